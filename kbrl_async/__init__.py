@@ -1,0 +1,1 @@
+"""The verbs: everything that can be called without a socket."""

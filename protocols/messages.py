@@ -1,0 +1,174 @@
+"""The headers of the broker protocol: one small struct per message kind.
+
+Frames on the wire are `[route][version+kind][header][payload …]`; see `framing`. The broker decodes the header and
+passes payload frames on untouched. Worker and producer connect with a DEALER to one of the broker's two ROUTERs::
+
+    producer ─ Submit ─────────▶ broker        worker ─ Hello/Beat/Result/Nack/Bye ─▶ broker
+    producer ◀ SubmitAck/Busy ── broker        worker ◀ Welcome/Task/Ack/Revoke/Drain ─ broker
+
+Invariants
+* `array_like` and append-only: a new field has a default and stands last, so that old and new peers understand each
+  other (golden bytes of every message are checked in).
+* Times are seconds. A `task_id` is fixed by its producer and never changes on the way through the stages (I1).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Stage(enum.StrEnum):
+    """The queues of the broker; a task walks through them from left to right and may skip some."""
+
+    GENERATE = "generate"
+    COMPILE = "compile"
+    BENCH = "bench"
+    SCORE = "score"
+    TRAIN = "train"
+    TRAINED = "trained"
+
+
+class Status(enum.StrEnum):
+    """How the last stage of a task ended, as its header says it (the payload holds the details)."""
+
+    OK = "ok"
+    WORKER_LOST = "worker_lost"
+    STALE = "stale"
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """What a process says of itself with each beat."""
+
+    busy: float = 0.0
+    """Share of the time since the last beat in which it worked (0 … 1)."""
+    queued: int = 0
+    lag_ms: float = 0.0
+    """Worst event-loop lag since the last beat (I11)."""
+    rss_mb: float = 0.0
+    done: int = 0
+    """Tasks finished since start."""
+    tokens: int = 0
+    """Tokens generated or trained since start."""
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """A worker introduces itself: `incarnation` is new for each process, `held` lists leases it still works on."""
+
+    worker_id: str
+    incarnation: str
+    stages: list[str]
+    slots: int
+    held: list[str] = msgspec.field(default_factory=list)
+    """Lease ids whose work runs or whose result waits for its `Ack`."""
+    caps: dict[str, str] = msgspec.field(default_factory=dict)
+    policy_version: int = -1
+    """The learner says here which version it has; others leave −1."""
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    epoch: int
+    heartbeat_s: float
+    lease_s: float
+    policy_version: int
+    adopted: list[str] = msgspec.field(default_factory=list)
+    """Those of `Hello.held` that stay valid; the worker abandons the others."""
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """Sent every `heartbeat_s` by the loop that does the work; renews `leases`; `credit_total` is its capacity."""
+
+    credit_total: int
+    leases: list[str] = msgspec.field(default_factory=list)
+    load: Load = msgspec.field(default_factory=Load)
+
+
+class Task(msgspec.Struct, array_like=True, frozen=True):
+    task_id: str
+    lease_id: str
+    stage: str
+    attempt: int
+    ttl_s: float
+    policy_version: int
+    """The newest version the broker knows of."""
+    status: str = Status.OK
+    group_id: str = ""
+
+
+class Result(msgspec.Struct, array_like=True, frozen=True):
+    """Kept in the worker's outbox until `Ack`. Its payload frames are appended to the task's record."""
+
+    task_id: str
+    lease_id: str
+    next_stage: str = ""
+    """The queue the task goes to now; empty when it ends here."""
+    policy_version: int = -1
+    """`generate`: the version that wrote it. `train`: the version that it made. Else −1."""
+    group_id: str = ""
+
+
+class Ack(msgspec.Struct, array_like=True, frozen=True):
+    """The result is journaled (`accepted`), or was not needed (`accepted=False`, with the reason)."""
+
+    task_id: str
+    lease_id: str
+    accepted: bool = True
+    reason: str = ""
+
+
+class Revoke(msgspec.Struct, array_like=True, frozen=True):
+    lease_id: str
+    reason: str
+
+
+class Nack(msgspec.Struct, array_like=True, frozen=True):
+    """The worker could not do it for a reason of its own (I4): the task is retried elsewhere."""
+
+    lease_id: str
+    reason: str
+
+
+class Drain(msgspec.Struct, array_like=True, frozen=True):
+    """To a worker: finish what you hold, take no more, say `Bye`."""
+
+    reason: str = ""
+
+
+class Bye(msgspec.Struct, array_like=True, frozen=True):
+    """From a worker: I am gone and hold nothing."""
+
+    reason: str = ""
+
+
+class Submit(msgspec.Struct, array_like=True, frozen=True):
+    """A new task with its first payload frames. Submitting a known `task_id` again is harmless."""
+
+    task_id: str
+    stage: str
+    group_id: str = ""
+    max_lag: int = -1
+    """Allowed policy lag between generation and dispatch (I2); −1: no limit."""
+
+
+class SubmitAck(msgspec.Struct, array_like=True, frozen=True):
+    task_id: str
+    duplicate: bool = False
+
+
+class Busy(msgspec.Struct, array_like=True, frozen=True):
+    """Back-pressure: the queue is full, submit `task_id` again after `retry_s`."""
+
+    task_id: str
+    retry_s: float
+
+
+class Retire(msgspec.Struct, array_like=True, frozen=True):
+    """From the aggregator: this group has ended; drop what is still queued of it, revoke what runs, forget the rest."""
+
+    group_id: str
+
+
+Message = (
+    Hello | Welcome | Beat | Task | Result | Ack | Revoke | Nack | Drain | Bye | Submit | SubmitAck | Busy | Retire
+)

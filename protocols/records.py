@@ -1,0 +1,256 @@
+"""The domain types: what travels through the pipeline and what every floor computes with.
+
+A rollout's *record* is a list of frames, one per stage, in this order::
+
+    RolloutRequest ── Generation ── BuildReport ── BenchReport
+     (aggregator)     (sampler)    (compile_farm)  (timing_bench)
+
+Each stage appends its own frame and never touches another's; the broker stores and forwards the frames as bytes.
+A rollout that fails early skips the missing stages, so a record at `score` holds two, three or four frames (or one,
+when the infrastructure gave up before it was generated).
+
+Invariants
+* Structs are frozen, tagged and append-only: a new field has a default and stands last.
+* Times are seconds (`*_s`, wall clock of one host) or epoch seconds (`*_at`); kernel times are milliseconds (`*_ms`).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Fault(enum.StrEnum):
+    """How a candidate ended. The candidate's own faults are rewards; the last three are never scored (I4)."""
+
+    OK = "ok"
+    FORMAT_ERROR = "format_error"
+    STATIC_VIOLATION = "static_violation"
+    COMPILE_ERROR = "compile_error"
+    RUNTIME_ERROR = "runtime_error"
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+    ILLEGAL_ACCESS = "illegal_access"
+    INCORRECT = "incorrect"
+    CHEATING = "cheating"
+    WORKER_LOST = "worker_lost"
+    INFRA_ERROR = "infra_error"
+    STALE = "stale"
+
+
+INFRASTRUCTURE_FAULTS = frozenset({Fault.WORKER_LOST, Fault.INFRA_ERROR, Fault.STALE})
+"""Faults that are ours: a rollout that ends so leaves its group, and never becomes a reward."""
+
+
+class Purpose(enum.StrEnum):
+    """Why a rollout exists. Only `TRAIN` rollouts are counted by I1 and enter batches."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class GroupOutcome(enum.StrEnum):
+    """The one end of every admitted group (I1)."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    DROPPED_STALE = "dropped_stale"
+    FAILED = "failed"
+
+
+class Problem(msgspec.Struct, frozen=True, tag="problem"):
+    """One KernelBench-contract problem: `source` defines `Model`, `get_inputs()` and `get_init_inputs()`."""
+
+    problem_id: str
+    """`"L{level}/{number:02d}_{name}"`, unique in a suite."""
+    level: int
+    name: str
+    source: str
+    difficulty: float = 0.5
+    """0 (easy) … 1 (hard)."""
+    split: str = "train"
+    """`"train"` or `"heldout"`."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, tag="sampling_params"):
+    """How tokens are drawn. Training needs `top_p == 1`, so that log-probs are those of the sampling distribution."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
+    """Frame 0: one turn of one rollout, asked for by the aggregator."""
+
+    rollout_id: str
+    group_id: str
+    problem: Problem
+    prompt: str
+    """The whole prompt text as the policy sees it."""
+    backend: str
+    sampling: SamplingParams
+    purpose: Purpose = Purpose.TRAIN
+    turn: int = 0
+    admitted_version: int = 0
+    admitted_at: float = 0.0
+
+
+class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
+    """A kernel as source: a Python file that defines `ModelNew`."""
+
+    source: str
+    backend: str
+
+
+class Generation(msgspec.Struct, frozen=True, tag="generation"):
+    """Frame 1: what the policy wrote. `logprobs[i]` belongs to `token_ids[i]` under the sampling distribution."""
+
+    policy_version: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    """`"stop"` or `"length"`."""
+    candidate: Candidate | None = None
+    fault: Fault = Fault.OK
+    """`FORMAT_ERROR` where no candidate could be extracted."""
+    message: str = ""
+    worker_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
+    """Frame 2: static check and compilation. `artifacts` maps a unit's source hash to its content address."""
+
+    fault: Fault
+    artifacts: dict[str, str] = msgspec.field(default_factory=dict)
+    message: str = ""
+    """Cleaned compiler output, at most 800 characters, for the model."""
+    hint: str = ""
+    rule: str = ""
+    """The tripwire that fired, for `STATIC_VIOLATION`."""
+    cached: bool = False
+    toolchain: str = ""
+    isolation: str = "none"
+    worker_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """Correctness, as computed by the trusted process (I5)."""
+
+    fault: Fault
+    passed: int = 0
+    total: int = 0
+    """Secret input sets passed and tried."""
+    message: str = ""
+    hint: str = ""
+    rule: str = ""
+    evidence: str = ""
+    max_abs_error: float | None = None
+    tolerance: float | None = None
+    """Largest allowed |output − reference| at the worst element's position."""
+    isolation: str = "none"
+    """`"full"`, `"reduced"` or `"none"`; what is missing is in `isolation_missing`."""
+    isolation_missing: list[str] = msgspec.field(default_factory=list)
+
+
+class Timing(msgspec.Struct, frozen=True, tag="timing"):
+    """A speedup with its uncertainty (I7): median of paired ratios reference/candidate and its confidence interval."""
+
+    n: int
+    speedup: float
+    lo: float
+    hi: float
+    candidate_ms: float
+    reference_ms: float
+    confidence: float = 0.95
+    method: str = ""
+    stopped: str = ""
+    """Why sampling stopped: `"resolved"`, `"decided"`, `"cap"`."""
+    hardware: str = ""
+    clock_mhz: float | None = None
+    throttle: list[str] = msgspec.field(default_factory=list)
+    load: float | None = None
+    """Share of the pinned core that others used while timing (0 … 1)."""
+
+    @property
+    def is_faster(self) -> bool:
+        """A speedup counts only when its whole interval lies above 1."""
+        return self.lo > 1.0
+
+
+class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
+    """Frame 3: verdict, and timing of a correct candidate."""
+
+    verdict: Verdict
+    timing: Timing | None = None
+    worker_id: str = ""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+Frame = RolloutRequest | Generation | BuildReport | BenchReport
+
+
+class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
+    """One turn as the learner sees it. `logprobs` are the behaviour policy's, one per response token."""
+
+    rollout_id: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    advantage: float
+    reward: float
+    policy_version: int
+    turn: int = 0
+
+
+class TrainGroup(msgspec.Struct, frozen=True, tag="train_group"):
+    """The samples of one prompt that share a baseline."""
+
+    group_id: str
+    problem_id: str
+    level: int
+    samples: list[TrainSample]
+
+
+class TrainBatch(msgspec.Struct, frozen=True, tag="train_batch"):
+    """Frame 0 of a `train` task; `TrainGroup` frames follow. `index` is the policy version that it is trained on."""
+
+    batch_id: str
+    index: int
+    temperature: float
+    group_ids: list[str]
+
+
+class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
+    """The frame that the learner appends to a `train` task."""
+
+    batch_id: str
+    policy_version: int
+    """The version that this update made."""
+    metrics: dict[str, float]
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
+    """The manifest beside a published policy. `canary_logprobs` prove which policy a sampler serves (I8)."""
+
+    version: int
+    parent: int | None
+    step: int
+    kind: str
+    """`"full"` or `"lora"`."""
+    weights_sha256: str
+    canary_ids: list[int]
+    canary_logprobs: list[float]
+    base_model: str = ""
+    created_at: float = 0.0

@@ -1,0 +1,1 @@
+"""The processes: one thin actor each, run as `python -m services.NAME`."""
