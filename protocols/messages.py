@@ -82,6 +82,8 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     credit_total: int
     leases: list[str] = msgspec.field(default_factory=list)
     load: Load = msgspec.field(default_factory=Load)
+    epoch: int = 0
+    """The epoch that the sender knows. The broker beats too, and its 0 means: I don't know you, say Hello."""
 
 
 class Task(msgspec.Struct, array_like=True, frozen=True):
@@ -154,6 +156,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True):
 class SubmitAck(msgspec.Struct, array_like=True, frozen=True):
     task_id: str
     duplicate: bool = False
+    group_id: str = ""
+    """Set, with an empty `task_id`, where a Retire is acknowledged."""
 
 
 class Busy(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,123 @@
+"""Backend `c`: plain C functions, compiled by gcc into a shared object, launched through `kbrl_async.launch.c_kernel`.
+
+`#pragma GCC optimize("Ofast")` before `#include <math.h>` gives vectorised expf and friends (libmvec); the default flags stay
+strict, because fast-math is a choice that a candidate should have to make and survive verification with.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+
+from kbrl_async import launch
+from kbrl_async.building.backend import Diagnosis, Unit
+from kbrl_async.building.tripwires import Program, parse
+from kbrl_async.errors import MissingTool
+from protocols.records import BuildReport, Candidate, Fault
+
+HEADERS = frozenset(
+    "math.h stdint.h stddef.h string.h stdlib.h float.h omp.h immintrin.h stdbool.h limits.h stdalign.h tgmath.h".split()
+)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*(include\w*|import|embed)\b[ \t]*(.*)$", re.MULTILINE)
+_ASM = re.compile(r"\b(asm|__asm__|__asm)\b")
+_ATTRIBUTES = re.compile(r"\b(constructor|destructor|ifunc|syscall|dlopen|dlsym|fork|execve|system|popen|_exit|abort)\b")
+_MAX_TEXT = 800
+_HINTS = (
+    (r"implicit declaration of function", "Declare the function before its use, or include the header that does."),
+    (r"undeclared", "Declare every variable; check the spelling and the scope."),
+    (r"expected .* before|expected declaration|expected expression", "Check braces, brackets and semicolons around the line."),
+    (r"undefined (reference|symbol)", "Only libc, libm and OpenMP are linked; define what else you call."),
+    (r"too (few|many) arguments", "Match the call to the function's parameters."),
+    (r"redefinition|conflicting types", "Give every name one definition."),
+    (r"incompatible|invalid operands|invalid type", "Check types: pointers are indexed, scalars are not."),
+    (r"unknown type name", "Use plain C types: float, long, int, size_t."),
+)
+
+
+class CBackend:
+    """See the module."""
+
+    name = "c"
+    suffix = ".c"
+
+    def check(self, candidate: Candidate) -> BuildReport | None:
+        program = parse(candidate.source)
+        if isinstance(program, BuildReport):
+            return program
+        for source, name in program.kernels:
+            report = _check_c(source, name)
+            if report is not None:
+                return report
+        return None
+
+    def units(self, candidate: Candidate) -> list[Unit]:
+        program = parse(candidate.source)
+        assert isinstance(program, Program), "units are asked for only after check"
+        sources = dict.fromkeys(source for source, _ in program.kernels)
+        return [Unit(launch.source_key(source), source) for source in sources]
+
+    def toolchain(self) -> str:
+        return _toolchain()
+
+    def command(self, source: str, target: str) -> list[str]:
+        return [_gcc(), *launch.C_FLAGS, "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
+
+    def diagnose(self, output: str) -> Diagnosis:
+        lines = [line for line in output.splitlines() if "error" in line or "undefined" in line]
+        text = "\n".join(_clean(line) for line in (lines or output.splitlines())[:8])
+        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "Fix the first error; others may follow from it.")
+        return Diagnosis(text[:_MAX_TEXT], hint)
+
+
+def _clean(line: str) -> str:
+    """Without folders of ours, and without the compiler's own names."""
+    line = re.sub(r"(/[\w.+-]+)+/", "", line)
+    return line.replace("collect2: error: ", "").strip()
+
+
+def _check_c(source: str, name: str) -> BuildReport | None:
+    bare = _COMMENT.sub(" ", source)
+    for directive, what in _INCLUDE.findall(bare):
+        header = what.strip().strip("<>\"")
+        if directive != "include" or header not in HEADERS:
+            hint = f"Only these headers: {', '.join(sorted(HEADERS))}."
+            return _violation("include", f"#{directive} {what.strip()} is not allowed", hint)
+    code = _STRING.sub('""', bare)
+    if _ASM.search(code):
+        return _violation("asm", "inline assembly is not allowed", "Use C, OpenMP pragmas or intrinsics from immintrin.h.")
+    match = _ATTRIBUTES.search(code)
+    if match:
+        return _violation("forbidden_name", f"{match[1]!r} is not allowed in the C source", "A kernel only computes.")
+    if launch.parameters(source, name) is None:
+        text = f"the C source defines no function {name!r}"
+        return _violation("unknown_function", text, f"Define `void {name}(…) {{ … }}` in SOURCE.")
+    return None
+
+
+def _violation(rule: str, message: str, hint: str) -> BuildReport:
+    return BuildReport(Fault.STATIC_VIOLATION, message=message[:_MAX_TEXT], hint=hint, rule=rule)
+
+
+@functools.cache
+def _gcc() -> str:
+    path = shutil.which("gcc")
+    if path is None:
+        raise MissingTool("gcc is not installed", launch.GCC_CURE)
+    return path
+
+
+@functools.cache
+def _toolchain() -> str:
+    """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march=native, hash of everything that the flags resolve to."""
+    query = [_gcc(), "-march=native", "-Q", "--help=target"]
+    resolved = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout
+    version = subprocess.run([_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30).stdout
+    march = re.search(r"-march=\s+(\S+)", resolved)
+    flags = " ".join((*launch.C_FLAGS, *launch.C_LIBRARIES))
+    digest = hashlib.sha256(f"{resolved}\0{flags}".encode()).hexdigest()[:12]
+    return f"gcc {version.strip()} {march[1] if march else 'native'} {digest}"

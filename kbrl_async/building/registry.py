@@ -1,0 +1,23 @@
+"""Backends by name. To add one: one file beside this one, one line in `_BACKENDS`."""
+
+from __future__ import annotations
+
+from kbrl_async.building.backend import Backend
+from kbrl_async.building.c import CBackend
+from kbrl_async.errors import ConfigError
+
+_BACKENDS: dict[str, Backend] = {
+    "c": CBackend(),
+}
+
+
+def backends() -> list[str]:
+    """Names of all backends."""
+    return list(_BACKENDS)
+
+
+def backend(name: str) -> Backend:
+    """`ConfigError` for a name that is not known."""
+    if name not in _BACKENDS:
+        raise ConfigError(f"there is no backend {name!r}", f"Choose one of: {', '.join(_BACKENDS)}")
+    return _BACKENDS[name]

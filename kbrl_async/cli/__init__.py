@@ -1,0 +1,89 @@
+"""The `kbrl` command.
+
+Owns: arguments, what is printed, exit codes. Each command is one module of this package with `NAME`, `HELP`,
+`add_arguments(parser)` and `run(args) -> exit code`; to add one, write the module and put it into `COMMANDS`.
+
+Exit codes: 0 done · 2 something asked for is wrong · 3 the host lacks something · 4 the run can't go on · 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from kbrl_async.cli import config, prepare, problems, summary, train
+from kbrl_async.errors import KbrlError, UserError
+
+EXAMPLES = """\
+examples:
+  kbrl train                                     the default run: a small policy, CPU kernels, about 5 minutes
+  kbrl train max_steps=3 name=first-try          shorter, in runs/first-try
+  kbrl train --config my.yaml learning_rate=1e-4 settings from a file, one of them replaced
+  kbrl train --dry-run level=1,2                 show what would run, start nothing
+  kbrl train resume=runs/default                 continue a run that was stopped
+  kbrl summary                                   the result of the newest run again
+  kbrl config                                    every key=value there is
+  kbrl problems list                             what the policy is trained on
+"""
+
+
+class Command(Protocol):
+    """A module of this package."""
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: tuple[Command, ...] = (train, prepare, summary, config, problems)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; what went wrong is one line on stderr."""
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        code: int = args.command.run(args)
+        sys.stdout.flush()
+    except KbrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # who read our output (head, less) has had enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments with `command`, and `overrides` where the command takes settings, which may stand anywhere."""
+    args, rest = _parser().parse_known_args(argv)
+    if options := [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]:
+        command = f"kbrl {args.command.NAME}"
+        raise UserError(f"{command} has no argument {options[0]}", f"See '{command} --help'")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kbrl",
+        description="Asynchronous reinforcement learning with verified rewards for GPU and CPU kernels.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        command.add_arguments(sub)
+        sub.set_defaults(command=command)
+    return parser

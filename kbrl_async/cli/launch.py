@@ -1,0 +1,119 @@
+"""Starting every process of a run and waiting for its end, on honcho's Manager.
+
+One process that ends takes all down: the reward aggregator ends when the summary is written; any other that ends
+has given up. Each is its own session, gets SIGTERM, and SIGKILL after `GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+from honcho.manager import SYSTEM_PRINTER_NAME, Manager
+from honcho.printer import Message, Printer
+
+GRACE_S = 8.0
+INTERRUPTED = (130, 143)
+_STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How the processes ended."""
+
+    first: str
+    """The process that ended first; empty if we were told to stop."""
+    code: int
+    """Its exit code, or 130 (Ctrl-C) or 143 (SIGTERM)."""
+
+    @property
+    def interrupted(self) -> bool:
+        return not self.first and self.code in INTERRUPTED
+
+
+class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
+    """Prints the processes' lines; of honcho's own only what a person needs, and remembers who stopped first."""
+
+    def __init__(self, output: TextIO) -> None:
+        super().__init__(output)
+        self.first_stopped = ""
+        self._stopping = False
+
+    def write(self, message: Message) -> None:
+        if message.name == SYSTEM_PRINTER_NAME:
+            self._system(str(message.data).strip(), message)
+        else:
+            super().write(message)
+
+    def _system(self, line: str, message: Message) -> None:
+        if line.endswith("received"):
+            self._stopping = True
+            super().write(message._replace(data="stopping all processes …\n"))
+        elif (stopped := _STOPPED.match(line)) and not self._stopping:
+            self._stopping = True
+            self.first_stopped = stopped[1]
+            super().write(message)
+        elif "SIGKILL" in line:
+            super().write(message)
+
+
+class RunManager(Manager):  # type: ignore[misc] # honcho has no types
+    """A Manager that also kills what ignores a SIGTERM when nothing at all has stopped."""
+
+    def __init__(self, printer: RunPrinter) -> None:
+        super().__init__(printer)
+        self._last_resort = threading.Timer(GRACE_S, self.kill)
+        self._last_resort.daemon = True
+
+    def terminate(self) -> None:
+        if not self._terminating:
+            super().terminate()
+            self._last_resort.start()
+
+    def loop(self) -> None:
+        super().loop()
+        self._last_resort.cancel()
+
+
+def python_service(name: str) -> str:
+    """The shell command of a service; `exec` makes the shell the service, so that signals reach it."""
+    return f"exec {shlex.quote(sys.executable)} -m services.{name}"
+
+
+def start_and_wait(
+    run_dir: Path,
+    counts: Mapping[str, int],
+    *,
+    command: Callable[[str], str] = python_service,
+    output: TextIO | None = None,
+) -> Ended:
+    """Start `counts` processes of each service on this run, show their lines, wait until all have ended."""
+    output = output or sys.stdout
+    printer = RunPrinter(output)
+    manager = RunManager(printer)
+    for name, count in counts.items():
+        for number in range(1, count + 1):
+            instance = f"{name}.{number}"
+            shown = instance if count > 1 else name
+            manager.add_process(shown, command(name), env=_environment(run_dir, instance, output))
+    manager.loop()
+    return Ended(first=printer.first_stopped, code=_exit_code(manager.returncode))
+
+
+def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]:
+    ours = {"KBRL_RUN_DIR": str(run_dir.resolve()), "PYTHONUNBUFFERED": "1", "HONCHO_PROCESS_NAME": instance}
+    colour = {"FORCE_COLOR": "1"} if output.isatty() and not os.environ.get("NO_COLOR") else {}
+    return {**os.environ, **colour, **ours}
+
+
+def _exit_code(code: int | None) -> int:
+    """As a shell counts: 128 + signal for a process that was killed."""
+    if code is None:
+        return 1
+    return 128 - code if code < 0 else code

@@ -1,0 +1,104 @@
+"""What must be right before anything is written or started; each check raises one error with its cure."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from kbrl_async.config import Config, Plan, available_cores, cpu_layout, endpoints
+from kbrl_async.config.rundir import refused
+from kbrl_async.errors import AddressTaken, CheckpointError, DiskFull, MissingTool
+from kbrl_async.problems import load_problems
+from protocols.sockets import AddressError, BoundRouter
+
+SPARE_BYTES = 2**30
+"""Room for checkpoints, journals and logs beside the artifact store."""
+PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+
+
+def check(plan: Plan) -> None:
+    """All checks, the cheap ones first. Nothing is left behind.
+
+    :raises KbrlError: the first thing that is wrong.
+    """
+    config = plan.config
+    check_cores(config)
+    check_problems(config)
+    check_policy(config)
+    check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
+    check_addresses(plan)
+    if config.backend == "c":
+        check_compiler()
+
+
+def check_cores(config: Config) -> None:
+    cores = available_cores()
+    cpu_layout(config, cores)
+    if len(cores) < 2:
+        print("warning: one core only: timings will be noisy and the run slow", file=sys.stderr)
+
+
+def check_problems(config: Config) -> None:
+    """Every problem file parses, and there is one to train on."""
+    load_problems(config.problems or "", levels=config.levels, split="train")
+
+
+def check_policy(config: Config) -> None:
+    """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
+    folder = Path(config.model_name).expanduser()
+    looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
+    if looks_like_path and not (folder / "config.json").is_file():
+        cure = "Give a folder that a model was saved to, or model_name=small"
+        raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
+
+
+def check_disk(run_dir: Path, needed: int) -> None:
+    """There is room, and we may write."""
+    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        cause = f"{parent} has {free / 2**30:.1f} GiB free, the run needs {needed / 2**30:.1f} GiB"
+        raise DiskFull(cause, "Free some, set log_path=… to another disk, or lower compile_farm.store_max_bytes")
+    try:
+        with tempfile.TemporaryFile(dir=parent) as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+    except OSError as error:
+        raise refused(error, parent) from error
+
+
+def check_addresses(plan: Plan) -> None:
+    """Nobody else holds the broker's addresses: they are bound for a moment."""
+    config, wanted = plan.config, endpoints(plan.config, plan.path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        for address in (wanted.submit, wanted.work):
+            if not address.startswith("ipc://") or Path(address.removeprefix("ipc://")).parent.is_dir():
+                BoundRouter(context, address, allow_remote=config.broker.allow_remote).close()
+    except AddressError as error:
+        raise AddressTaken(error.cause, error.cure) from None
+    finally:
+        context.term()
+
+
+def check_compiler() -> None:
+    """gcc is there and builds OpenMP."""
+    cure = "Install it, such as 'apt-get install gcc libc6-dev'"
+    if shutil.which("gcc") is None:
+        raise MissingTool("gcc was not found, and backend=c compiles with it", cure)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(PROBE)
+        command = ["gcc", "-fopenmp", str(source), "-o", str(source.with_suffix(""))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise MissingTool(f"gcc does not run: {error}", cure) from None
+    if done.returncode:
+        first = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+        raise MissingTool(f"gcc cannot build an OpenMP program: {first}", cure)

@@ -1,0 +1,83 @@
+"""`kbrl train`: resolve, check, prepare the run folder, start all processes, show how it ended.
+
+Nothing is written before every check has passed; a run that ends early can be continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kbrl_async.cli import preflight, settings, summary
+from kbrl_async.cli.launch import Ended, start_and_wait
+from kbrl_async.config import (
+    Plan,
+    available_cores,
+    config_hash,
+    cpu_layout,
+    is_finished,
+    plan,
+    prepare,
+    process_counts,
+    to_yaml,
+)
+from kbrl_async.errors import RunError
+
+NAME = "train"
+HELP = "train a policy; continues the run of that name if it has not ended"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="print what was resolved, start nothing")
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = settings.resolve(args)
+    todo = plan(config)
+    if args.dry_run:
+        print(describe(todo))
+        return 0
+    preflight.check(todo)
+    run = prepare(config)
+    print(
+        f"{'continuing' if run.resumed else 'starting'} {run.path}; stop with Ctrl-C, it can be continued", flush=True
+    )
+    return conclude(run.path, start_and_wait(run.path, process_counts(run.config)))
+
+
+def conclude(run_dir: Path, ended: Ended) -> int:
+    """Print the result, or why there is none.
+
+    :raises RunError: a service gave up.
+    """
+    if is_finished(run_dir):
+        summary.show(run_dir)
+        print(f"everything is in {run_dir}; see it with 'tensorboard --logdir {run_dir}'")
+        return 0
+    again = f"continue with 'kbrl train resume={run_dir}'"
+    if ended.interrupted:
+        print(f"stopped; {again}", file=sys.stderr)
+        return ended.code
+    error = RunError(
+        f"{ended.first or 'a process'} ended with exit code {ended.code} before the run did",
+        f"Read its last lines above and in {run_dir / 'logs'}, then {again}",
+    )
+    error.exit_code = ended.code or RunError.exit_code
+    raise error
+
+
+def describe(todo: Plan) -> str:
+    """The resolved configuration with, as comments, what follows from it."""
+    layout = cpu_layout(todo.config, available_cores())
+    processes = ", ".join(f"{name} × {count}" for name, count in process_counts(todo.config).items())
+    cores = f"bench {layout.bench}, compile {layout.compile}, sampler {layout.sampler}, learner {layout.learner}"
+    facts = {
+        "run folder": f"{todo.path} ({'continued' if todo.resumed else 'new'})",
+        "experiment": config_hash(todo.config),
+        "processes": processes,
+        "cores": cores,
+    }
+    comments = "".join(f"# {name}: {fact}\n" for name, fact in facts.items())
+    return comments + to_yaml(todo.config).rstrip()

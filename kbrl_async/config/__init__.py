@@ -1,0 +1,88 @@
+"""The configuration of a run, and the folder that it lives in.
+
+Owns: the keys (`schema`), reading them from files, variables and the command line (`loading`), the run folder
+(`rundir`), and what follows from keys and host (`layout`). Never touches: torch, sockets, any other room.
+
+To add a key: one field with its docstring in `schema`; a rule between two keys: one line in `checks`.
+"""
+
+from kbrl_async.config.keys import KEYS
+from kbrl_async.config.layout import (
+    SCALABLE,
+    SERVICES,
+    CpuLayout,
+    Endpoints,
+    available_cores,
+    compile_slots,
+    cpu_layout,
+    endpoints,
+    process_counts,
+)
+from kbrl_async.config.loading import config_hash, environment, load, to_yaml
+from kbrl_async.config.rundir import (
+    CONFIG_FILE,
+    LATEST,
+    SUMMARY_FILE,
+    Plan,
+    Run,
+    ensure_run,
+    is_finished,
+    load_run,
+    plan,
+    prepare,
+    write_atomically,
+    writing,
+)
+from kbrl_async.config.schema import (
+    Broker,
+    CompileFarm,
+    Config,
+    Cpu,
+    DatasetBuilder,
+    Learner,
+    Processes,
+    Sampler,
+    Sft,
+    Tensorboard,
+    TimingBench,
+)
+
+__all__ = [
+    "CONFIG_FILE",
+    "KEYS",
+    "LATEST",
+    "SCALABLE",
+    "SERVICES",
+    "SUMMARY_FILE",
+    "Broker",
+    "CompileFarm",
+    "Config",
+    "Cpu",
+    "CpuLayout",
+    "DatasetBuilder",
+    "Endpoints",
+    "Learner",
+    "Plan",
+    "Processes",
+    "Run",
+    "Sampler",
+    "Sft",
+    "Tensorboard",
+    "TimingBench",
+    "available_cores",
+    "compile_slots",
+    "config_hash",
+    "cpu_layout",
+    "endpoints",
+    "ensure_run",
+    "environment",
+    "is_finished",
+    "load",
+    "load_run",
+    "plan",
+    "prepare",
+    "process_counts",
+    "to_yaml",
+    "write_atomically",
+    "writing",
+]

@@ -1,0 +1,105 @@
+"""What a run's services derive from its configuration and this host: cores, slots, addresses, process counts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.config.schema import Config
+from kbrl_async.errors import ConfigError
+
+SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "reward_aggregator")
+"""Every service, in starting order."""
+SCALABLE = ("sampler", "compile_farm", "timing_bench")
+IPC_PATH_MAX = 107
+"""Longest path of a socket file that the operating system takes, in bytes."""
+
+
+class CpuLayout(msgspec.Struct, frozen=True):
+    """Cores by kind of process."""
+
+    shared: list[int]
+    """Broker and reward aggregator."""
+    sampler: list[int]
+    learner: list[int]
+    bench: list[int]
+    """One per timing bench."""
+    compile: list[int]
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """The broker's two addresses."""
+
+    submit: str
+    work: str
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
+    """Timing gets quiet cores of its own, as far as there are any; what computes gets the others.
+
+    :param cores: what the host lends us, see `available_cores`.
+    :raises ConfigError: a core is named that there is not, or a bench would have none for itself.
+    """
+    benches = config.processes.timing_bench
+    bench = _chosen("cpu.bench", config.cpu.bench, cores) or list(cores[-benches:])
+    if config.timing_bench.core is not None:
+        bench = _chosen("timing_bench.core", [config.timing_bench.core], cores)
+    if len(bench) < benches:
+        cause = f"{benches} timing benches need a core each, and there are {len(bench)}"
+        raise ConfigError(cause, f"Lower processes.timing_bench to {len(bench)}")
+    shared = [core for core in cores if core not in bench] or list(cores)
+    return CpuLayout(
+        shared=shared,
+        sampler=_chosen("cpu.sampler", config.cpu.sampler, cores) or shared,
+        learner=_chosen("cpu.learner", config.cpu.learner, cores) or shared,
+        bench=bench,
+        compile=_chosen("cpu.compile", config.cpu.compile, cores) or (shared[1:] or bench),
+    )
+
+
+def _chosen(key: str, wanted: str | list[int], cores: Sequence[int]) -> list[int]:
+    """The cores that were named; none for `auto`."""
+    if isinstance(wanted, str):
+        return []
+    if missing := [core for core in wanted if core not in cores]:
+        have = ",".join(map(str, cores))
+        raise ConfigError(f"{key}: this host lends no core {missing[0]}", f"Choose among {have}, or {key}=auto")
+    return list(wanted)
+
+
+def compile_slots(config: Config, layout: CpuLayout) -> int:
+    """Compilations at once in one farm process: a little more than its cores, so that none idles on the disk."""
+    return config.compile_farm.slots or math.ceil(1.1 * len(layout.compile))
+
+
+def endpoints(config: Config, run_dir: Path) -> Endpoints:
+    """The configured addresses; by default socket files in the run folder, or in the temporary folder if too long."""
+    return Endpoints(
+        submit=config.broker.submit or f"ipc://{_socket_file(run_dir, 'submit')}",
+        work=config.broker.work or f"ipc://{_socket_file(run_dir, 'work')}",
+    )
+
+
+def _socket_file(run_dir: Path, name: str) -> Path:
+    path = run_dir.resolve() / f"{name}.sock"
+    # a lock file with a longer name lies beside it
+    if len(os.fsencode(path)) + len(".lock") <= IPC_PATH_MAX:
+        return path
+    short = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"kbrl-{os.getuid()}-{short}-{name}.sock"
+
+
+def process_counts(config: Config) -> dict[str, int]:
+    """How many processes of each service run on this host, in starting order."""
+    return {name: getattr(config.processes, name, 1) for name in SERVICES}

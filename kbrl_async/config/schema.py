@@ -1,0 +1,283 @@
+"""Every key of a run as one frozen tree of structs: its type, its range, its default, and a line on what it does.
+
+Invariants
+* A key is `name` or `section.name`, never deeper; names at the top are those that users of such tools know.
+* The type of a field holds its range, so that one conversion checks both; what concerns two keys is in `checks`.
+* The string under a field is its documentation: `kbrl config` prints it.
+* Nothing here imports torch or touches the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Cores = Literal["auto"] | list[Count]
+
+
+class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the policy, and what it is paid for."""
+
+    prompt_option: Literal["zero_shot"] = "zero_shot"
+    """How a problem is put to the policy."""
+    reward_preset: Literal["stage3"] = "stage3"
+    """Set of reward weights to start from; the weights below replace single ones."""
+    reward_format_weight: NonNegative | None = None
+    """Pay for an answer from which a kernel could be extracted; null: the preset's."""
+    reward_compile_weight: NonNegative | None = None
+    """Pay for a kernel that compiles; null: the preset's."""
+    reward_correctness_weight: NonNegative | None = None
+    """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
+    reward_speed_weight: NonNegative | None = None
+    """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
+
+
+class Learner(msgspec.Struct, frozen=True, kw_only=True):
+    """How a batch becomes a new policy version."""
+
+    epochs: AtLeastOne = 2
+    """Passes over each batch."""
+    minibatches: AtLeastOne = 2
+    """Optimizer steps per pass."""
+    warmup_steps: Count = 8
+    """Optimizer steps over which the learning rate rises to its full value."""
+    clip_low: Fraction = 0.2
+    """ppo_clip: the importance ratio is clipped below 1 − clip_low."""
+    clip_high: NonNegative = 0.28
+    """ppo_clip: the importance ratio is clipped above 1 + clip_high."""
+    dppo_delta: Fraction = 0.2
+    """dppo_tv: a token is dropped when its probability has moved the wrong way by more than this."""
+    negative_scale: NonNegative = 0.3
+    """Factor on negative advantages; below 1 keeps a small policy's entropy up."""
+    grad_clip: Positive = 1.0
+    """Largest norm of the gradient."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Number format of the forward and backward pass; auto: bfloat16."""
+    threads: AtLeastOne | None = None
+    """Threads of torch in the learner; null: one per core it may use."""
+    checkpoint_every: AtLeastOne = 1
+    """Updates between two checkpoints."""
+    keep_checkpoints: AtLeastOne = 2
+    """Newest checkpoints that stay on disk."""
+
+
+class Sampler(msgspec.Struct, frozen=True, kw_only=True):
+    """How kernels are generated."""
+
+    engine: Literal["transformers"] = "transformers"
+    """The generation engine."""
+    slots: AtLeastOne = 32
+    """Sequences that one sampler generates at once."""
+    threads: AtLeastOne | None = None
+    """Threads of torch in a sampler; null: one per core it may use."""
+
+
+class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
+    """How candidates are compiled."""
+
+    slots: AtLeastOne | None = None
+    """Compilations that one farm process runs at once; null: 1.1 × its cores, rounded up."""
+    store_max_bytes: AtLeastOne = 512 * 2**20
+    """Size limit of the artifact store; the least recently used artifacts go first."""
+    deadline_s: Positive = 20.0
+    """Wall clock that one candidate's compilation may take."""
+    nice: Annotated[int, Meta(ge=0, le=19)] = 19
+    """Scheduling priority of the compiler; 19 is the lowest, so that it disturbs timing least."""
+
+
+class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
+    """How candidates are proven correct and timed."""
+
+    core: Count | None = None
+    """Core that timing is pinned to; null: the bench core of the CPU layout."""
+    min_pairs: AtLeastOne = 9
+    """Pairs of candidate and reference measured before sampling may stop."""
+    max_pairs: AtLeastOne = 61
+    """Pairs after which sampling stops however wide the interval still is."""
+    cap_s: Positive = 0.6
+    """Wall clock after which the timing of one candidate stops."""
+    correctness_sets: AtLeastOne = 5
+    """Secret input sets that a candidate must pass."""
+    deadline_s: Positive = 5.0
+    """Wall clock that one candidate may take in all; endless loops are killed after it."""
+    flush_bytes: Count = 64 * 2**20
+    """Memory written between two measurements so that caches are cold; 0: none."""
+
+
+class Broker(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the queues are reached, and how long a silent worker is believed."""
+
+    submit: str | None = None
+    """Address for producers, such as tcp://127.0.0.1:5755; null: a socket file of the run."""
+    work: str | None = None
+    """Address for workers, such as tcp://127.0.0.1:5756; null: a socket file of the run."""
+    allow_remote: bool = False
+    """Allow addresses that other hosts can reach. Traffic is not encrypted or authenticated: trusted networks only."""
+    heartbeat_s: Positive = 1.0
+    """Seconds between two heartbeats of a worker; three missed ones make it suspect."""
+    lease_generate_s: Positive = 60.0
+    """Seconds after the last heartbeat until a generation is given to another worker."""
+    lease_compile_s: Positive = 60.0
+    """The same for a compilation."""
+    lease_bench_s: Positive = 30.0
+    """The same for verifying and timing."""
+    lease_score_s: Positive = 30.0
+    """The same for scoring."""
+    lease_train_s: Positive = 120.0
+    """The same for a batch at the learner."""
+    lease_trained_s: Positive = 30.0
+    """The same for closing a trained batch."""
+
+    @property
+    def leases(self) -> dict[str, float]:
+        """Lease seconds by stage."""
+        prefix, suffix = "lease_", "_s"
+        names = [n for n in self.__struct_fields__ if n.startswith(prefix)]
+        return {n.removeprefix(prefix).removesuffix(suffix): float(getattr(self, n)) for n in names}
+
+
+class Sft(msgspec.Struct, frozen=True, kw_only=True):
+    """How the small policy is made on first use (model_name=small)."""
+
+    max_seconds: Positive = 150.0
+    """Wall clock of the training."""
+    steps: AtLeastOne = 600
+    """Optimizer steps, if the wall clock allows them."""
+    hidden_size: AtLeastOne = 256
+    """Width of the model."""
+    layers: AtLeastOne = 4
+    """Transformer layers."""
+    heads: AtLeastOne = 4
+    """Attention heads."""
+    vocab_size: Annotated[int, Meta(ge=260)] = 1024
+    """Entries of the tokenizer, which is made from the same corpus."""
+    lr: Positive = 2e-3
+    """Peak learning rate."""
+    batch_tokens: AtLeastOne = 4096
+    """Tokens per optimizer step."""
+
+
+class Cpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Which cores each kind of process may use. See docs/design.md, 'CPU layout'."""
+
+    sampler: Cores = "auto"
+    """Cores of the samplers; auto: all but the bench's."""
+    learner: Cores = "auto"
+    """Cores of the learner; auto: all but the bench's."""
+    bench: Cores = "auto"
+    """Cores of the timing benches, one each; auto: the last ones."""
+    compile: Cores = "auto"
+    """Cores of the compile farm; auto: all but the first and the bench's, or the bench's where there is no other."""
+
+
+class Processes(msgspec.Struct, frozen=True, kw_only=True):
+    """How many processes of each kind `kbrl train` starts on this host."""
+
+    sampler: AtLeastOne = 1
+    """Samplers."""
+    compile_farm: AtLeastOne = 1
+    """Compile farms."""
+    timing_bench: AtLeastOne = 1
+    """Timing benches; each needs a core (or a GPU) of its own."""
+
+
+class Tensorboard(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written for TensorBoard."""
+
+    enabled: bool = True
+    """Write event files under runs/NAME/tensorboard."""
+    histograms_every: AtLeastOne = 5
+    """Updates between two histograms of rewards, speedups and advantages."""
+    per_level: bool = True
+    """Also break rewards and rates down by problem level."""
+
+
+def _all_levels() -> list[int]:
+    return [1, 2, 3]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    model_name: str = "small"
+    """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
+    backend: Literal["c"] = "c"
+    """What kernels are written in: c is C with OpenMP, compiled by gcc."""
+    problems: str | None = None
+    """Folder of problems in the KernelBench layout; null: the project's own suite."""
+    level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
+    """Problem level or levels to train on."""
+    batch_size: AtLeastOne = 8
+    """P: groups (one problem each) per update."""
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """G: rollouts per group, which share a baseline."""
+    learning_rate: Positive = 2e-4
+    """Learning rate of the policy after warm-up."""
+    lora_rank: Count = 0
+    """Rank of the LoRA adapter; 0: all weights are trained."""
+    max_tokens: AtLeastOne = 320
+    """Longest answer, in tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probs are those of this distribution."""
+    seed: Count = 0
+    """Seed of everything that is drawn, except the secret inputs of verification."""
+    max_steps: AtLeastOne = 40
+    """Updates after which the run ends."""
+    max_minutes: Positive | None = 3.5
+    """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
+    max_staleness: Count = 2
+    """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
+    loss: Literal["dppo_tv", "ppo_clip", "tis", "reinforce"] = "dppo_tv"
+    """Policy loss with its off-policy correction."""
+    advantage: Literal["leave_one_out", "group_mean", "group_mean_std", "none"] = "leave_one_out"
+    """Baseline that is taken from a rollout's reward."""
+    mode: Literal["single_turn", "multi_turn"] = "single_turn"
+    """One answer per rollout, or several with feedback between them."""
+    max_turns: AtLeastOne = 1
+    """Turns of a rollout in mode=multi_turn."""
+    gamma: Fraction = 0.4
+    """Discount of later turns' scores in mode=multi_turn."""
+    eval_samples: Count = 4
+    """Answers per held-out problem before and after training; 0: no evaluation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where sampler and learner compute; auto: the GPU where there is one."""
+    log_path: str = "runs"
+    """Folder that holds the runs."""
+    name: str | None = None
+    """Name of the run, a folder in log_path; null: default, with the seed where it is not the default one."""
+    resume: str | None = None
+    """Run folder to continue, such as runs/default."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important message that is logged."""
+    dataset_builder: DatasetBuilder = DatasetBuilder()
+    learner: Learner = Learner()
+    sampler: Sampler = Sampler()
+    compile_farm: CompileFarm = CompileFarm()
+    timing_bench: TimingBench = TimingBench()
+    broker: Broker = Broker()
+    sft: Sft = Sft()
+    cpu: Cpu = Cpu()
+    processes: Processes = Processes()
+    tensorboard: Tensorboard = Tensorboard()
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """`level` as a sorted tuple without doubles."""
+        return (self.level,) if isinstance(self.level, int) else tuple(sorted(set(self.level)))
+
+    @property
+    def run_name(self) -> str:
+        """`name`, or the default name of this seed."""
+        if self.name:
+            return self.name
+        return "default" if self.seed == DEFAULT_SEED else f"default-seed{self.seed}"
+
+
+DEFAULT_SEED = 0

@@ -1,0 +1,165 @@
+"""Atomic checkpoints of a trainer: weights, optimizer, random state, counters and data order. No pickle (I6, I9).
+
+::
+
+    step-000040/  tensors.safetensors   model.*, optimizer.{i}.*, rng.*
+                  state.json            counters, last batch id, SHA-256 of the tensors
+                  COMPLETE
+
+Resuming from one continues bit by bit (on a CPU). LoRA checkpoints hold the adapter only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from kbrl_async.errors import CheckpointError
+from kbrl_async.learning.durable import (
+    file_sha256,
+    numbered,
+    remove_folder,
+    remove_leftovers,
+    write_folder,
+)
+from kbrl_async.learning.trainer import Trainer
+
+PREFIX = "step-"
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What the learner remembers beside the trainer's own state."""
+
+    version: int = 0
+    """Policy version of the weights."""
+    last_batch_id: str = ""
+    """A batch that is delivered again is answered, not trained again (I1)."""
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    last_metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class _State(msgspec.Struct, frozen=True):
+    progress: Progress
+    optimizer_step: int
+    tensors_sha256: str
+    format: int = 1
+
+
+class Resumed(NamedTuple):
+    progress: Progress
+    folder: Path
+    notes: list[str]
+    """Warnings for the log: checkpoints that could not be read and were passed over."""
+
+
+def save(directory: Path, trainer: Trainer, progress: Progress, keep: int = 2) -> Path:
+    """Writes `step-{version}` and deletes all but the newest `keep`."""
+    folder = directory / f"{PREFIX}{progress.version:06d}"
+
+    def fill(temporary: Path) -> None:
+        save_file(_tensors(trainer), str(temporary / TENSORS))
+        state = _State(progress, trainer.optimizer_step, file_sha256(temporary / TENSORS))
+        (temporary / STATE).write_bytes(msgspec.json.encode(state))
+
+    write_folder(folder, fill)
+    remove_leftovers(directory, PREFIX)
+    for _, old in numbered(directory, PREFIX)[: -max(1, keep)]:
+        remove_folder(old)
+    return folder
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint's folder, or None."""
+    found = numbered(directory, PREFIX)
+    return found[-1][1] if found else None
+
+
+def resume(directory: Path, trainer: Trainer) -> Resumed | None:
+    """Restores the newest readable checkpoint into `trainer`; None where there is none at all.
+
+    A damaged one is passed over with a note. CheckpointError when every one is damaged: starting afresh in silence
+    would throw the run away.
+    """
+    notes: list[str] = []
+    found = numbered(directory, PREFIX)
+    for _, folder in reversed(found):
+        try:
+            return Resumed(restore(folder, trainer), folder, notes)
+        except CheckpointError as error:
+            notes.append(f"{error} Falling back to the checkpoint before it.")
+    if found:
+        raise CheckpointError(f"no checkpoint in {directory} can be read ({notes[0]})", "Delete the folder to restart")
+    return None
+
+
+def restore(folder: Path, trainer: Trainer) -> Progress:
+    """Restores exactly this checkpoint; the trainer is untouched when it can't be read."""
+    state, tensors = _read(folder)
+    expected = _tensor_names(trainer)
+    if expected - tensors.keys():
+        missing = sorted(expected - tensors.keys())[0]
+        raise CheckpointError(f"{folder / TENSORS} lacks {missing}: it is of another model", "Use the run's own model")
+    for name, parameter in _trained(trainer).items():
+        if parameter.shape != tensors[f"model.{name}"].shape:
+            raise CheckpointError(f"{folder / TENSORS}: {name} has another shape", "Use the run's own model")
+    _load(trainer, state, tensors)
+    return state.progress
+
+
+def _read(folder: Path) -> tuple[_State, dict[str, torch.Tensor]]:
+    cure = "Delete this folder to fall back to the checkpoint before it."
+    try:
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+        if file_sha256(folder / TENSORS) != state.tensors_sha256:
+            raise CheckpointError(f"{folder / TENSORS} is truncated or changed (SHA-256 differs)", cure)
+        return state, load_file(str(folder / TENSORS))
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", cure) from error
+
+
+def _trained(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def _tensor_names(trainer: Trainer) -> set[str]:
+    return {f"model.{name}" for name in _trained(trainer)} | {"rng.torch", "rng.order"}
+
+
+def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    # named_parameters yields a tied weight once; buffers are constants of the configuration.
+    out = {f"model.{name}": p.detach().cpu().contiguous() for name, p in _trained(trainer).items()}
+    for index, entry in trainer.optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            out[f"optimizer.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    out["rng.torch"] = torch.get_rng_state()
+    out["rng.order"] = trainer.order.get_state()
+    if trainer.device.type == "cuda":
+        out["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return out
+
+
+@torch.no_grad()
+def _load(trainer: Trainer, state: _State, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in _trained(trainer).items():
+        parameter.copy_(tensors[f"model.{name}"])
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            moments.setdefault(int(index), {})[key] = tensor
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    trainer.optimizer_step = state.optimizer_step
+    torch.set_rng_state(tensors["rng.torch"])
+    trainer.order.set_state(tensors["rng.order"])
+    if trainer.device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], trainer.device)

@@ -1,0 +1,108 @@
+"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ModelOptions(msgspec.Struct, frozen=True):
+    path: str
+    """A folder with `config.json` and safetensors, or a hub name."""
+    dtype: str = "fp32"
+    """Of the stored weights; `TrainerOptions.dtype` is that of the arithmetic."""
+    device: str = "cpu"
+    attention: str = "sdpa"
+    revision: str | None = None
+    lora_rank: int = 0
+    """0 trains all weights."""
+    lora_alpha: float = 0.0
+    """0 means twice the rank."""
+    gradient_checkpointing: bool = False
+
+
+def load_model(options: ModelOptions) -> torch.nn.Module:
+    """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for."""
+    from transformers import AutoModelForCausalLM
+
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {options.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}")
+    _check_path(options.path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            options.path,
+            dtype=DTYPES[options.dtype],
+            attn_implementation=options.attention,
+            revision=options.revision,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", options.path, error) from error
+    model = model.to(options.device).eval()
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
+    return wrap_lora(model, options.lora_rank, options.lora_alpha) if options.lora_rank > 0 else model
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
+    """The tokenizer beside the model; must know its end-of-text token."""
+    from transformers import AutoTokenizer
+
+    _check_path(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", path, error) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {path} has no end-of-text token", "Set eos_token in its config")
+    return tokenizer
+
+
+def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn.Module:
+    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    wrapped: torch.nn.Module = get_peft_model(model, config)
+    return wrapped
+
+
+def causal_lm(model: torch.nn.Module) -> torch.nn.Module:
+    """The causal LM inside a peft wrapper, its LoRA layers included; the model itself otherwise."""
+    inner: torch.nn.Module = model.get_base_model() if is_lora(model) else model  # type: ignore[operator]
+    return inner
+
+
+def is_lora(model: torch.nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _check_path(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        state = "does not exist" if not folder.exists() else "holds no config.json"
+        raise ConfigError(f"model folder {path} {state}", "Give a Hugging Face model folder or a hub name")
+
+
+def _cannot_load(what: str, path: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"can't load the {what} {path!r}: {first_line}",
+        "Check the name, the network or HF_TOKEN, or give a local folder with config.json and safetensors",
+    )

@@ -1,0 +1,56 @@
+"""The optimizer and its schedule, shared by RL and supervised training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from kbrl_async.errors import ConfigError, NonFiniteLoss
+
+SCHEDULES = ("constant", "cosine")
+
+
+def make_adamw(
+    parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """AdamW over the trainable ones of `parameters`, fused (one pass over memory)."""
+    trainable = [p for p in parameters if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameters", "Wrap it in LoRA or unfreeze its weights")
+    return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, betas=betas, fused=True)
+
+
+def rate_at(step: int, peak: float, warmup: int, schedule: str, progress: float, floor: float = 0.1) -> float:
+    """Learning rate of optimiser step `step` (from 0): linear warm-up, then constant or a cosine down to floor·peak.
+
+    `progress` in [0, 1] is the share of the run that is done; a pure function, so that resume needs no state.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"unknown schedule {schedule!r}", f"Known ones: {', '.join(SCHEDULES)}")
+    warm = min(1.0, (step + 1) / warmup) if warmup > 0 else 1.0
+    if schedule == "constant":
+        return peak * warm
+    cosine = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    return peak * warm * (floor + (1 - floor) * cosine)
+
+
+def guarded_step(optimizer: torch.optim.Optimizer, loss: float, clip: float, rate: float) -> float:
+    """Clips, checks that loss and gradient are finite, then steps; returns the gradient norm before clipping.
+
+    NonFiniteLoss leaves weights and optimizer state untouched and clears the gradients.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        optimizer.zero_grad(set_to_none=True)
+        raise NonFiniteLoss(
+            f"loss {loss} or gradient norm {norm} is not finite; the step was not taken",
+            "Lower the learning rate, or look at the batch's log-probs and advantages",
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,229 @@
+"""The RL trainer: groups of samples in, one policy update and its metrics out.
+
+::
+
+    groups ─ flatten, shuffle ─▶ minibatches ─ pack ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
+                 └─ × epochs                                └─ π_p first, where the loss needs it
+
+Invariants
+* Nothing that isn't finite reaches the weights: inputs are checked before the first step, loss and gradient norm before
+  each step.
+* The same state, groups and options give the same weights: order comes from the trainer's own generator.
+* The temperature is that of the samples, so an unchanged policy has importance ratio 1.
+"""
+
+# ruff: noqa: N806 - capital suffixes of names give tensor shapes
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from kbrl_async.errors import ConfigError, NonFiniteLoss
+from kbrl_async.learning import metrics as m
+from kbrl_async.learning.logprobs import batch_logprobs
+from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, find_loss, token_weights
+from kbrl_async.learning.models import causal_lm
+from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
+from kbrl_async.learning.packing import Microbatch, pack
+from protocols.records import TrainGroup, TrainSample
+
+
+class TrainerOptions(msgspec.Struct, frozen=True):
+    """Everything that shapes an update. Defaults suit a small policy on a CPU."""
+
+    loss: str = "dppo_tv"
+    loss_options: LossOptions = LossOptions()
+    normalise: str = "token_mean"
+    dr_grpo_length: int = 256
+    """The constant of `normalise = "dr_grpo"`."""
+    negative_scale: float = 1.0
+    """Negative advantages are multiplied by this; below 1 keeps entropy up."""
+    learning_rate: float = 2e-4
+    warmup_steps: int = 8
+    """Optimiser steps, not batches."""
+    schedule: str = "constant"
+    total_steps: int = 0
+    """Optimiser steps of the whole run, for `cosine`."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    epochs: int = 2
+    minibatches: int = 2
+    token_budget: int = 2048
+    """Input tokens of one microbatch, padding included."""
+    tree_tokens: int = 768
+    """Longest row in which samples share their prompt; 0 switches sharing off."""
+    chunk_elements: int = 1 << 24
+    """Most logits that exist at once."""
+    dtype: str = "fp32"
+    """`"bf16"` runs forward and backward in autocast."""
+    seed: int = 0
+
+
+class Trainer:
+    """Owns optimizer, step counter and data order of one policy.
+
+    trainer = Trainer(model, TrainerOptions(), "cpu")
+    metrics = trainer.step(groups, temperature=1.0)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: TrainerOptions,
+        device: str | torch.device = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if options.dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"unknown training dtype {options.dtype!r}", "Use fp32 or bf16")
+        self.model = model
+        self.options = options
+        self.device = torch.device(device)
+        self.optimizer = make_adamw(model.parameters(), options.learning_rate, options.weight_decay, options.betas)
+        self.optimizer_step = 0
+        self.order = torch.Generator().manual_seed(options.seed)
+        self._loss = find_loss(options.loss)
+        self._clock = clock
+
+    def step(
+        self, groups: Sequence[TrainGroup], temperature: float, tick: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """`epochs` × `minibatches` optimiser steps on `groups`. `tick` is called after every microbatch.
+
+        Raises NonFiniteLoss before the step that would have been spoilt.
+        """
+        samples = [sample for group in groups for sample in group.samples if sample.token_ids]
+        if not samples:
+            raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
+        _check_finite(samples)
+        started = self._clock()
+        mu, proximal = self._flatten(samples), None
+        if self.options.loss in NEEDS_PROXIMAL:
+            proximal = self._proximal(samples, temperature, tick)
+        log = m.StepLog(proximal_s=self._clock() - started)
+        for epoch in range(self.options.epochs):
+            for chosen in self._minibatches(len(samples)):
+                self._minibatch(samples, chosen, mu, proximal, temperature, log, tick)
+            if epoch == 0:
+                log.end_of_first_epoch()
+        log.total_s = self._clock() - started
+        return log.summary(samples, self.optimizer_step)
+
+    def _minibatches(self, n: int) -> list[list[int]]:
+        """A partition of the samples into at most `minibatches` parts, in random order."""
+        order: list[int] = torch.randperm(n, generator=self.order).tolist()
+        parts = min(self.options.minibatches, n)
+        # Sorted inside a part: neighbours share their prompt, and packing keys on that.
+        return [sorted(order[i::parts]) for i in range(parts)]
+
+    def _minibatch(
+        self,
+        samples: list[TrainSample],
+        chosen: list[int],
+        mu: _Flat,
+        proximal: torch.Tensor | None,
+        temperature: float,
+        log: m.StepLog,
+        tick: Callable[[], None],
+    ) -> None:
+        lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen], device=self.device)
+        where = torch.tensor(chosen)
+        total = 0.0
+        started = self._clock()
+        for batch in self._pack([samples[i] for i in chosen]):
+            flat_T = mu.start_S[where[batch.sample_T]] + batch.offset_T
+            log_pi_T, entropy_T = self._forward(batch, temperature)
+            advantage_T = mu.advantage_T[flat_T].to(self.device)
+            advantage_T = torch.where(advantage_T < 0, advantage_T * self.options.negative_scale, advantage_T)
+            tokens = Tokens(
+                log_pi_T,
+                mu.log_mu_T[flat_T].to(self.device),
+                advantage_T,
+                None if proximal is None else proximal[flat_T].to(self.device),
+            )
+            loss_T, diagnostics = self._loss(tokens, self.options.loss_options)
+            weight_T = token_weights(
+                lengths_S, batch.sample_T.to(self.device), self.options.normalise, self.options.dr_grpo_length
+            )
+            loss = (loss_T * weight_T).sum()
+            if not torch.isfinite(loss):
+                self.optimizer.zero_grad(set_to_none=True)
+                raise NonFiniteLoss(
+                    f"loss is {float(loss)}; the step was not taken", "Lower the learning rate or look at the batch"
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            log.microbatch(tokens, entropy_T, diagnostics["dropped"], batch.input_BL.numel())
+            tick()
+        log.gradient_s += self._clock() - started
+        rate = self._rate()
+        norm = guarded_step(self.optimizer, total, self.options.grad_clip, rate)
+        self.optimizer_step += 1
+        log.optimizer(total, norm, rate)
+
+    def _rate(self) -> float:
+        o = self.options
+        progress = self.optimizer_step / o.total_steps if o.total_steps > 0 else 0.0
+        return rate_at(self.optimizer_step, o.learning_rate, o.warmup_steps, o.schedule, progress)
+
+    def _pack(self, samples: list[TrainSample]) -> list[Microbatch]:
+        return pack(samples, self.options.token_budget, self.options.tree_tokens)
+
+    def _forward(self, batch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bf16"):
+            return batch_logprobs(
+                causal_lm(self.model), batch.to(self.device), temperature, self.options.chunk_elements
+            )
+
+    @torch.no_grad()
+    def _proximal(self, samples: list[TrainSample], temperature: float, tick: Callable[[], None]) -> torch.Tensor:
+        starts_S = _starts(samples)
+        out_T = torch.zeros(sum(len(s.token_ids) for s in samples))
+        for batch in self._pack(samples):
+            out_T[starts_S[batch.sample_T] + batch.offset_T] = self._forward(batch, temperature)[0].float().cpu()
+            tick()
+        return out_T
+
+    def logprobs(self, samples: Sequence[TrainSample], temperature: float) -> list[list[float]]:
+        """The learner's log-probs of each sample's response tokens: for tests, audits and references."""
+        flat_T = self._proximal(list(samples), temperature, lambda: None)
+        return [part.tolist() for part in torch.split(flat_T, [len(s.token_ids) for s in samples])]
+
+    def _flatten(self, samples: list[TrainSample]) -> _Flat:
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        return _Flat(
+            _starts(samples),
+            torch.tensor([x for s in samples for x in s.logprobs]),
+            torch.tensor([s.advantage for s in samples]).repeat_interleave(lengths),
+        )
+
+
+class _Flat:
+    """The recorded side of a batch, flat over all response tokens."""
+
+    def __init__(self, start_S: torch.Tensor, log_mu_T: torch.Tensor, advantage_T: torch.Tensor) -> None:  # noqa: N803
+        self.start_S = start_S
+        self.log_mu_T = log_mu_T
+        self.advantage_T = advantage_T
+
+
+def _starts(samples: list[TrainSample]) -> torch.Tensor:
+    lengths = torch.tensor([len(s.token_ids) for s in samples])
+    return lengths.cumsum(0) - lengths
+
+
+def _check_finite(samples: list[TrainSample]) -> None:
+    for sample in samples:
+        if len(sample.logprobs) != len(sample.token_ids):
+            raise NonFiniteLoss(
+                f"{sample.rollout_id} has {len(sample.logprobs)} log-probs for {len(sample.token_ids)} tokens",
+                "The sampler must record one log-prob for each token",
+            )
+        if not (math.isfinite(sample.advantage) and all(map(math.isfinite, sample.logprobs))):
+            raise NonFiniteLoss(
+                f"{sample.rollout_id} carries an advantage or log-prob that is not finite", "Look at its sampler"
+            )

@@ -1,0 +1,122 @@
+"""Published policy versions: `policy-v{n}/` folders that samplers load.
+
+::
+
+    policy-v17/  manifest.json   PolicyVersion: parent, step, SHA-256 of the weights, canary log-probs (I8)
+                 model.safetensors + config.json           (kind "full")
+                 adapter_model.safetensors + adapter_config.json   (kind "lora", as peft writes it)
+                 COMPLETE        written last
+
+Invariants: a version appears whole or not at all; it never changes; the newest complete one always survives collection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from kbrl_async.errors import CheckpointError
+from kbrl_async.learning.durable import file_sha256, is_complete, numbered, remove_folder, write_folder
+from kbrl_async.learning.logprobs import sequence_logprobs
+from kbrl_async.learning.models import causal_lm, is_lora
+from protocols.records import PolicyVersion
+
+PREFIX = "policy-v"
+MANIFEST = "manifest.json"
+WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
+
+
+def publish(
+    directory: Path,
+    model: torch.nn.Module,
+    version: int,
+    parent: int | None,
+    step: int,
+    canary: list[int],
+    base_model: str = "",
+    clock: Callable[[], float] = time.time,
+) -> PolicyVersion:
+    """Writes `policy-v{version}` and returns its manifest. `canary` is a fixed prompt of at least two token ids.
+
+    Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
+    """
+    assert len(canary) >= 2, "a canary needs a token to predict"
+    kind = "lora" if is_lora(model) else "full"
+    logprobs = sequence_logprobs(causal_lm(model), canary)
+    made: list[PolicyVersion] = []
+
+    def fill(folder: Path) -> None:
+        _save_weights(model, kind, folder)
+        digest = file_sha256(folder / WEIGHTS[kind])
+        manifest = PolicyVersion(version, parent, step, kind, digest, canary, logprobs, base_model, clock())
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        made.append(manifest)
+
+    write_folder(version_folder(directory, version), fill)
+    return made[0]
+
+
+def version_folder(directory: Path, version: int) -> Path:
+    return directory / f"{PREFIX}{version}"
+
+
+def load_manifest(folder: Path) -> PolicyVersion:
+    """The manifest of a complete version; CheckpointError where it is missing, unreadable or half-written."""
+    if not is_complete(folder):
+        state = "is half-written" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"policy {folder} {state}", "Use a folder with a COMPLETE marker; the learner makes them")
+    try:
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=PolicyVersion)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} can't be read: {error}", "Delete the folder") from error
+
+
+def verify(folder: Path, manifest: PolicyVersion) -> None:
+    """CheckpointError unless the weights on disk are those of the manifest."""
+    path = folder / WEIGHTS[manifest.kind]
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "Delete the folder and publish again")
+    if file_sha256(path) != manifest.weights_sha256:
+        raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Delete the folder and publish again")
+
+
+def newest(directory: Path) -> tuple[PolicyVersion, Path] | None:
+    """The newest complete version, or None."""
+    found = numbered(directory, PREFIX)
+    return (load_manifest(found[-1][1]), found[-1][1]) if found else None
+
+
+def collect_garbage(directory: Path, keep: int, protected: Iterable[int] = ()) -> list[int]:
+    """Deletes all but the newest `keep` (≥ 1) versions and those in `protected`; returns what it deleted."""
+    held = set(protected)
+    old = numbered(directory, PREFIX)[: -max(1, keep)]
+    doomed = [(number, path) for number, path in old if number not in held]
+    for _, path in doomed:
+        remove_folder(path)
+    return [number for number, _ in doomed]
+
+
+def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict without tied duplicates (safetensors stores no aliases), contiguous and on the CPU."""
+    seen: set[int] = set()
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        out[name] = tensor.detach().cpu().contiguous()
+    return out
+
+
+def _save_weights(model: torch.nn.Module, kind: str, folder: Path) -> None:
+    if kind == "lora":
+        model.save_pretrained(str(folder), safe_serialization=True)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
+        return
+    save_file(unique_tensors(model), str(folder / WEIGHTS["full"]), metadata={"format": "pt"})
+    model.config.save_pretrained(str(folder))  # type: ignore[operator, union-attr]

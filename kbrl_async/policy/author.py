@@ -1,0 +1,51 @@
+"""An author who writes C like a beginner: mostly sensible, sometimes wrong, seldom fast.
+
+A kernel template asks the author at each place where a choice exists; the author answers by its habits. So the corpus
+holds every mixture of right and wrong, slow and fast, and RL has something to find.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """Probabilities of a slip (wrong code) by kind, and of the fast one among equally correct styles."""
+
+    bound: float = 0.2
+    formula: float = 0.2
+    start: float = 0.18
+    index: float = 0.16
+    syntax: float = 0.22
+    name: float = 0.12
+    argument: float = 0.16
+    fence: float = 0.05
+    fast: float = 0.25
+
+
+CAREFUL = Habits(bound=0, formula=0, start=0, index=0, syntax=0, name=0, argument=0, fence=0, fast=1.0)
+"""Writes the correct, fast form only."""
+SLOW = msgspec.structs.replace(CAREFUL, fast=0.0)
+"""Writes the correct, slow form only."""
+
+
+class Author:
+    """Draws choices; remembers which slips it made, so that a corpus can tell what it holds."""
+
+    def __init__(self, rng: random.Random, habits: Habits) -> None:
+        self.rng = rng
+        self.habits = habits
+        self.slips: list[str] = []
+
+    def slip(self, kind: str, right: str, *wrong: str) -> str:
+        """`right`, or with the habit's probability one of `wrong`."""
+        if wrong and self.rng.random() < getattr(self.habits, kind):
+            self.slips.append(kind)
+            return self.rng.choice(wrong)
+        return right
+
+    def style(self, slow: str, fast: str) -> str:
+        """Two correct forms of different speed."""
+        return fast if self.rng.random() < self.habits.fast else slow

@@ -1,0 +1,26 @@
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    """Element-wise chain over x."""
+
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        x = F.leaky_relu(x, 0.01)
+        return x
+
+
+rows = 4096  # gpu: 16384
+cols = 1024  # gpu: 8192
+
+
+def get_inputs():
+    return [torch.randn(rows, cols)]
+
+
+def get_init_inputs():
+    return []

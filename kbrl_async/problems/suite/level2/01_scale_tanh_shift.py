@@ -1,0 +1,27 @@
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    """Element-wise chain over x."""
+
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        x = x * 0.5
+        x = torch.tanh(x)
+        x = x + 1.0
+        return x
+
+
+rows = 256  # gpu: 16384
+cols = 1024  # gpu: 8192
+
+
+def get_inputs():
+    return [torch.randn(rows, cols)]
+
+
+def get_init_inputs():
+    return []

@@ -1,0 +1,28 @@
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    """Element-wise chain over x."""
+
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        x = torch.abs(x)
+        x = x * 0.25
+        x = F.silu(x)
+        return x
+
+
+rows = 896  # gpu: 16384
+cols = 1024  # gpu: 8192
+
+
+def get_inputs():
+    return [torch.randn(rows, cols)]
+
+
+def get_init_inputs():
+    return []

@@ -1,0 +1,32 @@
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    """A feed-forward block."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        y = x
+        x = self.up(x)
+        x = torch.tanh(x)
+        x = self.down(x)
+        x = x + y
+        return x
+
+
+batch = 8  # gpu: 4096
+width = 512  # gpu: 2048
+hidden = 1024  # gpu: 8192
+
+
+def get_inputs():
+    return [torch.randn(batch, width)]
+
+
+def get_init_inputs():
+    return [width, hidden]

@@ -1,0 +1,74 @@
+"""Advantages: rewards against a baseline, within the samples of one prompt (and one turn).
+
+Adding a baseline is one function and one line in `BASELINES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kbrl_async.errors import ConfigError
+
+_EPSILON = 1e-6
+Baseline = Callable[[Sequence[float]], list[float]]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """r_i − mean of the others (RLOO, Kool et al. 2019): unbiased. A single sample has nothing to compare: 0."""
+    n, total = len(rewards), sum(rewards)
+    if n < 2:
+        return [0.0] * n
+    return [r - (total - r) / (n - 1) for r in rewards]
+
+
+def group_mean(rewards: Sequence[float]) -> list[float]:
+    """r_i − mean (Dr. GRPO): leave-one-out times (n − 1)/n."""
+    mean = sum(rewards) / max(1, len(rewards))
+    return [r - mean for r in rewards]
+
+
+def group_mean_std(rewards: Sequence[float]) -> list[float]:
+    """(r_i − mean) / (std + 1e-6) with the population's std (GRPO, Shao et al. 2024)."""
+    centred = group_mean(rewards)
+    std = math.sqrt(sum(a * a for a in centred) / max(1, len(centred)))
+    return [a / (std + _EPSILON) for a in centred]
+
+
+def none(rewards: Sequence[float]) -> list[float]:
+    """r_i itself (REINFORCE without a baseline)."""
+    return list(rewards)
+
+
+BASELINES: dict[str, Baseline] = {
+    "leave_one_out": leave_one_out,
+    "mean": group_mean,
+    "mean_std": group_mean_std,
+    "none": none,
+}
+
+
+def find_baseline(name: str) -> Baseline:
+    """The baseline called `name`; ConfigError names the known ones."""
+    if name not in BASELINES:
+        raise ConfigError(f"unknown baseline {name!r}", f"Known ones: {', '.join(BASELINES)}")
+    return BASELINES[name]
+
+
+def batch_scale(advantages: Sequence[float]) -> float:
+    """1 / root mean square of all advantages of a batch (they are about 0 in the mean); 1 where all are 0."""
+    square = sum(a * a for a in advantages) / max(1, len(advantages))
+    return 1.0 / math.sqrt(square) if square > _EPSILON**2 else 1.0
+
+
+def is_zero_variance(rewards: Sequence[float]) -> bool:
+    """No sample differs from another: the group teaches nothing under any centred baseline (DAPO)."""
+    return not rewards or max(rewards) - min(rewards) <= _EPSILON
+
+
+def turn_returns(rewards: Sequence[float], gamma: float = 0.4, how: str = "sum") -> list[float]:
+    """Kevin's return of each turn t of one trajectory: Σ_k≥t γ^(k−t)·r_k, or the max of those terms."""
+    if how not in ("sum", "max"):
+        raise ConfigError(f"unknown return {how!r}", "Use sum or max")
+    fold: Callable[[list[float]], float] = sum if how == "sum" else max
+    return [fold([gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))]) for t in range(len(rewards))]

@@ -1,0 +1,387 @@
+"""The group book: which groups are open, ready, in a batch, or ended, and why. Pure and replayable.
+
+::
+
+    admit ─▶ open ── all rollouts ended ─▶ ready ─ poll ─▶ in a batch ─▶ trained | failed
+              │             │                  └─ too old ─▶ dropped_stale
+              │             ├─ fewer than 2 scored ─▶ failed | dropped_stale
+              │             └─ all rewards the same ─▶ filtered          finish ─▶ failed("run_ended")
+
+Invariants, after every call
+* admitted == trained + filtered + dropped_stale + failed + open, where open counts ready and batched groups too (I1).
+* A rollout enters at most one batch; doubled, late and unknown events change nothing (I1).
+* A batch on version n holds no sample older than n − S (I2).
+* At most (S+1)·P groups are open, and never more than the remaining batches need.
+* `replay(options, events)` of the returned events gives the same book (I9).
+
+Why P must-go groups a batch are enough: when version v+1 appears, P of at most (S+1)·P groups have just been trained,
+so at most S·P groups carry version v or older, and batches v+1 … v+S take P each, oldest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rewards.advantages import batch_scale, find_baseline, is_zero_variance
+from kbrl_async.rewards.events import (
+    IGNORED,
+    Admitted,
+    BatchFailed,
+    BatchMade,
+    BatchTrained,
+    Change,
+    Closed,
+    Event,
+    Finished,
+    HoldBegan,
+    Lost,
+    Scored,
+    Swept,
+)
+from protocols.records import GroupOutcome, TrainGroup, TrainSample
+
+STALE = "stale"
+RUN_ENDED = "run_ended"
+ZERO_VARIANCE = "zero_variance"
+TOO_FEW = "too_few_rollouts"
+
+
+class BookOptions(msgspec.Struct, frozen=True):
+    groups_per_batch: int
+    """P."""
+    max_batches: int
+    max_lag: int = 1
+    """S."""
+    hold_s: float = 20.0
+    """Longest wait for a group that would become too old."""
+    baseline: str = "leave_one_out"
+    scale_by_std: bool = True
+    """Divide a batch's advantages by their root mean square."""
+    filter_zero_variance: bool = True
+    min_rollouts: int = 2
+    prefetch: int = 0
+    """Batches that may wait behind the one that trains (0 or 1)."""
+    bench_after: int = 3
+    """Failed groups in a row after which a problem is benched."""
+    bench_s: float = 120.0
+    first_version: int = 0
+
+
+@dataclasses.dataclass
+class _Group:
+    group_id: str
+    problem_id: str
+    level: int
+    expected: int
+    admitted_version: int
+    scored: dict[str, list[TrainSample]] = dataclasses.field(default_factory=dict)
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
+    batch_id: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.scored) + len(self.lost) >= self.expected
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_complete and not self.batch_id
+
+    @property
+    def known_oldest(self) -> int | None:
+        return min((s.policy_version for samples in self.scored.values() for s in samples), default=None)
+
+    @property
+    def oldest(self) -> int:
+        """Oldest version that is or may still be among its samples."""
+        known = self.known_oldest
+        if self.is_complete and known is not None:
+            return known
+        return self.admitted_version if known is None else min(known, self.admitted_version)
+
+
+class GroupBook:
+    """Owned by the aggregator. Each mutation returns a `Change`: journal its event, then act on it.
+
+    change = book.scored("g000001", "g000001.r0", samples, now)
+    change = book.poll(now)          # again and again until change.event is None
+    """
+
+    def __init__(self, options: BookOptions) -> None:
+        if options.groups_per_batch < 1 or options.max_lag < 0 or options.prefetch not in (0, 1):
+            raise ConfigError("groups_per_batch < 1, max_lag < 0 or prefetch not 0 or 1", "Correct the value")
+        self.options = options
+        self.version = options.first_version
+        self.counts: Counter[str] = Counter()
+        """`admitted` and one entry a `GroupOutcome`."""
+        self.reasons: Counter[str] = Counter()
+        self.batches_trained = 0
+        self.batches_failed = 0
+        self.is_finished = False
+        self._baseline = find_baseline(options.baseline)
+        self._groups: dict[str, _Group] = {}
+        self._batches: dict[str, BatchMade] = {}
+        self._next_group = 0
+        self._next_batch = 0
+        self._hold: HoldBegan | None = None
+        self._failures: Counter[str] = Counter()
+        self._benched: dict[str, float] = {}
+
+    @classmethod
+    def replay(cls, options: BookOptions, events: Iterable[Event]) -> GroupBook:
+        """The book as it was after `events`."""
+        book = cls(options)
+        for event in events:
+            book.apply(event)
+        return book
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that have not ended: they hold the window's slots."""
+        return len(self._groups)
+
+    @property
+    def is_done(self) -> bool:
+        """All batches are trained, or the run was finished, and nothing is left open."""
+        return (self.is_finished or self.batches_trained >= self.options.max_batches) and not self._groups
+
+    def room(self) -> int:
+        """How many groups may be admitted now."""
+        if self.is_finished:
+            return 0
+        p, left = self.options.groups_per_batch, self.options.max_batches - self.batches_trained
+        return max(0, min(self.options.max_lag + 1, left) * p - len(self._groups))
+
+    def benched(self, now: float) -> frozenset[str]:
+        """Problems that failed too often in a row, not to be chosen now (unless nothing else is left)."""
+        return frozenset(problem for problem, until in self._benched.items() if until > now)
+
+    def open_rollouts(self) -> dict[str, list[str]]:
+        """Rollouts still awaited, by group: what a restarted aggregator submits again."""
+        return {
+            g.group_id: [r for r in rollout_ids(g.group_id, g.expected) if r not in g.scored and r not in g.lost]
+            for g in self._groups.values()
+            if not g.is_complete
+        }
+
+    def group_version(self, group_id: str) -> int | None:
+        """The policy version at admission of an open group; None once it has ended."""
+        group = self._groups.get(group_id)
+        return None if group is None else group.admitted_version
+
+    def outstanding(self) -> list[BatchMade]:
+        """Batches made and not yet answered, oldest first."""
+        return list(self._batches.values())
+
+    def train_groups(self, batch_id: str) -> list[TrainGroup]:
+        """The groups of an outstanding batch, with advantages: the same on every call."""
+        chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
+        groups = [self._with_advantages(group) for group in chosen]
+        if not self.options.scale_by_std:
+            return groups
+        scale = batch_scale([s.advantage for group in groups for s in group.samples])
+        return [msgspec.structs.replace(g, samples=[_scaled(s, scale) for s in g.samples]) for g in groups]
+
+    def next_deadline(self) -> float | None:
+        """When `poll` must be called at the latest."""
+        return None if self._hold is None else self._hold.at + self.options.hold_s
+
+    def check(self) -> None:
+        """AssertionError unless the counters add up (I1)."""
+        ended = sum(self.counts[outcome] for outcome in GroupOutcome)
+        assert self.counts["admitted"] == ended + len(self._groups), (self.counts, len(self._groups))
+
+    # ── mutations ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, problem_id: str, level: int, rollouts: int, now: float) -> Change:
+        """Opens a group on the newest version; ignored when there is no room."""
+        if self.room() < 1 or rollouts < self.options.min_rollouts:
+            return IGNORED
+        return self._do(Admitted(f"g{self._next_group:06d}", problem_id, level, rollouts, self.version, now))
+
+    def scored(self, group_id: str, rollout_id: str, samples: list[TrainSample], now: float) -> Change:
+        """A rollout has its rewards. No samples count as lost."""
+        if not self._awaits(group_id, rollout_id):
+            return IGNORED
+        if not samples:
+            return self._do(Lost(group_id, rollout_id, "no_samples", now))
+        return self._do(Scored(group_id, rollout_id, samples, now))
+
+    def lost(self, group_id: str, rollout_id: str, reason: str, now: float) -> Change:
+        """A rollout ended without a reward; `reason` is a `Fault` or another word, `"stale"` for too old."""
+        if not self._awaits(group_id, rollout_id):
+            return IGNORED
+        return self._do(Lost(group_id, rollout_id, reason, now))
+
+    def poll(self, now: float) -> Change:
+        """Drops what is too old, then makes a batch if one is due, or begins to hold it back."""
+        stale = [g.group_id for g in self._groups.values() if self._is_too_old(g)]
+        if stale:
+            return self._do(Swept(stale, now))
+        if self.is_finished or len(self._batches) > self.options.prefetch:
+            return IGNORED
+        left = self.options.max_batches - self.batches_trained - len(self._batches)
+        ready = sorted((g for g in self._groups.values() if self._fits_next(g)), key=lambda g: (g.oldest, g.group_id))
+        if left < 1 or len(ready) < self.options.groups_per_batch:
+            return IGNORED
+        if self._must_wait(ready):
+            if self._hold is None or self._hold.index != self._next_index:
+                return self._do(HoldBegan(self._next_index, now))
+            if now < self._hold.at + self.options.hold_s:
+                return IGNORED
+        chosen = [g.group_id for g in ready[: self.options.groups_per_batch]]
+        return self._do(BatchMade(f"batch-{self._next_batch:06d}", self._next_index, chosen, now))
+
+    def trained(self, batch_id: str, version: int, now: float) -> Change:
+        """The learner answered with its new version."""
+        return self._do(BatchTrained(batch_id, version, now)) if batch_id in self._batches else IGNORED
+
+    def batch_failed(self, batch_id: str, reason: str, now: float) -> Change:
+        """The learner could not train it."""
+        return self._do(BatchFailed(batch_id, reason, now)) if batch_id in self._batches else IGNORED
+
+    def finish(self, now: float, reason: str = RUN_ENDED) -> Change:
+        """Ends all groups outside a batch as failed; an outstanding batch may still be answered."""
+        return IGNORED if self.is_finished else self._do(Finished(reason, now))
+
+    # ── applying events ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, event: Event) -> list[Closed]:
+        """The only place where state changes: a pure function of state and event."""
+        match event:
+            case Admitted():
+                self._groups[event.group_id] = _Group(
+                    event.group_id, event.problem_id, event.level, event.rollouts, event.version
+                )
+                self._next_group += 1
+                self.counts["admitted"] += 1
+                return []
+            case Scored():
+                group = self._groups[event.group_id]
+                group.scored[event.rollout_id] = event.samples
+                return self._settle(group, event.at)
+            case Lost():
+                group = self._groups[event.group_id]
+                group.lost[event.rollout_id] = event.reason
+                return self._settle(group, event.at)
+            case Swept():
+                return [self._close(g, GroupOutcome.DROPPED_STALE, STALE, event.at) for g in event.group_ids]
+            case HoldBegan():
+                self._hold = event
+                return []
+            case BatchMade():
+                self._batches[event.batch_id] = event
+                self._next_batch += 1
+                self._hold = None
+                for group_id in event.group_ids:
+                    self._groups[group_id].batch_id = event.batch_id
+                return []
+            case BatchTrained():
+                batch = self._batches.pop(event.batch_id)
+                self.version = max(self.version, event.version)
+                self.batches_trained += 1
+                return [self._close(g, GroupOutcome.TRAINED, "", event.at) for g in batch.group_ids]
+            case BatchFailed():
+                batch = self._batches.pop(event.batch_id)
+                self.batches_failed += 1
+                return [self._close(g, GroupOutcome.FAILED, event.reason, event.at) for g in batch.group_ids]
+            case Finished():
+                self.is_finished = True
+                self._hold = None
+                waiting = [g.group_id for g in self._groups.values() if not g.batch_id]
+                return [self._close(g, GroupOutcome.FAILED, event.reason, event.at) for g in waiting]
+
+    def _do(self, event: Event) -> Change:
+        return Change(event, self.apply(event))
+
+    def _settle(self, group: _Group, at: float) -> list[Closed]:
+        """Closes a complete group that can't be trained; leaves the others open or ready."""
+        if not group.is_complete:
+            return []
+        if len(group.scored) < self.options.min_rollouts:
+            if STALE in group.lost.values():
+                return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
+            reason = next(iter(group.lost.values()), TOO_FEW)
+            return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
+        if self.options.filter_zero_variance and all(map(is_zero_variance, _rewards_by_turn(group).values())):
+            return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
+        return []
+
+    def _close(self, group_id: str, outcome: GroupOutcome, reason: str, at: float) -> Closed:
+        group = self._groups.pop(group_id)
+        self.counts[outcome] += 1
+        if reason:
+            self.reasons[reason] += 1
+        self._judge(group.problem_id, outcome is GroupOutcome.FAILED and not self.is_finished, at)
+        return Closed(group_id, group.problem_id, outcome, reason)
+
+    def _judge(self, problem_id: str, has_failed: bool, at: float) -> None:
+        if not has_failed:
+            self._failures.pop(problem_id, None)
+            return
+        self._failures[problem_id] += 1
+        if self._failures[problem_id] >= self.options.bench_after:
+            self._benched[problem_id] = at + self.options.bench_s
+            self._failures.pop(problem_id)
+
+    # ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _next_index(self) -> int:
+        return self.version + len(self._batches)
+
+    def _awaits(self, group_id: str, rollout_id: str) -> bool:
+        group = self._groups.get(group_id)
+        if group is None or rollout_id in group.scored or rollout_id in group.lost:
+            return False
+        return rollout_id in rollout_ids(group_id, group.expected)
+
+    def _is_too_old(self, group: _Group) -> bool:
+        # What is known, not what is feared: a group admitted long ago may yet be generated by a fresh policy.
+        known = group.known_oldest
+        return not group.batch_id and known is not None and self._next_index - known > self.options.max_lag
+
+    def _fits_next(self, group: _Group) -> bool:
+        return group.is_ready and self._next_index - group.oldest <= self.options.max_lag
+
+    def _must_wait(self, ready: list[_Group]) -> bool:
+        """An open group would be too old for the batch after this one, and this one has a place for it."""
+        limit = self._next_index + 1 - self.options.max_lag
+        urgent_ready = sum(g.oldest < limit for g in ready)
+        urgent_open = any(g.oldest < limit for g in self._groups.values() if not g.is_complete)
+        return urgent_open and urgent_ready < self.options.groups_per_batch
+
+    def _with_advantages(self, group: _Group) -> TrainGroup:
+        by_turn: dict[int, list[TrainSample]] = {}
+        for rollout_id in sorted(group.scored):
+            for sample in group.scored[rollout_id]:
+                by_turn.setdefault(sample.turn, []).append(sample)
+        samples = [
+            msgspec.structs.replace(sample, advantage=advantage)
+            for turn in sorted(by_turn)
+            for sample, advantage in zip(by_turn[turn], self._baseline([s.reward for s in by_turn[turn]]), strict=True)
+        ]
+        return TrainGroup(group.group_id, group.problem_id, group.level, samples)
+
+
+def rollout_ids(group_id: str, count: int) -> list[str]:
+    """The ids of a group's rollouts: `g000012.r0` …"""
+    return [f"{group_id}.r{i}" for i in range(count)]
+
+
+def _rewards_by_turn(group: _Group) -> dict[int, list[float]]:
+    rewards: dict[int, list[float]] = {}
+    for samples in group.scored.values():
+        for sample in samples:
+            rewards.setdefault(sample.turn, []).append(sample.reward)
+    return rewards
+
+
+def _scaled(sample: TrainSample, scale: float) -> TrainSample:
+    return msgspec.structs.replace(sample, advantage=sample.advantage * scale)

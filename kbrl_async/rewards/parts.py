@@ -1,0 +1,156 @@
+"""What a rollout's record is worth, part by part, before any weights.
+
+::
+
+    [RolloutRequest, Generation, BuildReport, BenchReport] ─ parts_of ─▶ RewardParts | None
+
+Invariants
+* Infrastructure's faults, and records that end without a reason of the candidate's own, give None: never a reward (I4).
+* `correctness` is 1 only for a verdict `OK`; `speed` is above 0 only for a correct kernel whose speedup's whole
+  confidence interval lies above 1 (I7).
+* Cheating has no parts: whatever it passed, it passed by fraud.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from protocols.records import (
+    INFRASTRUCTURE_FAULTS,
+    BenchReport,
+    BuildReport,
+    Fault,
+    Frame,
+    Generation,
+    RolloutRequest,
+)
+
+_THOUGHT = re.compile(r"<think>\s*\S.*?</think>", re.DOTALL)
+
+
+class PartOptions(msgspec.Struct, frozen=True):
+    speed_cap: float = 8.0
+    """Speedup that earns the whole `speed` part."""
+    speedup_cap: float = 10.0
+    """Bound of the raw `speedup` part (Kevin's cap)."""
+    length_buffer: float = 0.2
+    """Share of max_tokens over which `length` falls from 1 to 0 (DAPO's overlong shaping)."""
+
+
+class RewardParts(msgspec.Struct, frozen=True):
+    """All in [0, 1] but `speedup` and `speedup_gain`."""
+
+    fault: Fault
+    format: float = 0.0
+    static: float = 0.0
+    compile: float = 0.0
+    valid: float = 0.0
+    """1 when format, static check and compilation all passed."""
+    correctness: float = 0.0
+    """Share of secret input sets passed."""
+    correct: float = 0.0
+    """1 when all passed."""
+    speed: float = 0.0
+    """clip(log2(lo) / log2(speed_cap), 0, 1), lo the lower end of the speedup's interval."""
+    speedup: float = 0.0
+    """lo, at most `speedup_cap`, of a correct kernel; else 0."""
+    speedup_gain: float = 0.0
+    """(speedup − 1)⁺."""
+    length: float = 0.0
+    thinking: float = 0.0
+
+
+PART_NAMES = tuple(name for name in RewardParts.__struct_fields__ if name != "fault")
+
+
+def parts_of(record: Sequence[Frame], options: PartOptions | None = None) -> RewardParts | None:
+    """The parts of a finished record, or None where infrastructure failed."""
+    o = options or PartOptions()
+    request, generation, build, bench = _frames(record)
+    fault = _fault(generation, build, bench)
+    if generation is None or fault is None:
+        return None
+    if fault is Fault.CHEATING:
+        return RewardParts(fault)
+    written = generation.fault is Fault.OK
+    clean = written and build is not None and build.fault is not Fault.STATIC_VIOLATION
+    built = clean and build is not None and build.fault is Fault.OK
+    lo = _speedup(bench)
+    return RewardParts(
+        fault=fault,
+        format=float(written),
+        static=float(clean),
+        compile=float(built),
+        valid=float(built),
+        correctness=_correctness(bench),
+        correct=float(fault is Fault.OK),
+        speed=speed_part(lo, o.speed_cap),
+        speedup=min(lo, o.speedup_cap),
+        speedup_gain=max(0.0, min(lo, o.speedup_cap) - 1.0),
+        length=_length(request, generation, o.length_buffer),
+        thinking=float(_THOUGHT.search(generation.text) is not None),
+    )
+
+
+def speed_part(lo: float, cap: float) -> float:
+    """clip(log2(max(lo, 1)) / log2(cap), 0, 1): doubling the speed is always worth the same."""
+    return min(1.0, math.log2(max(lo, 1.0)) / math.log2(cap))
+
+
+def _frames(
+    record: Sequence[Frame],
+) -> tuple[RolloutRequest | None, Generation | None, BuildReport | None, BenchReport | None]:
+    request = next((f for f in record if isinstance(f, RolloutRequest)), None)
+    generation = next((f for f in record if isinstance(f, Generation)), None)
+    build = next((f for f in record if isinstance(f, BuildReport)), None)
+    bench = next((f for f in record if isinstance(f, BenchReport)), None)
+    return request, generation, build, bench
+
+
+def _fault(generation: Generation | None, build: BuildReport | None, bench: BenchReport | None) -> Fault | None:
+    """The record's one fault; None where it is infrastructure's, or a stage is missing without a reason."""
+    if generation is None:
+        return None
+    stages = [generation.fault]
+    if build is not None:
+        stages.append(build.fault)
+    if bench is not None:
+        stages.append(bench.verdict.fault)
+    if any(fault in INFRASTRUCTURE_FAULTS for fault in stages):
+        return None
+    first_bad = next((fault for fault in stages if fault is not Fault.OK), None)
+    if first_bad is None:
+        return Fault.OK if bench is not None else None
+    return first_bad
+
+
+def _correctness(bench: BenchReport | None) -> float:
+    if bench is None:
+        return 0.0
+    verdict = bench.verdict
+    if verdict.fault is Fault.OK:
+        return 1.0
+    if verdict.total < 1:
+        return 0.0
+    # A kernel that passes every set and then crashes or times out has not earned the last one.
+    return max(0, min(verdict.passed, verdict.total - 1)) / verdict.total
+
+
+def _speedup(bench: BenchReport | None) -> float:
+    if bench is None or bench.verdict.fault is not Fault.OK or bench.timing is None:
+        return 0.0
+    return max(0.0, bench.timing.lo) if math.isfinite(bench.timing.lo) else 0.0
+
+
+def _length(request: RolloutRequest | None, generation: Generation, buffer: float) -> float:
+    if generation.finish_reason == "length":
+        return 0.0
+    if request is None:
+        return 1.0
+    limit = request.sampling.max_tokens
+    exceeded = len(generation.token_ids) - limit * (1.0 - buffer)
+    return min(1.0, max(0.0, 1.0 - exceeded / max(1.0, limit * buffer)))

@@ -1,0 +1,399 @@
+"""Continuous batching over any Hugging Face causal LM, in a thread of its own.
+
+::
+
+    event loop:  generate() ─ inbox ─▶ engine thread:  admit → step every cohort → deliver ─ call_soon_threadsafe ─▶
+                 load() ──────────────▶ a new cohort per policy version; an old one ends when its last row leaves
+
+Invariants
+* New sequences begin on the newest version; a running one keeps its own to the end (`cohort`).
+* At most `max_versions` versions live; `load` waits for the oldest to end before it adds one more.
+* A version is served only after its weights' SHA-256 and its canary agree with the manifest (I8).
+* Cancelling the awaiting task frees the row before the next step.
+* When the thread fails, every waiting request fails with InfraError, and so do later ones (I4).
+
+Not covered: models with logit soft-capping, sliding windows or recurrent state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError
+from kbrl_async.sampling.canary import check_canary
+from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
+from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from protocols.records import PolicyVersion, Purpose, SamplingParams
+
+_WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
+
+
+class TransformersOptions(msgspec.Struct, frozen=True):
+    max_rows: int = 64
+    """Sequences that decode at once, over all versions."""
+    max_versions: int = 3
+    prefix_tokens: int = 16_384
+    """Prompt tokens kept in a version's prefix cache."""
+    prefill_tokens: int = 4096
+    """Most tokens, padding included, of one prefill."""
+    threads: int = 1
+    """Torch threads of the engine's thread; 0 leaves torch's own number."""
+    seed: int = 0
+    """Seeds the rows whose request names no seed."""
+    canary_tolerance: float = 0.0
+    """0 chooses by dtype: 1e-3 for fp32, 2e-2 else."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class _Request(NamedTuple):
+    stream: Stream
+    future: asyncio.Future[tuple[Stream, int]]
+
+
+class _Cancel(NamedTuple):
+    request_id: str
+
+
+class _Serve(NamedTuple):
+    """Run on the engine's thread: makes a cohort, which becomes the one for new sequences."""
+
+    make: Callable[[], Cohort]
+    future: asyncio.Future[None]
+
+
+class _Close(NamedTuple):
+    pass
+
+
+class TransformersEngine:
+    """`Engine` over a Hugging Face model. `model` is the base: its weights are never changed.
+
+        engine = TransformersEngine(model, tokenizer, TransformersOptions())
+        await engine.load(manifest, folder)
+        completion = await engine.generate("r1", prompt, SamplingParams(max_tokens=256))
+
+    Must be made inside a running event loop. `tick` is called from the engine's thread after every step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        options: TransformersOptions | None = None,
+        tick: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._options = options or TransformersOptions()
+        self._base = model
+        self._tokenizer = tokenizer
+        self._eos = _eos_ids(model, tokenizer)
+        self._tick, self._clock = tick, clock
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[_Request | _Cancel | _Serve | _Close] = queue.SimpleQueue()
+        self._load_lock = asyncio.Lock()
+        self._cohort_ended = asyncio.Event()
+        self._rng = random.Random(self._options.seed)
+        # Shared with the thread: written there, read here for statistics and for the version bound.
+        self._version = -1
+        self._cohorts: list[Cohort] = []
+        self._waiting: deque[_Request] = deque()
+        self._futures: dict[str, asyncio.Future[tuple[Stream, int]]] = {}
+        self._counters = CohortStats()
+        self._busy_s = 0.0
+        self._canary_error = 0.0
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._peft: Any = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def generate(
+        self, request_id: str, prompt: str, params: SamplingParams, purpose: Purpose = Purpose.TRAIN
+    ) -> Completion:
+        """One completion of `prompt`, tokenised as it stands (no special tokens added)."""
+        check_params(params, purpose)
+        self._check_alive()
+        if self._version < 0:
+            raise InfraError("the engine has no policy yet", "Load a version first")
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        self._check_length(len(ids), params.max_tokens)
+        rng = random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed)
+        stream = Stream(request_id, list(ids), params, rng, started_at=self._clock())
+        future: asyncio.Future[tuple[Stream, int]] = self._loop.create_future()
+        self._inbox.put(_Request(stream, future))
+        try:
+            done, version = await future
+        except asyncio.CancelledError:
+            self._inbox.put(_Cancel(request_id))
+            raise
+        text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        return Completion(
+            prompt_ids=done.prompt_ids,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            text=text,
+            finish_reason=done.finish_reason,
+            policy_version=version,
+            started_at=done.started_at,
+            finished_at=self._clock(),
+        )
+
+    async def load(self, manifest: PolicyVersion, folder: Path) -> None:
+        """Serves `manifest` to new sequences; an older version than the served one is ignored."""
+        async with self._load_lock:
+            self._check_alive()
+            if manifest.version <= self._version:
+                return
+            await self._wait_for_room()
+            make = self._full if manifest.kind == "full" else self._lora
+            cohort_maker = await asyncio.to_thread(make, manifest, folder)
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._inbox.put(_Serve(cohort_maker, future))
+            await future
+
+    def stats(self) -> EngineStats:
+        c = self._counters
+        return EngineStats(
+            policy_version=self._version,
+            active=sum(len(cohort.rows) for cohort in self._cohorts),
+            waiting=len(self._waiting) + self._inbox.qsize(),
+            live_versions=len(self._cohorts),
+            decode_steps=c.decode_steps,
+            generated_tokens=c.generated_tokens,
+            prefill_tokens=c.prefill_tokens,
+            cached_prompts=c.cached_prompts,
+            busy_s=self._busy_s,
+            canary_max_error=self._canary_error,
+        )
+
+    async def close(self) -> None:
+        """Stops the thread; requests that still wait fail with InfraError."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(_Close())
+        await asyncio.to_thread(self._thread.join)
+
+    # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _wait_for_room(self) -> None:
+        while len(self._cohorts) >= max(2, self._options.max_versions):
+            self._cohort_ended.clear()
+            await self._cohort_ended.wait()
+            self._check_alive()
+
+    def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], Cohort]:
+        """Off the engine's thread: a copy of the base with the version's weights, proven by its canary."""
+        weights = load_file(str(_verified(folder, manifest)))
+        model = copy.deepcopy(self._base)
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if unexpected or not set(missing) <= _tied_names(model):
+            raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
+        model.eval()
+        self._canary_error = check_canary(manifest, model, self._options.canary_tolerance)
+        return lambda: self._cohort(manifest.version, model, lambda: None)
+
+    def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], Cohort]:
+        """Adapters share the base, so they are added on the engine's thread, between two steps."""
+        _verified(folder, manifest)
+        name = f"policy-v{manifest.version}"
+
+        def make() -> Cohort:
+            from peft import PeftModel
+
+            if self._peft is None:
+                self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), str(folder), adapter_name=name)
+            else:
+                self._peft.load_adapter(str(folder), adapter_name=name)
+            self._activate(name)
+            inner = self._peft.get_base_model().eval()
+            self._canary_error = check_canary(manifest, inner, self._options.canary_tolerance)
+            return self._cohort(manifest.version, inner, lambda: self._activate(name))
+
+        return make
+
+    def _activate(self, name: str) -> None:
+        if self._peft.active_adapter != name:
+            self._peft.set_adapter(name)
+
+    def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None]) -> Cohort:
+        o = self._options
+        return Cohort(version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens)
+
+    # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        if self._options.threads > 0:
+            torch.set_num_threads(self._options.threads)
+        try:
+            while self._receive():
+                started = time.perf_counter()
+                self._admit()
+                for cohort in list(self._cohorts):
+                    self._deliver(cohort.step(), cohort.version)
+                self._retire()
+                self._busy_s += time.perf_counter() - started
+                self._tick()
+            self._fail(InfraError("the engine was closed", "The rollout is retried elsewhere"))
+        except Exception as error:  # supervisor: the thread's death must reach every waiting request
+            self._fail(error)
+
+    def _receive(self) -> bool:
+        """Handles all messages; blocks while there is nothing to decode. False when it is time to end."""
+        while True:
+            idle = not self._waiting and not any(cohort.rows for cohort in self._cohorts)
+            try:
+                message = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            match message:
+                case _Close():
+                    return False
+                case _Request():
+                    self._futures[message.stream.request_id] = message.future
+                    self._waiting.append(message)
+                case _Cancel(request_id):
+                    self._cancel(request_id)
+                case _Serve():
+                    self._serve(message)
+
+    def _serve(self, message: _Serve) -> None:
+        try:
+            cohort = message.make()
+        except Exception as error:  # supervisor: goes to the caller of load, the engine stays
+            self._settle(message.future, error=error)
+            return
+        self._cohorts.append(cohort)
+        self._version = cohort.version
+        self._retire()
+        self._settle(message.future, None)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._futures.pop(request_id, None) is None:
+            return
+        self._waiting = deque(r for r in self._waiting if r.stream.request_id != request_id)
+        for cohort in self._cohorts:
+            if cohort.drop(request_id):
+                break
+        self._retire()
+
+    def _admit(self) -> None:
+        free = self._options.max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
+        if not self._cohorts or free <= 0 or not self._waiting:
+            return
+        joining = [self._waiting.popleft().stream for _ in range(min(free, len(self._waiting)))]
+        newest = self._cohorts[-1]
+        self._deliver(newest.join(joining), newest.version)
+
+    def _deliver(self, finished: list[Stream], version: int) -> None:
+        for stream in finished:
+            future = self._futures.pop(stream.request_id, None)
+            if future is not None:
+                self._settle(future, (stream, version))
+
+    def _retire(self) -> None:
+        """Frees the weights of old versions whose last row has left."""
+        ended = [cohort for cohort in self._cohorts[:-1] if not cohort.rows]
+        for cohort in ended:
+            self._cohorts.remove(cohort)
+            if self._peft is not None:
+                self._peft.delete_adapter(f"policy-v{cohort.version}")
+        if ended:
+            self._call(self._cohort_ended.set)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._call(self._cohort_ended.set)
+        cause = InfraError(f"the sampling engine stopped: {error}", "The rollout is retried elsewhere")
+        for future in self._futures.values():
+            self._settle(future, error=cause)
+        self._futures.clear()
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, _Request | _Serve):
+                self._settle(message.future, error=cause)
+
+    def _settle(self, future: asyncio.Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+        def settle() -> None:
+            if future.done():
+                return  # cancelled meanwhile
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self._call(settle)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None or self._closed:
+            raise InfraError(f"the sampling engine has stopped: {self._failure or 'closed'}", "Restart the sampler")
+
+    def _check_length(self, prompt: int, max_tokens: int) -> None:
+        limit = getattr(self._base.config, "max_position_embeddings", None)
+        if prompt == 0:
+            raise ConfigError("the prompt has no tokens", "Give a prompt")
+        if isinstance(limit, int) and prompt + max_tokens > limit:
+            raise ConfigError(
+                f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the model's {limit} positions",
+                "Lower max_tokens or shorten the prompt",
+            )
+
+
+def _verified(folder: Path, manifest: PolicyVersion) -> Path:
+    path = folder / _WEIGHTS[manifest.kind]
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "Wait for a complete version, or publish it again")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != manifest.weights_sha256:
+        raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Publish the version again")
+    return path
+
+
+def _tied_names(model: torch.nn.Module) -> set[str]:
+    """Names of the state dict that alias an earlier one."""
+    seen: set[int] = set()
+    tied: set[str] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            tied.add(name)
+        seen.add(id(tensor))
+    return tied
+
+
+def _eos_ids(model: torch.nn.Module, tokenizer: Tokenizer) -> frozenset[int]:
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    ids = {i for i in [*listed, tokenizer.eos_token_id] if i is not None}
+    if not ids:
+        raise ConfigError("neither model nor tokenizer names an end-of-text token", "Set eos_token in the tokenizer")
+    return frozenset(ids)

@@ -1,0 +1,18 @@
+"""Disposable, confined processes for untrusted code; knows nothing of kernels, compilers or verdicts.
+
+::
+
+    trusted process ──Spawn + fds──▶ Zygote (clean, imports done, own namespaces) ──fork──▶ child: layers, then the entry
+          ▲  pidfd, isolation ◀───────────┘                                                    │
+          └──────────────── the child's own socket (fixed-schema bytes) ◀─────────────────────┘
+
+Invariants
+* Candidate code never runs in the zygote, and a child is never used again after candidate code ran in it.
+* A layer that a host lacks is named in `Isolation.missing`, never silently skipped.
+* A child dies with its zygote, a zygote with its owner, and every wait has a deadline.
+"""
+
+from kbrl_async.sandbox.client import Child, Zygote
+from kbrl_async.sandbox.wire import Access, Isolation, Limits
+
+__all__ = ["Access", "Child", "Isolation", "Limits", "Zygote"]

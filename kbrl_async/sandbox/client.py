@@ -1,0 +1,252 @@
+"""The trusted side: `Zygote` starts children, `Child` is the handle on one of them.
+
+A `Zygote` restarts its process when that has died; the request that noticed raises `InfraError` and is retried by the
+caller's caller, because nothing is known about what the dead process did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+import kbrl_async
+from kbrl_async.errors import InfraError
+from kbrl_async.sandbox.wire import (
+    Access,
+    Exited,
+    Isolation,
+    Limits,
+    Message,
+    Options,
+    Spawn,
+    Spawned,
+    Started,
+    Wait,
+    receive,
+    send,
+)
+
+_START_S = 60.0
+_ANSWER_S = 10.0
+_STOP_PAUSE_S = 20e-6
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
+
+
+def interpreter_paths() -> tuple[str, ...]:
+    """What Python and its libraries need to be read: the interpreter, site-packages, this package, system libraries."""
+    package = str(Path(kbrl_async.__file__).parent)
+    paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix, package}
+    system = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives", "/proc/cpuinfo", "/sys/devices/system/cpu")
+    return tuple(sorted({str(Path(path).resolve()) for path in (*paths, *system)} - {"/"}))
+
+
+class Zygote:
+    """A clean process that forks confined children. Safe to share between threads.
+
+    `profile` is `"kernel"` or `"tool"`; `preload` names modules that hold the entries, imported before any fork.
+    """
+
+    def __init__(self, preload: tuple[str, ...], profile: str = "kernel", threads: int = 1) -> None:
+        self._preload, self._profile, self._threads = preload, profile, threads
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._scratch = tempfile.mkdtemp(prefix="kbrl-scratch-")
+        self.missing: tuple[str, ...] = ()
+        self.restarts = 0
+
+    def __enter__(self) -> Zygote:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process now, instead of at the first `spawn`."""
+        with self._lock:
+            self._ensure()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def spawn(
+        self,
+        entry: str,
+        payload: bytes = b"",
+        fds: tuple[int, ...] = (),
+        limits: Limits | None = None,
+        access: Access | None = None,
+    ) -> Child:
+        """Fork a child, confine it, run `entry` in it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = Spawn(entry, payload, limits or Limits(), access or Access())
+        try:
+            with self._lock, theirs:
+                self._ensure()
+                answer, received = self._ask(request, [theirs.fileno(), *fds])
+        except InfraError:
+            ours.close()
+            raise
+        assert isinstance(answer, Spawned)
+        return Child(self, answer.pid, received[0], ours)
+
+    def wait(self, pid: int) -> int:
+        """Reap a child that is dead or dying: its exit code, or minus its signal."""
+        with self._lock:
+            answer, _ = self._ask(Wait(pid), [])
+        assert isinstance(answer, Exited)
+        return answer.status
+
+    def _ask(self, request: Message, fds: list[int]) -> tuple[Message, list[int]]:
+        assert self._channel is not None
+        try:
+            send(self._channel, request, fds)
+            return self._answer(_ANSWER_S)
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            self._stop()
+            raise InfraError(f"the sandbox zygote died or hangs ({error})", "It is restarted at the next call") from error
+
+    def _answer(self, deadline_s: float) -> tuple[Message, list[int]]:
+        assert self._channel is not None
+        self._channel.settimeout(deadline_s)
+        return receive(self._channel)
+
+    def _ensure(self) -> None:
+        if self._process is not None and self._process.poll() is None and self._channel is not None:
+            return
+        self.restarts += self._process is not None
+        self._stop()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for side in (self._channel, theirs):
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        options = Options(self._profile, self._preload, interpreter_paths(), self._scratch, self._threads)
+        command = [sys.executable, "-m", "kbrl_async.sandbox.zygote", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, msgspec.json.encode(options).decode()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None,
+                env=_environment(self._threads),
+                start_new_session=True,
+            )
+        try:
+            started, _ = self._answer(_START_S)
+        except (OSError, EOFError) as error:
+            self._stop()
+            raise InfraError(f"the sandbox zygote did not start ({error})", "Its own message is on stderr") from error
+        assert isinstance(started, Started)
+        self.missing = started.missing
+
+    def _stop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _environment(threads: int) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    count = str(threads)
+    pools = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT"), count)
+    root = str(Path(kbrl_async.__file__).parent.parent)
+    return kept | pools | {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive", "HOME": "/"}
+
+
+class Child:
+    """A running child: its socket, and its process as a pidfd, which can't be confused with a later process."""
+
+    def __init__(self, zygote: Zygote, pid: int, pidfd: int, channel: socket.socket) -> None:
+        self._zygote, self._pid, self._pidfd = zygote, pid, pidfd
+        self.channel = channel
+        self.host_pid = _host_pid(pidfd)
+        self._status: int | None = None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        return bool(select.select([self._pidfd], [], [], within_s)[0])
+
+    def freeze(self, deadline_s: float = 1.0) -> bool:
+        """Stop every thread and wait until none can run; False where the child has died instead."""
+        self.signal(signal.SIGSTOP)
+        end = time.monotonic() + deadline_s
+        while not _all_stopped(self.host_pid):
+            if self.has_ended():
+                return False
+            if time.monotonic() > end:
+                raise InfraError("a sandboxed process can't be stopped", "The host may be overloaded")
+            time.sleep(_STOP_PAUSE_S)
+        return True
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def close(self) -> int:
+        """Kill it, reap it, and return how it ended (−9 when it was still alive)."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.host_pid, signal.SIGKILL)  # a tool's children too; the unreaped pid can't be another's
+            self.signal(signal.SIGKILL)
+            self.channel.close()
+            os.close(self._pidfd)
+            self._status = self._zygote.wait(self._pid)
+        return self._status
+
+    def result(self, within_s: float) -> int | None:
+        """Its exit code (or minus its signal) if it ends in time; else None, and it is killed."""
+        ended = self.has_ended(within_s)
+        status = self.close()
+        return status if ended else None
+
+
+def _host_pid(pidfd: int) -> int:
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        for line in file:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    raise InfraError("the kernel does not tell a pidfd's pid", "Linux 5.3 or newer is needed")
+
+
+def _all_stopped(pid: int) -> bool:
+    """After a SIGSTOP was sent. A lone thread that is inside the kernel can't run its own code before it stops; with several,
+    the others only stop once one of them has taken the signal, so all must be seen stopped."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        states = [_state(pid, thread) for thread in threads]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return states != [b"R"] if len(states) == 1 else all(state in (b"T", b"t") for state in states)
+
+
+def _state(pid: int, thread: str) -> bytes:
+    with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0]

@@ -1,0 +1,183 @@
+"""The last word of a run: `summary.json`, and the table on the terminal.
+
+`build` is pure; `write` puts the file there in one atomic step, which is also the sign that the run has ended.
+
+Invariants
+* `groups_admitted` is the sum of trained, filtered, dropped stale and failed (I1); `groups_add_up` says if it is so.
+* "first" and "last" are the first and last tenth of the run's scored training rollouts in order, at least one each.
+* A mean over nothing is null.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+
+from kbrl_async.telemetry.training_metrics import RolloutStats, outcome_rates
+
+Summary = dict[str, Any]
+
+TENTH_FIELDS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
+HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "speedup_mean")
+BEST_KERNELS = 10
+
+
+class RunCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What the aggregator counted over the whole run, restarts included."""
+
+    groups_admitted: int
+    groups_trained: int
+    groups_filtered: int
+    groups_dropped_stale: int
+    groups_failed: int
+    rollouts: int
+    """Scored training rollouts."""
+    updates: int
+    max_staleness: int
+    """Largest age, in versions, of a rollout that was trained on."""
+
+    @property
+    def ended(self) -> int:
+        return self.groups_trained + self.groups_filtered + self.groups_dropped_stale + self.groups_failed
+
+
+def build(
+    *,
+    counters: RunCounters,
+    rollouts: Sequence[RolloutStats],
+    wall_s: float,
+    busy: Mapping[str, float],
+    heldout_before: Sequence[RolloutStats] = (),
+    heldout_after: Sequence[RolloutStats] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Summary:
+    """The content of `summary.json`.
+
+    :param rollouts: scored training rollouts in the order in which they were scored.
+    :param wall_s: seconds of training, from the first admission to the last update.
+    :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
+    :param extra: more fields, such as the run's name, seed and config hash.
+    """
+    first, last = tenths(rollouts)
+    return {
+        **(extra or {}),
+        **msgspec.structs.asdict(counters),
+        "groups_add_up": counters.groups_admitted == counters.ended,
+        "wall_s": wall_s,
+        "updates_per_hour": counters.updates / wall_s * 3600 if wall_s > 0 else 0.0,
+        "busy": dict(busy),
+        "busy_total": math.fsum(busy.values()),
+        **_rates(first, TENTH_FIELDS, "", "_first"),
+        **_rates(last, TENTH_FIELDS, "", "_last"),
+        **_rates(heldout_before, HELDOUT_FIELDS, "heldout_", "_before"),
+        **_rates(heldout_after, HELDOUT_FIELDS, "heldout_", "_after"),
+        "best_kernels": best_kernels([*rollouts, *heldout_after]),
+    }
+
+
+def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:
+    """The first and the last tenth, rounded up."""
+    size = math.ceil(len(rollouts) / 10)
+    return rollouts[:size], rollouts[len(rollouts) - size :]
+
+
+def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
+    rates = outcome_rates(rollouts)
+    return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
+
+
+def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
+    """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval."""
+    best: dict[str, RolloutStats] = {}
+    for rollout in rollouts:
+        if rollout.correct and rollout.fast and _lo(rollout) > _lo(best.get(rollout.problem_id)):
+            best[rollout.problem_id] = rollout
+    ranked = sorted(best.values(), key=_lo, reverse=True)[:count]
+    return [
+        {"problem": r.problem_id, "speedup": r.speedup, "lo": r.speedup_lo, "hi": r.speedup_hi, "file": r.file}
+        for r in ranked
+    ]
+
+
+def _lo(rollout: RolloutStats | None) -> float:
+    return rollout.speedup_lo if rollout is not None and rollout.speedup_lo is not None else 0.0
+
+
+def write(path: Path, summary: Summary) -> None:
+    """Put the whole file there in one step, or leave nothing."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def read(path: Path) -> Summary:
+    """What `write` wrote.
+
+    :raises FileNotFoundError: the run has not ended.
+    :raises msgspec.DecodeError: somebody edited it.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+
+
+def render(summary: Summary) -> Group:
+    """The summary as tables for the terminal."""
+    tables = [_progress_table(summary), _run_table(summary)]
+    if summary.get("best_kernels"):
+        tables.append(_kernel_table(summary["best_kernels"]))
+    return Group(*tables)
+
+
+def _progress_table(summary: Summary) -> Table:
+    table = Table(title="What the policy learned", title_justify="left")
+    for heading, justify in (("", "left"), ("first tenth", "right"), ("last tenth", "right")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    for name in TENTH_FIELDS:
+        table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+    table.add_section()
+    table.add_row("held-out problems", "before", "after", style="bold")
+    for name in HELDOUT_FIELDS:
+        before, after = summary.get(f"heldout_{name}_before"), summary.get(f"heldout_{name}_after")
+        table.add_row(name, _shown(name, before), _shown(name, after))
+    return table
+
+
+def _run_table(summary: Summary) -> Table:
+    table = Table(title="How it ran", title_justify="left", show_header=False)
+    ends = ("trained", "filtered", "dropped_stale", "failed")
+    parts = ", ".join(f"{summary.get(f'groups_{end}')} {end.replace('_', ' ')}" for end in ends)
+    mark = "" if summary.get("groups_add_up", True) else "   these do not add up: please report it"
+    table.add_row("groups", f"{summary.get('groups_admitted')} = {parts}{mark}")
+    table.add_row("rollouts", str(summary.get("rollouts")))
+    table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
+    table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
+    table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())
+    table.add_row("busy", f"{busy}  (sum {summary.get('busy_total', 0):.2f})")
+    return table
+
+
+def _kernel_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Fastest verified kernels", title_justify="left")
+    for heading in ("problem", "speedup", "95 % interval", "file"):
+        table.add_column(heading, overflow="fold")
+    for k in kernels:
+        table.add_row(k["problem"], f"{k['speedup']:.2f}×", f"{k['lo']:.2f} … {k['hi']:.2f}", k["file"])
+    return table
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "reward_mean":
+        return f"{value:.3f}"
+    return f"{value:.2f}×" if name.startswith("speedup") else f"{value:.0%}"

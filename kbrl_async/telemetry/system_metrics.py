@@ -1,0 +1,141 @@
+"""From the broker's own lines (`runs/NAME/metrics/system.jsonl`, one a second) to throughput and busy fractions.
+
+Invariants
+* A worker keeps its id when its process is replaced; its counters then start at 0 again and never count backwards.
+* A process that is not there is idle: its busy fraction is over the whole interval, not over its life.
+* The last line may be half written; it is read when it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class WorkerSample(msgspec.Struct, frozen=True):
+    """What a worker said with its last heartbeat, and what the broker knows of it."""
+
+    stages: list[str] = msgspec.field(default_factory=list)
+    busy: float = 0.0
+    lag_ms: float = 0.0
+    rss_mb: float = 0.0
+    queued: int = 0
+    done: int = 0
+    tokens: int = 0
+    leases: int = 0
+    suspect: bool = False
+
+
+class BrokerSample(msgspec.Struct, frozen=True):
+    busy: float = 0.0
+    lag_ms: float = 0.0
+    rss_mb: float = 0.0
+
+
+class SystemSample(msgspec.Struct, frozen=True):
+    """One line: the whole system at one moment."""
+
+    t: float
+    """Epoch seconds."""
+    policy_version: int = -1
+    queues: dict[str, int] = msgspec.field(default_factory=dict)
+    in_flight: dict[str, int] = msgspec.field(default_factory=dict)
+    oldest_s: dict[str, float] = msgspec.field(default_factory=dict)
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    workers: dict[str, WorkerSample] = msgspec.field(default_factory=dict)
+    broker: BrokerSample = BrokerSample()
+
+
+_DECODER = msgspec.json.Decoder(SystemSample)
+
+
+class Tail:
+    """Reads the lines that were added since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[SystemSample]:
+        """Whole new lines. What a crash left half written in the middle of the file is passed over."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            *lines, rest = file.read().split(b"\n")
+            self._offset = file.tell() - len(rest)
+        return [sample for line in lines if (sample := parse(line)) is not None]
+
+
+def parse(line: bytes) -> SystemSample | None:
+    """One line, None if it is no whole sample."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def scalars(previous: SystemSample | None, current: SystemSample) -> dict[str, float]:
+    """TensorBoard tag → value at the time of `current`; rates are since `previous`."""
+    values: dict[str, float] = {}
+    for folder, by_stage in (
+        ("queue", current.queues),
+        ("in_flight", current.in_flight),
+        ("oldest_s", current.oldest_s),
+        ("counter", current.counters),
+    ):
+        values |= {f"{folder}/{stage}": float(value) for stage, value in by_stage.items()}
+    for name, process in _processes(current).items():
+        values |= {f"busy/{name}": process.busy, f"lag_ms/{name}": process.lag_ms, f"rss_mb/{name}": process.rss_mb}
+    values["workers/suspect"] = float(sum(worker.suspect for worker in current.workers.values()))
+    return values | (_throughput(previous, current) if previous else {})
+
+
+def _processes(sample: SystemSample) -> Mapping[str, WorkerSample | BrokerSample]:
+    return {"broker": sample.broker, **sample.workers}
+
+
+def _throughput(previous: SystemSample, current: SystemSample) -> dict[str, float]:
+    seconds = current.t - previous.t
+    if seconds <= 0:
+        return {}
+    return {
+        "throughput/tokens_per_s": _gained(previous, current, "generate", "tokens") / seconds,
+        "throughput/rollouts_per_s": _gained(previous, current, "score", "done") / seconds,
+        "throughput/updates_per_h": _gained(previous, current, "train", "done") / seconds * 3600,
+    }
+
+
+def _gained(previous: SystemSample, current: SystemSample, stage: str, counter: str) -> int:
+    """How much the workers of a stage counted up; one that was replaced counts from 0."""
+    gained = 0
+    for name, worker in current.workers.items():
+        if stage in worker.stages:
+            now = getattr(worker, counter)
+            before = getattr(previous.workers.get(name, WorkerSample()), counter)
+            gained += now - before if now >= before else now
+    return gained
+
+
+def busy_fractions(samples: Sequence[SystemSample], start: float, end: float) -> dict[str, float]:
+    """Mean busy fraction of each process between `start` and `end` (epoch seconds).
+
+    A sample stands for the time since the one before it, so pauses in the file weigh as long as they lasted.
+    """
+    inside = [sample for sample in samples if start <= sample.t <= end]
+    names = dict.fromkeys(name for sample in inside for name in _processes(sample))
+    spans = [now.t - before for now, before in zip(inside, [start, *(s.t for s in inside)], strict=False)]
+    total = sum(spans)
+    if total <= 0:
+        return {}
+    return {
+        name: sum(span * _busy(sample, name) for span, sample in zip(spans, inside, strict=True)) / total
+        for name in names
+    }
+
+
+def _busy(sample: SystemSample, name: str) -> float:
+    process = _processes(sample).get(name)
+    return min(1.0, max(0.0, process.busy)) if process else 0.0

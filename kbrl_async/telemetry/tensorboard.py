@@ -1,0 +1,141 @@
+"""Event files for TensorBoard without torch or TensorFlow, and the layout of the custom-scalars dashboard.
+
+Invariants
+* `flush` puts everything on disk; what was written before it survives `kill -9`.
+* A continued run writes another file into the same folder: TensorBoard joins them by step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.plugins.text import metadata as text_metadata
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+
+HISTOGRAM_BINS = 30
+
+DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "Reward": {"mean, min and max": ["reward/(mean|min|max)"], "spread": ["reward/std"]},
+    "Rates": {
+        "stages passed": ["rate/(format|compile|correct|fast_1)"],
+        "cheating": ["rate/cheat"],
+        "answers finished": ["rate/completion"],
+    },
+    "Speed": {"speedup of correct kernels": ["speedup/.*"]},
+    "Per level": {
+        "reward": [r"level\d+/reward_mean"],
+        "correct": [r"level\d+/correct_rate"],
+        "fast_1": [r"level\d+/fast_1"],
+        "speedup": [r"level\d+/speedup_mean"],
+    },
+    "Policy": {
+        "importance ratio": ["policy/.*ratio.*"],
+        "divergence from the behaviour policy": ["policy/.*kl.*"],
+        "entropy": ["policy/.*entropy.*"],
+        "effective sample size": ["policy/.*ess.*"],
+        "gradient norm": ["policy/.*grad_norm.*"],
+        "learning rate": ["policy/(lr|learning_rate)"],
+    },
+    "Throughput": {
+        "rollouts a second": ["throughput/rollouts_per_s"],
+        "tokens a second": ["throughput/tokens_per_s"],
+        "updates an hour": ["throughput/updates_per_h"],
+        "queue depth": ["queue/.*"],
+        "in flight": ["in_flight/.*"],
+        "oldest waiting, s": ["oldest_s/.*"],
+        "staleness, versions": ["staleness/versions.*"],
+        "seconds by stage": ["time/.*"],
+        "busy fraction": ["busy/.*"],
+        "event-loop lag, ms": ["lag_ms/.*"],
+        "memory, MB": ["rss_mb/.*"],
+    },
+}
+"""Dashboard → chart → patterns of tags, as the custom-scalars plugin takes them."""
+
+
+class Writer:
+    """Writes one run's events. Values that are not finite are left out: a chart cannot show them.
+
+    ::
+
+        with Writer(run_dir / "tensorboard") as board:
+            board.scalars({"reward/mean": 0.4}, step=3)
+            board.flush()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        self._write(layout_value(), step=0)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def scalars(self, values: Mapping[str, float], step: int, at: float | None = None) -> None:
+        """One event with all values. `at`: epoch seconds, now if left out."""
+        finite = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if math.isfinite(v)]
+        if finite:
+            self._write(*finite, step=step, at=at)
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """Nothing is written for no values."""
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            self._write(histogram_value(tag, finite), step=step)
+
+    def text(self, tag: str, markdown: str, step: int = 0) -> None:
+        meta = text_metadata.create_summary_metadata(display_name=tag, description="")
+        self._write(_tensor_value(tag, [markdown.encode()], meta), step=step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, *values: Summary.Value, step: int, at: float | None = None) -> None:
+        wall_time = time.time() if at is None else at
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=list(values))))
+
+
+def histogram_value(tag: str, values: Sequence[float], bins: int = HISTOGRAM_BINS) -> Summary.Value:
+    """Buckets of equal width as the rows (left, right, count)."""
+    counts, edges = np.histogram(np.asarray(values, dtype=np.float64), bins=bins)
+    rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
+    return _tensor_value(tag, rows, histogram_metadata.create_summary_metadata(display_name=tag, description=""))
+
+
+def layout_value() -> Summary.Value:
+    """The dashboards as the custom-scalars plugin reads them."""
+    categories = [
+        layout_pb2.Category(
+            title=dashboard,
+            chart=[
+                layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=list(tags)))
+                for title, tags in charts.items()
+            ],
+        )
+        for dashboard, charts in DASHBOARDS.items()
+    ]
+    layout = layout_pb2.Layout(version=0, category=categories).SerializeToString()
+    return _tensor_value(layout_metadata.CONFIG_SUMMARY_TAG, layout, layout_metadata.create_summary_metadata())
+
+
+def _tensor_value(tag: str, content: object, meta: SummaryMetadata) -> Summary.Value:
+    return Summary.Value(tag=tag, metadata=meta, tensor=make_tensor_proto(content))

@@ -1,0 +1,181 @@
+"""Who works on what: live tasks, leases, workers and their credit.
+
+A lease id names its task and stage, so that a restarted broker, whose journal holds no leases, can tell what a worker
+still holds. `WorkerPool` hands out free workers in turn: a worker that just got a task goes to the back of the line.
+
+Invariants
+* A task has at most one live lease; a worker never more leases than `min(slots, credit)`.
+* A suspect worker keeps its leases but gets no new ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import msgspec
+
+from protocols.events import TaskRow
+from protocols.messages import Load, Status
+
+
+def lease_id(epoch: int, number: int, stage: str, task_id: str) -> str:
+    return f"{epoch}.{number}:{stage}:{task_id}"
+
+
+def parse_lease_id(text: str) -> tuple[str, str] | None:
+    """Stage and task id of a lease id, or None where it is none of ours."""
+    parts = text.split(":", 2)
+    return (parts[1], parts[2]) if len(parts) == 3 else None
+
+
+class LiveTask(msgspec.Struct, eq=False):
+    """A task that has not ended. It is queued, leased, or in grace after a restart (`grace_until`)."""
+
+    seq: int
+    task_id: str
+    stage: str
+    group_id: str
+    max_lag: int
+    status: str = Status.OK
+    version: int = -1
+    losses: int = 0
+    order: int = 0
+    entered_at: float = 0.0
+    lease: Lease | None = None
+    grace_until: float | None = None
+    excluded: frozenset[str] = frozenset()
+    """Workers that refused it at this stage."""
+    fenced: frozenset[str] = frozenset()
+    """Leases of this stage whose results are refused."""
+
+    def row(self) -> TaskRow:
+        leased = self.lease is not None or self.grace_until is not None
+        return TaskRow(
+            self.seq,
+            self.task_id,
+            self.stage,
+            self.group_id,
+            self.max_lag,
+            self.status,
+            self.version,
+            self.losses,
+            self.order,
+            leased,
+        )
+
+
+class Lease(msgspec.Struct, eq=False):
+    lease_id: str
+    task: LiveTask
+    worker: Worker
+    expires_at: float
+
+
+class Worker(msgspec.Struct, eq=False):
+    worker_id: str
+    incarnation: str
+    route: bytes
+    stages: tuple[str, ...]
+    slots: int
+    credit: int
+    last_seen: float
+    suspect: bool = False
+    leases: dict[str, Lease] = msgspec.field(default_factory=dict)
+    load: Load = msgspec.field(default_factory=Load)
+
+    @property
+    def free(self) -> int:
+        return min(self.slots, self.credit) - len(self.leases)
+
+
+class WorkerPool:
+    """Workers by id and route, and for each stage the line of those that may get a task now."""
+
+    def __init__(self, stages: Iterable[str]) -> None:
+        self.by_id: dict[str, Worker] = {}
+        self.by_route: dict[bytes, Worker] = {}
+        self._line: dict[str, OrderedDict[str, Worker]] = {stage: OrderedDict() for stage in stages}
+
+    def add(self, worker: Worker) -> None:
+        self.by_id[worker.worker_id] = worker
+        self.by_route[worker.route] = worker
+        self.refresh(worker)
+
+    def remove(self, worker: Worker) -> None:
+        del self.by_id[worker.worker_id]
+        self.by_route.pop(worker.route, None)
+        for stage in worker.stages:
+            self._line[stage].pop(worker.worker_id, None)
+
+    def move(self, worker: Worker, route: bytes) -> None:
+        """The worker has reconnected under another route."""
+        self.by_route.pop(worker.route, None)
+        worker.route = route
+        self.by_route[route] = worker
+
+    def refresh(self, worker: Worker) -> None:
+        """Put the worker into its lines or take it out, after its credit, leases or health have changed."""
+        may_work = not worker.suspect and worker.free > 0
+        for stage in worker.stages:
+            line = self._line[stage]
+            if not may_work:
+                line.pop(worker.worker_id, None)
+            elif worker.worker_id not in line:
+                line[worker.worker_id] = worker
+
+    def has_free(self, stage: str) -> bool:
+        return bool(self._line[stage])
+
+    def take(self, task: LiveTask) -> Worker | None:
+        """The next worker in line for the task; one that refused it only where nobody else serves the stage."""
+        line = self._line[task.stage]
+        if not task.excluded:
+            return next(iter(line.values()), None)
+        for worker in line.values():
+            if worker.worker_id not in task.excluded:
+                return worker
+        return None if self._has_other(task) else next(iter(line.values()), None)
+
+    def _has_other(self, task: LiveTask) -> bool:
+        return any(
+            task.stage in worker.stages and not worker.suspect and worker.worker_id not in task.excluded
+            for worker in self.by_id.values()
+        )
+
+    def hold(self, worker: Worker, lease: Lease) -> None:
+        worker.leases[lease.lease_id] = lease
+        for stage in worker.stages:
+            if worker.worker_id in self._line[stage]:
+                self._line[stage].move_to_end(worker.worker_id)
+        if worker.free <= 0:
+            self.refresh(worker)
+
+    def release(self, lease: Lease) -> None:
+        worker = lease.worker
+        worker.leases.pop(lease.lease_id, None)
+        lease.task.lease = None
+        if self.by_id.get(worker.worker_id) is worker:
+            self.refresh(worker)
+
+
+class Fence:
+    """Which incarnation of each worker is the living one; an older one that shows up again is a zombie."""
+
+    def __init__(self, limit: int = 10_000, depth: int = 16) -> None:
+        self._limit = limit
+        self._depth = depth
+        self._known: OrderedDict[str, list[str]] = OrderedDict()
+
+    def admits(self, worker_id: str, incarnation: str) -> bool:
+        """Record the incarnation as the living one, or return False where a newer one has taken its place."""
+        known = self._known.setdefault(worker_id, [])
+        self._known.move_to_end(worker_id)
+        if incarnation in known[:-1]:
+            return False
+        if not known or known[-1] != incarnation:
+            known.append(incarnation)
+            del known[: -self._depth]
+        while len(self._known) > self._limit:
+            self._known.popitem(last=False)
+        return True

@@ -1,0 +1,141 @@
+"""The tasks that the ledger knows: live ones in a queue per stage, ended ones as ids in a bounded memory.
+
+Invariants
+* A live task is in exactly one place: its stage's queue, a lease, or in grace after a restart.
+* A queue is first in, first out by the time a task entered the stage; a task that is given back goes to the front.
+* Ended ids are remembered up to a limit, oldest forgotten first (I10); a retired group is forgotten at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+
+from protocols.events import Snapshot, TaskRow
+from protocols.leases import LiveTask
+from protocols.messages import Stage, Submit
+
+STAGES: tuple[str, ...] = tuple(Stage)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    seq: int
+    task_id: str
+    group_id: str
+
+
+class TaskTable:
+    """Live tasks by id, queue and group, and the memory of ended ones."""
+
+    def __init__(self, finished_limit: int) -> None:
+        self.live: dict[str, LiveTask] = {}
+        self.ended: OrderedDict[str, Ended] = OrderedDict()
+        self.queues: dict[str, OrderedDict[str, LiveTask]] = {stage: OrderedDict() for stage in STAGES}
+        self.grace: dict[str, LiveTask] = {}
+        self._groups: dict[str, dict[str, None]] = {}
+        self._finished_limit = finished_limit
+        self._next_seq = 1
+        self._next_order = 1
+
+    def knows(self, task_id: str) -> bool:
+        return task_id in self.live or task_id in self.ended
+
+    def add(self, submit: Submit, now: float) -> LiveTask:
+        task = LiveTask(self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_lag)
+        self._next_seq += 1
+        self.live[task.task_id] = task
+        self._index(task.group_id, task.task_id)
+        self.enter(task, submit.stage, now)
+        return task
+
+    def enter(self, task: LiveTask, stage: str, now: float) -> None:
+        """Queue the task, which is nowhere else, at the back of a stage; what it lost at the last one is forgotten."""
+        task.stage = stage
+        task.entered_at = now
+        task.order = self._next_order
+        self._next_order += 1
+        task.losses = 0
+        task.excluded = task.fenced = frozenset()
+        self.queues[stage][task.task_id] = task
+
+    def give_back(self, task: LiveTask) -> None:
+        """Queue the task, which is nowhere else, in front of its stage."""
+        queue = self.queues[task.stage]
+        queue[task.task_id] = task
+        queue.move_to_end(task.task_id, last=False)
+
+    def take_out(self, task: LiveTask) -> None:
+        """Remove the task from its queue or from grace; a leased one is in neither."""
+        self.queues[task.stage].pop(task.task_id, None)
+        if task.grace_until is not None:
+            task.grace_until = None
+            del self.grace[task.task_id]
+
+    def end(self, task: LiveTask) -> list[Ended]:
+        """Turn the task, which is nowhere queued, into a remembered id; returns what is forgotten for it."""
+        del self.live[task.task_id]
+        self.ended[task.task_id] = Ended(task.seq, task.task_id, task.group_id)
+        forgotten = []
+        while len(self.ended) > self._finished_limit:
+            ended = self.ended.popitem(last=False)[1]
+            self._unindex(ended.group_id, ended.task_id)
+            forgotten.append(ended)
+        return forgotten
+
+    def forget(self, task_id: str) -> None:
+        """Drop a task, which is nowhere queued, without remembering it."""
+        known = self.live.pop(task_id, None) or self.ended.pop(task_id)
+        self._unindex(known.group_id, task_id)
+
+    def group(self, group_id: str) -> list[str]:
+        """Ids of the group's tasks, live and ended, in the order of their submission."""
+        return list(self._groups.get(group_id, ()))
+
+    def out_of_grace(self, now: float) -> list[LiveTask]:
+        return [task for task in self.grace.values() if task.grace_until is not None and task.grace_until <= now]
+
+    def restore(self, snapshot: Snapshot, now: float, grace_s: dict[str, float]) -> None:
+        for row in sorted(snapshot.rows, key=lambda row: row.order):
+            self._next_seq = max(self._next_seq, row.seq + 1)
+            self._next_order = max(self._next_order, row.order + 1)
+            self._index(row.group_id, row.task_id)
+            if row.stage:
+                self._revive(row, now, grace_s[row.stage])
+            else:
+                self.ended[row.task_id] = Ended(row.seq, row.task_id, row.group_id)
+
+    def _revive(self, row: TaskRow, now: float, grace_s: float) -> None:
+        task = LiveTask(
+            row.seq,
+            row.task_id,
+            row.stage,
+            row.group_id,
+            row.max_lag,
+            row.status,
+            row.version,
+            row.losses,
+            row.order,
+            now,
+        )
+        self.live[task.task_id] = task
+        if row.leased:
+            task.grace_until = now + grace_s
+            self.grace[task.task_id] = task
+        else:
+            self.queues[task.stage][task.task_id] = task
+
+    def _index(self, group_id: str, task_id: str) -> None:
+        if group_id:
+            self._groups.setdefault(group_id, {})[task_id] = None
+
+    def _unindex(self, group_id: str, task_id: str) -> None:
+        members = self._groups.get(group_id)
+        if members is not None:
+            members.pop(task_id, None)
+            if not members:
+                del self._groups[group_id]
+
+    def __iter__(self) -> Iterator[LiveTask]:
+        return iter(self.live.values())

@@ -1,0 +1,237 @@
+"""The asyncio shell of a worker: it takes leases, runs the actor's handler, and reports until the broker has it.
+
+Beats are sent by this loop, so a loop that hangs is noticed by the broker; where the work runs in a thread, `wedge_s`
+withholds beats once nobody has called `progress` for so long while work is in flight.
+
+    handler returns Outcome ─▶ Result, again until its Ack      InfraError ─▶ Nack (tried elsewhere, never scored)
+    handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
+    any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from kbrl_async.errors import AddressTaken, InfraError
+from protocols import messages as msg
+from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
+from services.runtime.channel import Channel
+from services.runtime.meters import LoadMeter
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a handler made of a task: the stage that comes next (empty: it ends here) and the frames to append."""
+
+    next_stage: str = ""
+    frames: list[bytes] = msgspec.field(default_factory=list)
+    policy_version: int = -1
+    tokens: int = 0
+    """Added to the worker's count of tokens."""
+
+
+Handler = Callable[[msg.Task, list[bytes]], Awaitable[Outcome | None]]
+
+
+class Worker:
+    """See the module's docstring.
+
+    Example::
+
+        async def build(task: Task, frames: list[bytes]) -> Outcome:
+            report = await compile_candidate(frames)
+            return Outcome("bench", [encode(report)])
+
+        await Worker(addresses(run_dir).work, "farm-1", ["compile"], slots=4, handler=build).run(stop)
+    """
+
+    def __init__(
+        self,
+        address: str,
+        worker_id: str,
+        stages: list[str],
+        slots: int,
+        handler: Handler,
+        *,
+        concurrency: int | None = None,
+        caps: dict[str, str] | None = None,
+        policy_version: int = -1,
+        wedge_s: float | None = None,
+        drain_s: float = 3.0,
+        auto_busy: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`slots` leases are held at most, of which `concurrency` (default: all) run and the rest is prefetched."""
+        self._address = address
+        self._handler = handler
+        self._clock = clock
+        self._wedge_s = wedge_s
+        self._drain_s = drain_s
+        self._auto_busy = auto_busy
+        self._running_now = asyncio.Semaphore(concurrency or slots)
+        self.meter = LoadMeter(clock)
+        self.session = WorkerSession(
+            worker_id,
+            secrets.token_hex(8),
+            [msg.Stage(stage) for stage in stages],
+            slots,
+            rng or random.Random(),
+            caps,
+            policy_version,
+        )
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._last_progress = clock()
+        self._channel: Channel | None = None
+        self._failure: BaseException | None = None
+        self._wake = asyncio.Event()
+
+    # ── for the actor ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Work until `stop` is set or the broker drains us; then finish or give back what is held, and leave.
+
+        Raises what a handler raised (other than `InfraError`), and `AddressTaken` where a newer process has our id.
+        """
+        self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received)
+        helpers = [asyncio.create_task(self._pulse())]
+        if stop is not None:
+            helpers.append(asyncio.create_task(self._stop_when(stop)))
+        try:
+            await self._until(lambda: self.session.draining or self._failure is not None, None)
+            await self._until(lambda: self._failure is not None or not self.session.held, self._drain_s)
+        finally:
+            await self._leave(helpers)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Drain: take nothing more, finish what runs within `drain_s`, leave."""
+        self._perform(self.session.drain())
+        self._wake.set()
+
+    def finish(self, task: msg.Task, outcome: Outcome) -> None:
+        """Report a task whose handler returned None."""
+        result = msg.Result(task.task_id, task.lease_id, outcome.next_stage, outcome.policy_version, task.group_id)
+        self.meter.done += 1
+        self.meter.tokens += outcome.tokens
+        self._last_progress = self._clock()
+        self._perform(self.session.finish(result, outcome.frames, self._clock()))
+        self._wake.set()
+
+    def refuse(self, task: msg.Task, reason: str) -> None:
+        """Give a task back for a reason of ours (I4)."""
+        self._last_progress = self._clock()
+        self._perform(self.session.refuse(task.lease_id, reason))
+        self._wake.set()
+
+    def progress(self) -> None:
+        """The work moves on; may be called from any thread."""
+        self._last_progress = self._clock()
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Count the time inside as work; for actors made with `auto_busy=False`."""
+        return self.meter.busy()
+
+    @property
+    def welcomed(self) -> bool:
+        return self.session.epoch != 0
+
+    # ── the machine ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _until(self, is_true: Callable[[], bool], timeout_s: float | None) -> None:
+        """Wait for a condition that changes only together with `_wake`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_true():
+                    self._wake.clear()
+                    await self._wake.wait()
+
+    async def _stop_when(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self.stop()
+
+    async def _pulse(self) -> None:
+        while True:
+            period_s = min(0.1, self.session.heartbeat_s / 4)
+            due = self._clock() + period_s
+            await asyncio.sleep(period_s)
+            self.meter.saw_lag(self._clock() - due)
+            self._tick()
+
+    def _tick(self) -> None:
+        assert self._channel is not None
+        self._channel.poll()
+        now = self._clock()
+        alive = not self._is_wedged(now)
+        load = self.meter.take(len(self.session.running)) if alive and self.session.beat_due(now) else None
+        self._perform(self.session.tick(now, load, alive=alive))
+
+    def _is_wedged(self, now: float) -> bool:
+        if self._wedge_s is None or not self.session.running:
+            return False
+        return now - self._last_progress > self._wedge_s
+
+    def _received(self, message: msg.Message, payload: list[bytes]) -> None:
+        self._perform(self.session.handle(message, payload, self._clock()))
+        if isinstance(message, msg.Ack):
+            self._wake.set()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Emit() if self._channel is not None:
+                    self._channel.send(effect.message, effect.payload)
+                case Start():
+                    self._start(effect.task, effect.payload)
+                case Abandon():
+                    self._abandon(effect.lease_id)
+                case Drained():
+                    self._drained(effect.reason)
+
+    def _start(self, task: msg.Task, frames: list[bytes]) -> None:
+        if len(self.session.running) == 1:
+            self._last_progress = self._clock()
+        self._jobs[task.lease_id] = asyncio.create_task(self._work(task, frames), name=task.task_id)
+
+    def _abandon(self, lease_id: str) -> None:
+        job = self._jobs.get(lease_id)
+        if job is not None:
+            job.cancel()
+
+    def _drained(self, reason: str) -> None:
+        if reason.startswith("fenced"):
+            cause = f"another process has introduced itself as worker {self.session.worker_id}"
+            self._failure = AddressTaken(cause, "Give every worker an id of its own")
+        self._wake.set()
+
+    async def _work(self, task: msg.Task, frames: list[bytes]) -> None:
+        try:
+            async with self._running_now:
+                with self.meter.busy() if self._auto_busy else contextlib.nullcontext():
+                    outcome = await self._handler(task, frames)
+        except InfraError as error:
+            self.refuse(task, str(error))
+        except Exception as error:  # the supervisor of handlers: the error ends the process, see the docstring
+            self._failure = error
+            self.refuse(task, f"{type(error).__name__}: {error}")
+        else:
+            if outcome is not None:
+                self.finish(task, outcome)
+        finally:
+            del self._jobs[task.lease_id]
+
+    async def _leave(self, helpers: list[asyncio.Task[None]]) -> None:
+        assert self._channel is not None
+        jobs = list(self._jobs.values())
+        for job in (*jobs, *helpers):
+            job.cancel()
+        await asyncio.gather(*jobs, *helpers, return_exceptions=True)
+        self._perform(self.session.bye())
+        self._channel.close()

@@ -1,0 +1,194 @@
+"""Commands print what was asked for; what is wrong is one line with cause and cure, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kbrl_async import cli
+from kbrl_async.cli import preflight, train
+from kbrl_async.cli.launch import Ended
+from kbrl_async.config import KEYS, Plan, load, prepare
+from kbrl_async.errors import MissingTool, RunError
+from kbrl_async.telemetry import summary
+from kbrl_async.telemetry.summary import RunCounters
+
+SUMMARY = summary.build(
+    counters=RunCounters(
+        groups_admitted=1, groups_trained=1, groups_filtered=0, groups_dropped_stale=0, groups_failed=0, rollouts=8,
+        updates=7, max_staleness=1,
+    ),
+    rollouts=[], wall_s=60.0, busy={},
+)  # fmt: skip
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = cli.main(argv)
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.count("\n") == 1
+    return code, out.err.rstrip()
+
+
+def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "kbrl train resume=runs/default" in out
+    for command in cli.COMMANDS:
+        assert command.NAME in out
+
+
+def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "batch_size=3", "--dry-run", "name=x", "--processes", "compile_farm=2"]) == 0
+    out = capsys.readouterr().out
+    printed = yaml.safe_load(out)
+    assert (printed["batch_size"], printed["name"], printed["processes"]["compile_farm"]) == (3, "x", 2)
+    assert "# run folder: runs/x (new)" in out
+    assert "compile_farm × 2" in out
+    assert list(folder.iterdir()) == []
+
+
+def test_a_dry_run_of_a_file_with_overrides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.yaml").write_text("batch_size: 3\ngroup_size: 4\n")
+    assert cli.main(["train", "--config", "a.yaml", "--dry-run", "group_size=5"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["batch_size"], printed["group_size"]) == (3, 5)
+
+
+def test_dotenv_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / ".env").write_text("KBRL_BATCH_SIZE=6\n")
+    cli.main(["train", "--dry-run"])
+    assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 6
+
+
+def test_an_unknown_key_ends_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = fails(capsys, "train", "batchsize=3")
+    assert (code, line) == (2, "error: unknown key 'batchsize' (command line). Did you mean batch_size?")
+    assert list(folder.iterdir()) == []
+
+
+def test_an_unknown_option_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "train", "--batchsize", "3")[0] == 2
+    assert (
+        fails(capsys, "summary", "x", "seed=1")[1]
+        == "error: kbrl summary has no argument seed=1. See 'kbrl summary --help'"
+    )
+
+
+def test_only_some_services_can_be_several(capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = fails(capsys, "train", "--processes", "learner=2")
+    assert code == 2
+    assert "only sampler, compile_farm, timing_bench can be several" in line
+
+
+def test_a_failed_check_leaves_nothing_behind(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gcc(_plan: Plan) -> None:
+        raise MissingTool("gcc was not found", "Install it")
+
+    monkeypatch.setattr(preflight, "check", no_gcc)
+    assert fails(capsys, "train") == (3, "error: gcc was not found. Install it")
+    assert list(folder.iterdir()) == []
+
+
+def test_prepare_makes_the_folder_that_services_will_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "check", lambda _plan: None)
+    assert cli.main(["prepare", "name=x"]) == 0
+    assert capsys.readouterr().out == "runs/x\n"
+    assert Path("runs/latest/config.yaml").is_file()
+
+
+def test_the_reference_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["config"])
+    text = capsys.readouterr().out
+    cli.main(["config", "--docs"])
+    markdown = capsys.readouterr().out
+    for name, key in KEYS.items():
+        assert f"{name} = " in text
+        assert f"| `{name}` |" in markdown
+        assert key.doc in markdown
+
+
+def test_the_summary_of_the_newest_run_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    run = prepare(load(overrides=["name=x"]))
+    summary.write(run.path / "summary.json", SUMMARY)
+    for argv in (["summary"], ["summary", "x"], ["summary", "runs/x"]):
+        assert cli.main(argv) == 0
+        assert "7 in 60 s" in capsys.readouterr().out
+
+
+def test_a_run_without_a_summary_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(load(overrides=["name=x"]))
+    code, line = fails(capsys, "summary", "x")
+    assert code == 2
+    assert "has not ended: it has no summary.json. Continue it with 'kbrl train resume=" in line
+
+
+def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "summary", "nobody") == (2, "error: there is no run nobody. See what there is in runs/")
+
+
+def test_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["problems", "list", "--level", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "L1/" in out
+    assert "L2/" not in out
+
+
+def test_a_finished_run_ends_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    run = prepare(load(overrides=["name=x"]))
+    summary.write(run.path / "summary.json", SUMMARY)
+    assert train.conclude(run.path, Ended(first="reward_aggregator", code=0)) == 0
+    assert "7 in 60 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 4), (137, 137)])
+def test_a_service_that_gave_up_gives_its_exit_code(code: int, expected: int) -> None:
+    run = prepare(load(overrides=["name=x"]))
+    with pytest.raises(
+        RunError, match=rf"learner ended with exit code {code} before the run did\. .*resume=runs/x"
+    ) as caught:
+        train.conclude(run.path, Ended(first="learner", code=code))
+    assert caught.value.exit_code == expected
+
+
+def test_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    run = prepare(load(overrides=["name=x"]))
+    assert train.conclude(run.path, Ended(first="", code=130)) == 130
+    assert "continue with 'kbrl train resume=runs/x'" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch() -> None:
+    program = "import sys, kbrl_async.cli; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
+
+
+def test_output_that_nobody_reads_any_more_is_no_error() -> None:
+    command = [sys.executable, "-m", "kbrl_async", "config"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 141
+
+
+def test_the_summary_file_is_json_for_programs() -> None:
+    run = prepare(load(overrides=["name=x"]))
+    summary.write(run.path / "summary.json", SUMMARY)
+    assert json.loads((run.path / "summary.json").read_text())["updates"] == 7

@@ -1,0 +1,90 @@
+"""Processes of a run start together, show their lines, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys
+from pathlib import Path
+from kbrl_async.cli import launch
+launch.GRACE_S = 1.0
+scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1) | COUNTS, command=scripts.__getitem__)
+print("ended:", ended.first or "-", ended.code, ended.interrupted)
+"""
+FOREVER = "exec sleep 60"
+
+
+def start(run_dir: Path, counts: str = "{}", **scripts: str) -> subprocess.Popen[str]:
+    argv = [str(run_dir), *(word for pair in scripts.items() for word in pair)]
+    command = [sys.executable, "-c", PROGRAM.replace("COUNTS", counts), *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=30)
+    return out
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_lines_are_shown_with_the_name_of_their_process(tmp_path: Path) -> None:
+    out = finished(start(tmp_path, sampler="echo hello"))
+    assert "sampler | hello" in " ".join(out.split())
+
+
+def test_the_end_of_one_ends_all(tmp_path: Path) -> None:
+    assert "ended: aggregator 0 False" in finished(start(tmp_path, aggregator="true", broker=FOREVER))
+
+
+def test_the_first_that_gives_up_gives_the_exit_code(tmp_path: Path) -> None:
+    out = finished(start(tmp_path, learner="exit 4", broker="trap 'exit 9' TERM; sleep 60 & wait"))
+    assert "ended: learner 4 False" in out
+
+
+def test_a_killed_process_counts_as_a_shell_counts(tmp_path: Path) -> None:
+    assert "ended: learner 137 False" in finished(start(tmp_path, learner="kill -9 $$", broker=FOREVER))
+
+
+def test_each_process_knows_its_run_and_its_number(tmp_path: Path) -> None:
+    show = 'echo "$HONCHO_PROCESS_NAME $KBRL_RUN_DIR $PYTHONUNBUFFERED"; sleep 0.5'
+    out = finished(start(tmp_path, "{'farm': 2}", farm=show))
+    for instance in ("farm.1", "farm.2"):
+        assert f"{instance} {tmp_path} 1" in out
+
+
+def test_ctrl_c_stops_all(tmp_path: Path) -> None:
+    process = start(tmp_path, broker=f"touch {tmp_path}/up; {FOREVER}")
+    wait_for(lambda: (tmp_path / "up").exists())
+    process.send_signal(signal.SIGINT)
+    assert "ended: - 130 True" in finished(process)
+
+
+def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; trap '' TERM; touch {tmp_path}/up; while true; do sleep 0.1; done"
+    process = start(tmp_path, broker=script)
+    wait_for(lambda: (tmp_path / "up").exists())
+    process.send_signal(signal.SIGTERM)
+    assert "ended: - 143 True" in finished(process)
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_the_shell_is_replaced_by_the_service() -> None:
+    from kbrl_async.cli.launch import python_service
+
+    assert python_service("broker").startswith("exec ")
+    assert python_service("broker").endswith(" -m services.broker")
+    assert os.path.isabs(python_service("broker").split()[1])
