@@ -94,7 +94,9 @@ class CKernel:
         if declared is not None and len(declared) != len(args):
             raise TypeError(f"{self.name} takes {len(declared)} arguments ({', '.join(declared)}), got {len(args)}")
         hints = declared if declared is not None else [""] * len(args)
-        return [_converter(arg, hint, self.name, place) for place, (arg, hint) in enumerate(zip(args, hints, strict=True))]
+        return [
+            _converter(arg, hint, self.name, place) for place, (arg, hint) in enumerate(zip(args, hints, strict=True))
+        ]
 
 
 def _converter(arg: object, declared: str, name: str, place: int) -> Callable[[Any], Any]:
@@ -107,10 +109,8 @@ def _converter(arg: object, declared: str, name: str, place: int) -> Callable[[A
         return _pointer
     if declared and is_pointer:
         raise TypeError(f"{name}: argument {place} must be a tensor for `{declared}`, not {type(arg).__name__}")
-    if re.search(r"\bdouble\b", declared):
-        return ctypes.c_double
-    if re.search(r"\bfloat\b", declared):
-        return ctypes.c_float
+    if isinstance(arg, (int, float)) and re.search(r"\b(float|double)\b", declared):
+        return ctypes.c_double if "double" in declared else ctypes.c_float
     if isinstance(arg, int):
         return ctypes.c_int64
     if isinstance(arg, float) and not declared:

@@ -69,6 +69,7 @@ class Lease(msgspec.Struct, eq=False):
     lease_id: str
     task: LiveTask
     worker: Worker
+    granted_at: float
     expires_at: float
 
 

@@ -35,8 +35,11 @@ import msgspec
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.leases import Fence, Lease, LiveTask, Worker, WorkerPool, lease_id, parse_lease_id
+from protocols.limits import COUNTERS, LedgerOptions, StageOptions
 from protocols.messages import Stage, Status
 from protocols.queues import STAGES, Ended, TaskTable
+
+__all__ = ["Ledger", "LedgerOptions", "StageOptions"]
 
 _PLACE = {stage: place for place, stage in enumerate(STAGES)}
 _DRAIN_FIRST = tuple(reversed(STAGES))
@@ -44,48 +47,6 @@ _AGED_STAGES = frozenset({Stage.COMPILE, Stage.BENCH})
 _MAX_PASSED_OVER = 32
 """Tasks that a free worker has refused and that are passed over in one search. A worker that refuses everything
 therefore gets nothing more once so many tasks wait for somebody else, which bounds both the search and the harm."""
-
-
-class StageOptions(msgspec.Struct, frozen=True):
-    ttl_s: float = 30.0
-    max_losses: int | None = 3
-    """Losses after which a task is given up; None: it is tried for ever."""
-    queue_limit: int = 10_000
-
-
-class LedgerOptions(msgspec.Struct, frozen=True):
-    heartbeat_s: float = 1.0
-    missed_beats: int = 3
-    """Beats that a worker may miss before it is suspected and gets nothing new."""
-    busy_retry_s: float = 0.5
-    finished_limit: int = 100_000
-    generate: StageOptions = StageOptions(ttl_s=60.0)
-    compile: StageOptions = StageOptions(ttl_s=60.0)
-    bench: StageOptions = StageOptions(ttl_s=30.0)
-    score: StageOptions = StageOptions(max_losses=None)
-    train: StageOptions = StageOptions(ttl_s=60.0)
-    trained: StageOptions = StageOptions(max_losses=None)
-
-    def stage(self, stage: str) -> StageOptions:
-        options: StageOptions = getattr(self, stage)
-        return options
-
-
-COUNTERS = (
-    "submitted",
-    "finished",
-    "dispatched",
-    "results",
-    "duplicates",
-    "lost",
-    "expired",
-    "nacked",
-    "poisoned",
-    "stale",
-    "revoked",
-    "retired",
-    "busy",
-)
 
 
 class Ledger:
@@ -196,7 +157,7 @@ class Ledger:
 
     def _submit(self, route: bytes, submit: msg.Submit) -> None:
         reply: msg.Message
-        if self.tasks.knows(submit.task_id):
+        if self.tasks.knows(submit):
             reply = msg.SubmitAck(submit.task_id, duplicate=True)
         elif self._is_full(submit.stage):
             self.counters["busy"] += 1
@@ -223,6 +184,10 @@ class Ledger:
             seq = task.seq if task is not None else self.tasks.ended[task_id].seq
             self.tasks.forget(task_id)
             self._out.append(ev.Forget(seq, task_id))
+        closed = self.tasks.close(retire.group_id)
+        if closed is not None:
+            self._out.append(ev.Update(closed[0]))
+            self._out.extend(ev.Forget(ended.seq, ended.task_id) for ended in closed[1])
         self._out.append(ev.ToProducer(route, msg.SubmitAck("", group_id=retire.group_id)))
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -234,8 +199,10 @@ class Ledger:
         worker = self._introduce(route, hello)
         adopted = [held for held in hello.held if self._readopt(worker, held)]
         for lease in [lease for held, lease in worker.leases.items() if held not in adopted]:
-            self._revoke(lease, "not held")
-            self._requeue(lease.task)
+            # A task that went out just now crosses this Hello on its way; if it is lost, its lease runs out.
+            if lease.granted_at <= self._now - self.options.heartbeat_s:
+                self._revoke(lease, "not held")
+                self._requeue(lease.task)
         self._send(worker, self._welcome(worker, adopted))
         if self._draining:
             self._send(worker, msg.Drain("broker drains"))
@@ -414,7 +381,7 @@ class Ledger:
 
     def _grant(self, task: LiveTask, worker: Worker, held: str) -> Lease:
         assert task.lease is None
-        lease = Lease(held, task, worker, self._now + self._stages[task.stage].ttl_s)
+        lease = Lease(held, task, worker, self._now, self._now + self._stages[task.stage].ttl_s)
         task.lease = lease
         self.pool.hold(worker, lease)
         return lease

@@ -26,6 +26,10 @@ class Ended(msgspec.Struct, frozen=True):
     group_id: str
 
 
+def _tombstone(group_id: str) -> str:
+    return f"retired group {group_id}"
+
+
 class TaskTable:
     """Live tasks by id, queue and group, and the memory of ended ones."""
 
@@ -39,8 +43,9 @@ class TaskTable:
         self._next_seq = 1
         self._next_order = 1
 
-    def knows(self, task_id: str) -> bool:
-        return task_id in self.live or task_id in self.ended
+    def knows(self, submit: Submit) -> bool:
+        """True for a known task and for any task of a retired group: a late copy of a Submit must not revive it."""
+        return submit.task_id in self.live or submit.task_id in self.ended or _tombstone(submit.group_id) in self.ended
 
     def add(self, submit: Submit, now: float) -> LiveTask:
         task = LiveTask(self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_lag)
@@ -76,12 +81,24 @@ class TaskTable:
     def end(self, task: LiveTask) -> list[Ended]:
         """Turn the task, which is nowhere queued, into a remembered id; returns what is forgotten for it."""
         del self.live[task.task_id]
-        self.ended[task.task_id] = Ended(task.seq, task.task_id, task.group_id)
+        return self._remember(Ended(task.seq, task.task_id, task.group_id))
+
+    def close(self, group_id: str) -> tuple[TaskRow, list[Ended]] | None:
+        """Remember that the group is retired, in the same bounded memory; None where it is known already."""
+        task_id = _tombstone(group_id)
+        if task_id in self.ended:
+            return None
+        row = TaskRow(self._next_seq, task_id, "")
+        self._next_seq += 1
+        return row, self._remember(Ended(row.seq, task_id, ""))
+
+    def _remember(self, ended: Ended) -> list[Ended]:
+        self.ended[ended.task_id] = ended
         forgotten = []
         while len(self.ended) > self._finished_limit:
-            ended = self.ended.popitem(last=False)[1]
-            self._unindex(ended.group_id, ended.task_id)
-            forgotten.append(ended)
+            oldest = self.ended.popitem(last=False)[1]
+            self._unindex(oldest.group_id, oldest.task_id)
+            forgotten.append(oldest)
         return forgotten
 
     def forget(self, task_id: str) -> None:

@@ -6,8 +6,8 @@ Owns static tripwires, compilers and the artifact store; never runs a candidate.
 
     candidate ─▶ static_check (AST only) ─▶ cache? ─▶ confined compiler ─▶ publish (trusted side) ─▶ BuildReport
 
-How to add a backend: write one file in this package with a class that fulfils `Backend` (see `backend.py`; `c.py` is the
-example), and add one line to `_BACKENDS` in `registry.py`.
+How to add a backend: write one file in this package with a class that fulfils `Backend` (see `backend.py`;
+`c.py` is the example), and add one line to `_BACKENDS` in `registry.py`.
 
 Invariants
 * Nothing of a candidate is executed on this side, and its compiler runs confined: `#include "/etc/…"` reads nothing.

@@ -34,7 +34,9 @@ class Backend(Protocol):
         """What has to be compiled. Only called after `check` gave None."""
 
     def toolchain(self) -> str:
-        """Compiler, version, flags and resolved architecture: part of the cache key. `MissingTool` where it is absent."""
+        """Compiler, version, flags and resolved architecture: part of the cache key. `MissingTool` where it
+        is absent.
+        """
 
     def command(self, source: str, target: str) -> list[str]:
         """The compiler's arguments, relative to a folder that holds `source`."""

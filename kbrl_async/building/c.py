@@ -1,6 +1,7 @@
 """Backend `c`: plain C functions, compiled by gcc into a shared object, launched through `kbrl_async.launch.c_kernel`.
 
-`#pragma GCC optimize("Ofast")` before `#include <math.h>` gives vectorised expf and friends (libmvec); the default flags stay
+`#pragma GCC optimize("Ofast")` before `#include <math.h>` gives vectorised expf and friends (libmvec); the
+default flags stay
 strict, because fast-math is a choice that a candidate should have to make and survive verification with.
 """
 
@@ -19,18 +20,36 @@ from kbrl_async.errors import MissingTool
 from protocols.records import BuildReport, Candidate, Fault
 
 HEADERS = frozenset(
-    "math.h stdint.h stddef.h string.h stdlib.h float.h omp.h immintrin.h stdbool.h limits.h stdalign.h tgmath.h".split()
+    [
+        "math.h",
+        "stdint.h",
+        "stddef.h",
+        "string.h",
+        "stdlib.h",
+        "float.h",
+        "omp.h",
+        "immintrin.h",
+        "stdbool.h",
+        "limits.h",
+        "stdalign.h",
+        "tgmath.h",
+    ]
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*(include\w*|import|embed)\b[ \t]*(.*)$", re.MULTILINE)
 _ASM = re.compile(r"\b(asm|__asm__|__asm)\b")
-_ATTRIBUTES = re.compile(r"\b(constructor|destructor|ifunc|syscall|dlopen|dlsym|fork|execve|system|popen|_exit|abort)\b")
+_ATTRIBUTES = re.compile(
+    r"\b(constructor|destructor|ifunc|syscall|dlopen|dlsym|fork|execve|system|popen|_exit|abort)\b"
+)
 _MAX_TEXT = 800
 _HINTS = (
     (r"implicit declaration of function", "Declare the function before its use, or include the header that does."),
     (r"undeclared", "Declare every variable; check the spelling and the scope."),
-    (r"expected .* before|expected declaration|expected expression", "Check braces, brackets and semicolons around the line."),
+    (
+        r"expected .* before|expected declaration|expected expression",
+        "Check braces, brackets and semicolons around the line.",
+    ),
     (r"undefined (reference|symbol)", "Only libc, libm and OpenMP are linked; define what else you call."),
     (r"too (few|many) arguments", "Match the call to the function's parameters."),
     (r"redefinition|conflicting types", "Give every name one definition."),
@@ -70,7 +89,10 @@ class CBackend:
     def diagnose(self, output: str) -> Diagnosis:
         lines = [line for line in output.splitlines() if "error" in line or "undefined" in line]
         text = "\n".join(_clean(line) for line in (lines or output.splitlines())[:8])
-        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, text)), "Fix the first error; others may follow from it.")
+        hint = next(
+            (hint for pattern, hint in _HINTS if re.search(pattern, text)),
+            "Fix the first error; others may follow from it.",
+        )
         return Diagnosis(text[:_MAX_TEXT], hint)
 
 
@@ -83,13 +105,15 @@ def _clean(line: str) -> str:
 def _check_c(source: str, name: str) -> BuildReport | None:
     bare = _COMMENT.sub(" ", source)
     for directive, what in _INCLUDE.findall(bare):
-        header = what.strip().strip("<>\"")
+        header = what.strip().strip('<>"')
         if directive != "include" or header not in HEADERS:
             hint = f"Only these headers: {', '.join(sorted(HEADERS))}."
             return _violation("include", f"#{directive} {what.strip()} is not allowed", hint)
     code = _STRING.sub('""', bare)
     if _ASM.search(code):
-        return _violation("asm", "inline assembly is not allowed", "Use C, OpenMP pragmas or intrinsics from immintrin.h.")
+        return _violation(
+            "asm", "inline assembly is not allowed", "Use C, OpenMP pragmas or intrinsics from immintrin.h."
+        )
     match = _ATTRIBUTES.search(code)
     if match:
         return _violation("forbidden_name", f"{match[1]!r} is not allowed in the C source", "A kernel only computes.")
@@ -116,7 +140,9 @@ def _toolchain() -> str:
     """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march=native, hash of everything that the flags resolve to."""
     query = [_gcc(), "-march=native", "-Q", "--help=target"]
     resolved = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout
-    version = subprocess.run([_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30).stdout
+    version = subprocess.run(
+        [_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30
+    ).stdout
     march = re.search(r"-march=\s+(\S+)", resolved)
     flags = " ".join((*launch.C_FLAGS, *launch.C_LIBRARIES))
     digest = hashlib.sha256(f"{resolved}\0{flags}".encode()).hexdigest()[:12]

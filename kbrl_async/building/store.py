@@ -42,7 +42,9 @@ def disk_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _DISK_CODES:
-            raise DiskFull(f"no space is left on the disk of {root}", "Free some, or lower the store's size limit") from error
+            raise DiskFull(
+                f"no space is left on the disk of {root}", "Free some, or lower the store's size limit"
+            ) from error
         raise
 
 

@@ -1,7 +1,7 @@
 """What the Python half of a candidate may contain, checked on its syntax tree.
 
-`forward` may allocate, view and launch; the computing is the kernel's. Modules like `nn.Linear` may hold parameters, so that
-their names match the reference's, but calling one is a library call.
+`forward` may allocate, view and launch; the computing is the kernel's. Modules like `nn.Linear` may hold
+parameters, so that their names match the reference's, but calling one is a library call.
 """
 
 from __future__ import annotations
@@ -14,23 +14,156 @@ from protocols.records import BuildReport, Fault
 
 _IMPORTS = frozenset({"torch", "torch.nn", "math", "kbrl_async.launch", "__future__", "typing"})
 _FORBIDDEN_NAMES = frozenset(
-    "eval exec compile open __import__ getattr setattr delattr globals locals vars input breakpoint ctypes os sys "
-    "subprocess socket threading multiprocessing importlib builtins inspect gc signal __builtins__ __loader__".split()
+    [
+        "eval",
+        "exec",
+        "compile",
+        "open",
+        "__import__",
+        "getattr",
+        "setattr",
+        "delattr",
+        "globals",
+        "locals",
+        "vars",
+        "input",
+        "breakpoint",
+        "ctypes",
+        "os",
+        "sys",
+        "subprocess",
+        "socket",
+        "threading",
+        "multiprocessing",
+        "importlib",
+        "builtins",
+        "inspect",
+        "gc",
+        "signal",
+        "__builtins__",
+        "__loader__",
+    ]
 )
 _FORBIDDEN_ATTRIBUTES = frozenset(
-    "__class__ __bases__ __subclasses__ __globals__ __builtins__ __dict__ __code__ __mro__ __reduce__ __getattribute__ "
-    "compile jit ops _C utils load save hub multiprocessing set_num_threads overrides library".split()
+    [
+        "__class__",
+        "__bases__",
+        "__subclasses__",
+        "__globals__",
+        "__builtins__",
+        "__dict__",
+        "__code__",
+        "__mro__",
+        "__reduce__",
+        "__getattribute__",
+        "compile",
+        "jit",
+        "ops",
+        "_C",
+        "utils",
+        "load",
+        "save",
+        "hub",
+        "multiprocessing",
+        "set_num_threads",
+        "overrides",
+        "library",
+    ]
 )
 _TORCH_CALLS = frozenset(
-    "empty empty_like empty_strided zeros zeros_like ones ones_like full full_like tensor no_grad Size is_tensor device "
-    "as_strided manual_seed Tensor Generator".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "tensor",
+        "no_grad",
+        "Size",
+        "is_tensor",
+        "device",
+        "as_strided",
+        "manual_seed",
+        "Tensor",
+        "Generator",
+    ]
 )
-_INIT_TORCH_CALLS = _TORCH_CALLS | frozenset("randn rand randint arange linspace eye stack cat".split())
 _COMPUTE_METHODS = frozenset(
-    "matmul mm bmm addmm add sub mul div pow exp log sqrt rsqrt sum mean max min argmax argmin softmax log_softmax sigmoid "
-    "tanh relu gelu abs neg clamp cumsum cumprod prod var std norm sort topk einsum dot mv conv2d conv1d masked_fill where "
-    "scatter gather index_select square reciprocal sin cos erf floor ceil round logsumexp baddbmm addcmul lerp add_ mul_ "
-    "sub_ div_ exp_ relu_ sigmoid_ tanh_ clamp_ apply_ map_".split()
+    [
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "sum",
+        "mean",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "softmax",
+        "log_softmax",
+        "sigmoid",
+        "tanh",
+        "relu",
+        "gelu",
+        "abs",
+        "neg",
+        "clamp",
+        "cumsum",
+        "cumprod",
+        "prod",
+        "var",
+        "std",
+        "norm",
+        "sort",
+        "topk",
+        "einsum",
+        "dot",
+        "mv",
+        "conv2d",
+        "conv1d",
+        "masked_fill",
+        "where",
+        "scatter",
+        "gather",
+        "index_select",
+        "square",
+        "reciprocal",
+        "sin",
+        "cos",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "logsumexp",
+        "baddbmm",
+        "addcmul",
+        "lerp",
+        "add_",
+        "mul_",
+        "sub_",
+        "div_",
+        "exp_",
+        "relu_",
+        "sigmoid_",
+        "tanh_",
+        "clamp_",
+        "apply_",
+        "map_",
+    ]
 )
 _LIBRARY_MODULES = frozenset({"nn", "F", "functional"})
 
@@ -60,7 +193,9 @@ def parse(source: str) -> Program | BuildReport:
         line = getattr(error, "lineno", None)
         message = f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)
         hint = "The candidate must be one valid Python file."
-        return BuildReport(Fault.FORMAT_ERROR, message=f"Python syntax error: {message}"[:800], hint=hint, rule="syntax")
+        return BuildReport(
+            Fault.FORMAT_ERROR, message=f"Python syntax error: {message}"[:800], hint=hint, rule="syntax"
+        )
     try:
         return _check(tree)
     except _Violation as violation:
@@ -95,14 +230,17 @@ def _imports(tree: ast.Module) -> None:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            # `from torch import nn` names a module of the list; `from torch import compile` does not get far (names, calls).
+            # `from torch import nn` names a module of the list; `from torch import compile` does not get far
+            # (names, calls).
             names = [module] if node.level == 0 else ["." + module]
         else:
             continue
         for name in names:
             if name not in _IMPORTS:
                 allowed = "torch, torch.nn, math and kbrl_async.launch"
-                raise _Violation("import", f"import of {name!r} is not allowed", f"Only {allowed} may be imported.", node)
+                raise _Violation(
+                    "import", f"import of {name!r} is not allowed", f"Only {allowed} may be imported.", node
+                )
 
 
 def _names(tree: ast.Module) -> None:
@@ -122,12 +260,10 @@ def _kernels(tree: ast.Module) -> list[tuple[str, str]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) == "c_kernel":
-            found.append(_kernel(node, literals))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == "c_kernel"]
+    found = [_kernel(node, literals) for node in calls]
     if not found:
-        hint = "Launch a C function: `self.kernel = c_kernel(SOURCE, \"name\")` in __init__, `self.kernel(…)` in forward."
+        hint = 'Launch a C function: `self.kernel = c_kernel(SOURCE, "name")` in __init__, `self.kernel(…)` in forward.'
         raise _Violation("no_kernel", "the candidate has no c_kernel(source, name)", hint)
     return found
 
@@ -146,7 +282,9 @@ def _kernel(node: ast.Call, literals: dict[str, str]) -> tuple[str, str]:
 
 def _called(node: ast.Call) -> str:
     function = node.func
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
 
 
 def _held_modules(model: ast.ClassDef) -> set[str]:

@@ -21,6 +21,8 @@ from honcho.printer import Message, Printer
 
 GRACE_S = 8.0
 INTERRUPTED = (130, 143)
+ERROR = "error: "
+"""How a service begins the one line that says why it gives up."""
 _STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
 
 
@@ -31,6 +33,8 @@ class Ended(msgspec.Struct, frozen=True):
     """The process that ended first; empty if we were told to stop."""
     code: int
     """Its exit code, or 130 (Ctrl-C) or 143 (SIGTERM)."""
+    reason: str = ""
+    """What it said last about an error: its cause and cure."""
 
     @property
     def interrupted(self) -> bool:
@@ -43,13 +47,17 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
     def __init__(self, output: TextIO) -> None:
         super().__init__(output)
         self.first_stopped = ""
+        self.reasons: dict[str, str] = {}
         self._stopping = False
 
     def write(self, message: Message) -> None:
+        line = message.data.decode("utf-8", "replace") if isinstance(message.data, bytes) else str(message.data)
         if message.name == SYSTEM_PRINTER_NAME:
-            self._system(str(message.data).strip(), message)
-        else:
-            super().write(message)
+            self._system(line.strip(), message)
+            return
+        if line.startswith(ERROR):
+            self.reasons[message.name] = line.removeprefix(ERROR).strip()
+        super().write(message)
 
     def _system(self, line: str, message: Message) -> None:
         if line.endswith("received"):
@@ -103,7 +111,8 @@ def start_and_wait(
             shown = instance if count > 1 else name
             manager.add_process(shown, command(name), env=_environment(run_dir, instance, output))
     manager.loop()
-    return Ended(first=printer.first_stopped, code=_exit_code(manager.returncode))
+    first = printer.first_stopped
+    return Ended(first=first, code=_exit_code(manager.returncode), reason=printer.reasons.get(first, ""))
 
 
 def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]:

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     preflight.check(todo)
     run = prepare(config)
-    print(
-        f"{'continuing' if run.resumed else 'starting'} {run.path}; stop with Ctrl-C, it can be continued", flush=True
-    )
+    doing = "continuing" if run.resumed else "starting"
+    print(f"{doing} {run.path}; Ctrl-C stops it, the same command continues it", flush=True)
     return conclude(run.path, start_and_wait(run.path, process_counts(run.config)))
 
 
@@ -60,10 +59,12 @@ def conclude(run_dir: Path, ended: Ended) -> int:
     if ended.interrupted:
         print(f"stopped; {again}", file=sys.stderr)
         return ended.code
-    error = RunError(
-        f"{ended.first or 'a process'} ended with exit code {ended.code} before the run did",
-        f"Read its last lines above and in {run_dir / 'logs'}, then {again}",
-    )
+    who = ended.first or "a process"
+    if ended.reason:
+        error = RunError(f"{who} gave up: {ended.reason}")
+    else:
+        cure = f"Read its last lines above and in {run_dir / 'logs'}, then {again}"
+        error = RunError(f"{who} ended with exit code {ended.code} before the run did", cure)
     error.exit_code = ended.code or RunError.exit_code
     raise error
 

@@ -18,9 +18,8 @@ from kbrl_async.config.layout import (
     endpoints,
     process_counts,
 )
-from kbrl_async.config.loading import config_hash, environment, load, to_yaml
+from kbrl_async.config.loading import CONFIG_FILE, config_hash, environment, load, to_yaml
 from kbrl_async.config.rundir import (
-    CONFIG_FILE,
     LATEST,
     SUMMARY_FILE,
     Plan,

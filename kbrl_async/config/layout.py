@@ -84,20 +84,18 @@ def compile_slots(config: Config, layout: CpuLayout) -> int:
 
 
 def endpoints(config: Config, run_dir: Path) -> Endpoints:
-    """The configured addresses; by default socket files in the run folder, or in the temporary folder if too long."""
+    """The configured addresses; by default sockets in a folder of the run, or in the temporary folder if too long.
+
+    Pure: whoever binds makes the folder, which must be open to its owner only.
+    """
+    folder = run_dir.absolute() / "sockets"
+    if len(os.fsencode(folder / "submit")) > IPC_PATH_MAX:
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"kbrl-{os.getuid()}" / digest
     return Endpoints(
-        submit=config.broker.submit or f"ipc://{_socket_file(run_dir, 'submit')}",
-        work=config.broker.work or f"ipc://{_socket_file(run_dir, 'work')}",
+        submit=config.broker.submit or f"ipc://{folder / 'submit'}",
+        work=config.broker.work or f"ipc://{folder / 'work'}",
     )
-
-
-def _socket_file(run_dir: Path, name: str) -> Path:
-    path = run_dir.resolve() / f"{name}.sock"
-    # a lock file with a longer name lies beside it
-    if len(os.fsencode(path)) + len(".lock") <= IPC_PATH_MAX:
-        return path
-    short = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"kbrl-{os.getuid()}-{short}-{name}.sock"
 
 
 def process_counts(config: Config) -> dict[str, int]:

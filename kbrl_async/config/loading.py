@@ -29,6 +29,9 @@ from kbrl_async.config.schema import Config
 from kbrl_async.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
 from kbrl_async.errors import ConfigError
 
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration in a run folder."""
+
 PLACE_KEYS = frozenset({"name", "log_path", "resume"})
 """Where a run lies, not what it is."""
 
@@ -67,7 +70,7 @@ def load(
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:
     """What the run to be resumed was started with lies below all other settings."""
     wanted = [setting.value for setting in settings if setting.key == "resume"]
-    stored = Path(str(wanted[-1] or "")) / "config.yaml" if wanted else None
+    stored = Path(str(wanted[-1])) / CONFIG_FILE if wanted and wanted[-1] else None
     return from_file(stored) if stored is not None and stored.is_file() else []
 
 

@@ -29,11 +29,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from kbrl_async.config.loading import environment, forbidden_changes, load, shown, to_yaml
+from kbrl_async.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
 from kbrl_async.config.schema import Config
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
 
-CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 LATEST = "latest"
 FOLDERS = ("logs", "metrics", "tensorboard")

@@ -25,9 +25,12 @@ Cores = Literal["auto"] | list[Count]
 class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of the policy, and what it is paid for."""
 
-    prompt_option: Literal["zero_shot"] = "zero_shot"
-    """How a problem is put to the policy."""
-    reward_preset: Literal["stage3"] = "stage3"
+    prompt_option: Literal["auto", "compact", "zero_shot"] = "auto"
+    """How a problem is put to the policy: compact is the bare problem, zero_shot explains the contract first; auto:
+    compact for the small policy, zero_shot for every other model."""
+    reward_preset: Literal["stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"] = (
+        "stage3"
+    )
     """Set of reward weights to start from; the weights below replace single ones."""
     reward_format_weight: NonNegative | None = None
     """Pay for an answer from which a kernel could be extracted; null: the preset's."""
@@ -37,6 +40,13 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
     reward_speed_weight: NonNegative | None = None
     """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weights that replace the preset's, by part."""
+        parts = ("format", "compile", "correctness", "speed")
+        given = {part: getattr(self, f"reward_{part}_weight") for part in parts}
+        return {part: weight for part, weight in given.items() if weight is not None}
 
 
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +69,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     grad_clip: Positive = 1.0
     """Largest norm of the gradient."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Number format of the forward and backward pass; auto: bfloat16."""
+    """Number format of the forward and backward pass; auto: bfloat16 on a GPU, float32 on a CPU."""
     threads: AtLeastOne | None = None
     """Threads of torch in the learner; null: one per core it may use."""
     checkpoint_every: AtLeastOne = 1
@@ -250,6 +260,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Where sampler and learner compute; auto: the GPU where there is one."""
     log_path: str = "runs"
     """Folder that holds the runs."""
+    cache_path: str | None = None
+    """Folder that keeps what several runs share, such as the small policy; null: kbrl-async in the user's cache."""
     name: str | None = None
     """Name of the run, a folder in log_path; null: default, with the seed where it is not the default one."""
     resume: str | None = None
@@ -266,6 +278,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cpu: Cpu = Cpu()
     processes: Processes = Processes()
     tensorboard: Tensorboard = Tensorboard()
+
+    @property
+    def prompt_option(self) -> str:
+        """The prompt template, with `auto` resolved."""
+        if self.dataset_builder.prompt_option != "auto":
+            return self.dataset_builder.prompt_option
+        return "compact" if self.model_name == "small" else "zero_shot"
 
     @property
     def levels(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class StepLog:
         self._first_epoch = len(self._log_ratios)
 
     def summary(self, samples: Sequence[TrainSample], optimizer_step: int) -> dict[str, float]:
-        """Flat metrics. Ages are relative to the newest sample's version; the learner adds its own."""
+        """Flat metrics of the whole update."""
         log_ratio_T = torch.cat(self._log_ratios)
         ratio_T = safe_ratio(log_ratio_T)
         first_T = torch.cat(self._log_ratios[: self._first_minibatch])

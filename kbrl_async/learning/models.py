@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn
         bias="none",
         task_type="CAUSAL_LM",
     )
-    wrapped: torch.nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft asks transformers for a property by its deprecated name; nothing a user could do about it.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
 
 

@@ -90,11 +90,16 @@ class Trainer:
         self._clock = clock
 
     def step(
-        self, groups: Sequence[TrainGroup], temperature: float, tick: Callable[[], None] = lambda: None
+        self,
+        groups: Sequence[TrainGroup],
+        temperature: float,
+        tick: Callable[[], None] = lambda: None,
+        version: int | None = None,
     ) -> dict[str, float]:
         """`epochs` × `minibatches` optimiser steps on `groups`. `tick` is called after every microbatch.
 
-        Raises NonFiniteLoss before the step that would have been spoilt.
+        With `version`, the policy version before this step, the metrics tell the samples' ages. Raises NonFiniteLoss
+        before the optimiser step that would have been spoilt (earlier ones of this call have been taken).
         """
         samples = [sample for group in groups for sample in group.samples if sample.token_ids]
         if not samples:
@@ -111,7 +116,8 @@ class Trainer:
             if epoch == 0:
                 log.end_of_first_epoch()
         log.total_s = self._clock() - started
-        return log.summary(samples, self.optimizer_step)
+        ages = {} if version is None else m.staleness(samples, version)
+        return {**log.summary(samples, self.optimizer_step), **ages}
 
     def _minibatches(self, n: int) -> list[list[int]]:
         """A partition of the samples into at most `minibatches` parts, in random order."""

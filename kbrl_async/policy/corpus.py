@@ -27,7 +27,9 @@ class Example(msgspec.Struct, frozen=True):
     slips: tuple[str, ...] = ()
 
 
-def examples(seed: int, count: int, *, habits: Habits, prompt_option: str, suite_share: float = 0.5) -> Iterator[Example]:
+def examples(
+    seed: int, count: int, *, habits: Habits, prompt_option: str, suite_share: float = 0.5
+) -> Iterator[Example]:
     """`count` examples, `suite_share` of them on the suite's training problems, the others on problems like them."""
     rng = random.Random(seed)
     suite = [spec for problem_id, spec in SPECS.items() if problem_id not in HELDOUT]

@@ -37,9 +37,7 @@ OPS: dict[str, Op] = {
         "v = 1.0 / (1.0 + exp(-v));",
     ),
     "tanh": Op("torch.tanh(x)", "v = tanhf(v);", ("v = tanf(v);",), "v = tanh(v);"),
-    "silu": Op(
-        "F.silu(x)", "v = v / (1.0f + expf(-v));", ("v = v * (1.0f + expf(-v));",), "v = v / (1.0 + exp(-v));"
-    ),
+    "silu": Op("F.silu(x)", "v = v / (1.0f + expf(-v));", ("v = v * (1.0f + expf(-v));",), "v = v / (1.0 + exp(-v));"),
     "gelu": Op(
         "F.gelu(x)",
         "v = 0.5f * v * (1.0f + erff(v * 0.70710678f));",
@@ -67,7 +65,9 @@ OPS: dict[str, Op] = {
     "square": Op("x * x", "v = v * v;", ("v = v + v;",), "v = powf(v, 2.0f);"),
     "scale": Op("x * {k}", "v = v * {k}f;", ("v = v / {k}f;",), constants=("0.5", "2.0", "0.25", "1.5")),
     "shift": Op("x + {k}", "v = v + {k}f;", ("v = v - {k}f;",), constants=("0.5", "1.0", "2.0", "0.1")),
-    "clamp": Op("torch.clamp(x, min={k})", "v = v < {k}f ? {k}f : v;", ("v = v > {k}f ? {k}f : v;",), constants=("0.1", "0.5")),
+    "clamp": Op(
+        "torch.clamp(x, min={k})", "v = v < {k}f ? {k}f : v;", ("v = v > {k}f ? {k}f : v;",), constants=("0.1", "0.5")
+    ),
     "sin": Op("torch.sin(x)", "v = sinf(v);", ("v = cosf(v);",), "v = sin(v);"),
 }
 

@@ -76,10 +76,14 @@ def parse_problem(
     try:
         names = {getattr(node, "name", "") for node in ast.parse(source).body}
     except SyntaxError as error:
-        raise ProblemError(f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out") from None
+        raise ProblemError(
+            f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out"
+        ) from None
     missing = [name for name in REQUIRED if name not in names]
     if missing:
-        raise ProblemError(f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()")
+        raise ProblemError(
+            f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()"
+        )
     text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
     return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)
 

@@ -1,7 +1,7 @@
 """Takes the candidate out of a response.
 
-Order: text up to `</think>` is dropped; `<KERNEL>…</KERNEL>` wins; else the last fenced block that defines `ModelNew` with
-a forward. Taking the first block instead loses answers that quote the problem or think aloud first.
+Order: text up to `</think>` is dropped; `<KERNEL>…</KERNEL>` wins; else the last fenced block that defines `ModelNew`
+with a forward. Taking the first block instead loses answers that quote the problem or think aloud first.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 from kbrl_async.errors import ConfigError
 from protocols.records import Problem
 
-C_CONTRACT = '''You write fast CPU kernels in C. Replace the module `Model` below by `ModelNew` with the same constructor, parameters
-and results. Answer with one fenced Python file that declares its C code with `c_kernel` and launches it in `forward`:
+C_CONTRACT = '''You write fast CPU kernels in C. Replace the module `Model` below by `ModelNew` with the
+same constructor, parameters and results. Answer with one fenced Python file that declares its C code with `c_kernel` and
+launches it in `forward`:
 
 ```python
 import torch
@@ -34,8 +35,8 @@ class ModelNew(nn.Module):
         return out
 ```
 
-Tensors arrive as pointers to contiguous data, Python integers as `long`, Python floats as `float`. OpenMP and the standard
-headers are there. `forward` may allocate and reshape, but all arithmetic must happen in your C code.
+Tensors arrive as pointers to contiguous data, Python integers as `long`, Python floats as `float`. OpenMP and the
+standard headers are there. `forward` may allocate and reshape, but all arithmetic must happen in your C code.
 
 The module to replace:
 

@@ -14,8 +14,9 @@ Invariants, after every call
 * At most (S+1)·P groups are open, and never more than the remaining batches need.
 * `replay(options, events)` of the returned events gives the same book (I9).
 
-Why P must-go groups a batch are enough: when version v+1 appears, P of at most (S+1)·P groups have just been trained,
-so at most S·P groups carry version v or older, and batches v+1 … v+S take P each, oldest first.
+Holding back (`_must_wait`) keeps slow groups from being dropped. Why that is always possible: batch n on version n
+leaves at most S·P of the window's (S+1)·P groups behind, and batches n+1 … n+S have S·P places for them. So with no
+deadline and samples as fresh as their admission, nothing is dropped; S = 0 is the synchronous baseline.
 """
 
 from __future__ import annotations
@@ -175,6 +176,10 @@ class GroupBook:
         group = self._groups.get(group_id)
         return None if group is None else group.admitted_version
 
+    def group_problem(self, group_id: str) -> str:
+        """The problem of an open group."""
+        return self._groups[group_id].problem_id
+
     def outstanding(self) -> list[BatchMade]:
         """Batches made and not yet answered, oldest first."""
         return list(self._batches.values())
@@ -227,7 +232,7 @@ class GroupBook:
         if self.is_finished or len(self._batches) > self.options.prefetch:
             return IGNORED
         left = self.options.max_batches - self.batches_trained - len(self._batches)
-        ready = sorted((g for g in self._groups.values() if self._fits_next(g)), key=lambda g: (g.oldest, g.group_id))
+        ready = sorted((g for g in self._groups.values() if g.is_ready), key=lambda g: (g.oldest, g.group_id))
         if left < 1 or len(ready) < self.options.groups_per_batch:
             return IGNORED
         if self._must_wait(ready):
@@ -347,15 +352,20 @@ class GroupBook:
         known = group.known_oldest
         return not group.batch_id and known is not None and self._next_index - known > self.options.max_lag
 
-    def _fits_next(self, group: _Group) -> bool:
-        return group.is_ready and self._next_index - group.oldest <= self.options.max_lag
-
     def _must_wait(self, ready: list[_Group]) -> bool:
-        """An open group would be too old for the batch after this one, and this one has a place for it."""
-        limit = self._next_index + 1 - self.options.max_lag
-        urgent_ready = sum(g.oldest < limit for g in ready)
-        urgent_open = any(g.oldest < limit for g in self._groups.values() if not g.is_complete)
-        return urgent_open and urgent_ready < self.options.groups_per_batch
+        """This batch would leave more groups of some version behind than the batches that may take them have places.
+
+        Groups of version x fit batches up to x + S; after batch n, (x + S − n)·P places are left for them. Waiting
+        helps only while one of them is still open and this batch has a place that no group of that age takes.
+        """
+        p, n = self.options.groups_per_batch, self._next_index
+        chosen = ready[:p]
+        rest = [g for g in self._groups.values() if not g.batch_id and g not in chosen]
+        for x in {g.oldest for g in rest if not g.is_complete}:
+            places = p * max(0, x + self.options.max_lag - n)
+            if sum(g.oldest <= x for g in rest) > places and sum(g.oldest <= x for g in chosen) < p:
+                return True
+        return False
 
     def _with_advantages(self, group: _Group) -> TrainGroup:
         by_turn: dict[int, list[TrainSample]] = {}

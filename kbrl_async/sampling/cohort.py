@@ -100,6 +100,7 @@ class Cohort:
         self._stats.decode_steps += 1
         return self._remove_finished()
 
+    @torch.inference_mode()
     def drop(self, request_id: str) -> bool:
         """Frees the row of `request_id`; False where there is none."""
         for index, row in enumerate(self.rows):

@@ -20,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import itertools
 import queue
 import random
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +54,8 @@ class TransformersOptions(msgspec.Struct, frozen=True):
     """Most tokens, padding included, of one prefill."""
     threads: int = 1
     """Torch threads of the engine's thread; 0 leaves torch's own number."""
+    load_wait_s: float = 300.0
+    """Longest wait of `load` for the oldest version to end."""
     seed: int = 0
     """Seeds the rows whose request names no seed."""
     canary_tolerance: float = 0.0
@@ -115,6 +119,7 @@ class TransformersEngine:
         self._load_lock = asyncio.Lock()
         self._cohort_ended = asyncio.Event()
         self._rng = random.Random(self._options.seed)
+        self._serial = itertools.count()
         # Shared with the thread: written there, read here for statistics and for the version bound.
         self._version = -1
         self._cohorts: list[Cohort] = []
@@ -144,13 +149,15 @@ class TransformersEngine:
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         self._check_length(len(ids), params.max_tokens)
         rng = random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed)
-        stream = Stream(request_id, list(ids), params, rng, started_at=self._clock())
+        # A task that is delivered twice runs twice under the same request id; the two must not meet.
+        key = f"{request_id}#{next(self._serial)}"
+        stream = Stream(key, list(ids), params, rng, started_at=self._clock())
         future: asyncio.Future[tuple[Stream, int]] = self._loop.create_future()
         self._inbox.put(_Request(stream, future))
         try:
             done, version = await future
         except asyncio.CancelledError:
-            self._inbox.put(_Cancel(request_id))
+            self._inbox.put(_Cancel(key))
             raise
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
         return Completion(
@@ -202,10 +209,17 @@ class TransformersEngine:
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _wait_for_room(self) -> None:
-        while len(self._cohorts) >= max(2, self._options.max_versions):
-            self._cohort_ended.clear()
-            await self._cohort_ended.wait()
-            self._check_alive()
+        try:
+            async with asyncio.timeout(self._options.load_wait_s):
+                while len(self._cohorts) >= max(2, self._options.max_versions):
+                    self._cohort_ended.clear()
+                    await self._cohort_ended.wait()
+                    self._check_alive()
+        except TimeoutError as error:
+            raise InfraError(
+                f"{len(self._cohorts)} policy versions are still busy after {self._options.load_wait_s:g} s",
+                "Lower max_tokens or raise max_versions",
+            ) from error
 
     def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], Cohort]:
         """Off the engine's thread: a copy of the base with the version's weights, proven by its canary."""
@@ -226,10 +240,13 @@ class TransformersEngine:
         def make() -> Cohort:
             from peft import PeftModel
 
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), str(folder), adapter_name=name)
-            else:
-                self._peft.load_adapter(str(folder), adapter_name=name)
+            with warnings.catch_warnings():
+                # peft asks transformers for a property by its deprecated name.
+                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+                if self._peft is None:
+                    self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), str(folder), adapter_name=name)
+                else:
+                    self._peft.load_adapter(str(folder), adapter_name=name)
             self._activate(name)
             inner = self._peft.get_base_model().eval()
             self._canary_error = check_canary(manifest, inner, self._options.canary_tolerance)

@@ -2,8 +2,8 @@
 
 ::
 
-    trusted process ──Spawn + fds──▶ Zygote (clean, imports done, own namespaces) ──fork──▶ child: layers, then the entry
-          ▲  pidfd, isolation ◀───────────┘                                                    │
+    trusted process ──Spawn + fds──▶ Zygote (clean, imports done, own namespaces) ──fork──▶ child: layers,
+    then the entry ▲  pidfd, isolation ◀───────────┘                                                    │
           └──────────────── the child's own socket (fixed-schema bytes) ◀─────────────────────┘
 
 Invariants

@@ -29,7 +29,6 @@ from kbrl_async.errors import InfraError
 from kbrl_async.sandbox.wire import (
     Access,
     Exited,
-    Isolation,
     Limits,
     Message,
     Options,
@@ -44,6 +43,7 @@ from kbrl_async.sandbox.wire import (
 _START_S = 60.0
 _ANSWER_S = 10.0
 _STOP_PAUSE_S = 20e-6
+_STOP_YIELDS = 4
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
 
 
@@ -51,7 +51,16 @@ def interpreter_paths() -> tuple[str, ...]:
     """What Python and its libraries need to be read: the interpreter, site-packages, this package, system libraries."""
     package = str(Path(kbrl_async.__file__).parent)
     paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix, package}
-    system = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives", "/proc/cpuinfo", "/sys/devices/system/cpu")
+    system = (
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/bin",
+        "/etc/ld.so.cache",
+        "/etc/alternatives",
+        "/proc/cpuinfo",
+        "/sys/devices/system/cpu",
+    )
     return tuple(sorted({str(Path(path).resolve()) for path in (*paths, *system)} - {"/"}))
 
 
@@ -68,13 +77,16 @@ class Zygote:
         self._channel: socket.socket | None = None
         self._scratch = tempfile.mkdtemp(prefix="kbrl-scratch-")
         self.missing: tuple[str, ...] = ()
-        self.restarts = 0
+        self.generation = 0
+        """Counts the processes that this zygote has had; children of an earlier one are dead."""
 
     def __enter__(self) -> Zygote:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -112,10 +124,17 @@ class Zygote:
         assert isinstance(answer, Spawned)
         return Child(self, answer.pid, received[0], ours)
 
-    def wait(self, pid: int) -> int:
-        """Reap a child that is dead or dying: its exit code, or minus its signal."""
+    def wait(self, pid: int, generation: int) -> int | None:
+        """Reap a dying child: its exit code, or minus its signal; None where the zygote that could say has
+        died itself.
+        """
         with self._lock:
-            answer, _ = self._ask(Wait(pid), [])
+            if generation != self.generation or self._channel is None:
+                return None
+            try:
+                answer, _ = self._ask(Wait(pid), [])
+            except InfraError:
+                return None
         assert isinstance(answer, Exited)
         return answer.status
 
@@ -126,7 +145,9 @@ class Zygote:
             return self._answer(_ANSWER_S)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._stop()
-            raise InfraError(f"the sandbox zygote died or hangs ({error})", "It is restarted at the next call") from error
+            raise InfraError(
+                f"the sandbox zygote died or hangs ({error})", "It is restarted at the next call"
+            ) from error
 
     def _answer(self, deadline_s: float) -> tuple[Message, list[int]]:
         assert self._channel is not None
@@ -136,8 +157,8 @@ class Zygote:
     def _ensure(self) -> None:
         if self._process is not None and self._process.poll() is None and self._channel is not None:
             return
-        self.restarts += self._process is not None
         self._stop()
+        self.generation += 1
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for side in (self._channel, theirs):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
@@ -176,7 +197,9 @@ def _environment(threads: int) -> dict[str, str]:
     count = str(threads)
     pools = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT"), count)
     root = str(Path(kbrl_async.__file__).parent.parent)
-    return kept | pools | {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive", "HOME": "/"}
+    return (
+        kept | pools | {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive", "HOME": "/"}
+    )
 
 
 class Child:
@@ -184,6 +207,8 @@ class Child:
 
     def __init__(self, zygote: Zygote, pid: int, pidfd: int, channel: socket.socket) -> None:
         self._zygote, self._pid, self._pidfd = zygote, pid, pidfd
+        self._generation = zygote.generation
+        self._is_open = True
         self.channel = channel
         self.host_pid = _host_pid(pidfd)
         self._status: int | None = None
@@ -196,36 +221,42 @@ class Child:
         return bool(select.select([self._pidfd], [], [], within_s)[0])
 
     def freeze(self, deadline_s: float = 1.0) -> bool:
-        """Stop every thread and wait until none can run; False where the child has died instead."""
+        """Stop every thread and wait until they have stopped; False where the child has died instead."""
         self.signal(signal.SIGSTOP)
         end = time.monotonic() + deadline_s
+        tries = 0
         while not _all_stopped(self.host_pid):
             if self.has_ended():
                 return False
             if time.monotonic() > end:
                 raise InfraError("a sandboxed process can't be stopped", "The host may be overloaded")
-            time.sleep(_STOP_PAUSE_S)
+            tries += 1
+            # On a shared core the child needs it once more to stop: yield first, then really sleep.
+            os.sched_yield() if tries <= _STOP_YIELDS else time.sleep(_STOP_PAUSE_S)
         return True
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
 
-    def close(self) -> int:
-        """Kill it, reap it, and return how it ended (−9 when it was still alive)."""
-        if self._status is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.host_pid, signal.SIGKILL)  # a tool's children too; the unreaped pid can't be another's
-            self.signal(signal.SIGKILL)
-            self.channel.close()
-            os.close(self._pidfd)
-            self._status = self._zygote.wait(self._pid)
-        return self._status
+    def close(self) -> None:
+        """Kill it with all its descendants, and reap it. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.host_pid, signal.SIGKILL)  # a tool's children too; the unreaped pid can't be another's
+        self.signal(signal.SIGKILL)
+        self.channel.close()
+        os.close(self._pidfd)
+        self._status = self._zygote.wait(self._pid, self._generation)
 
     def result(self, within_s: float) -> int | None:
         """Its exit code (or minus its signal) if it ends in time; else None, and it is killed."""
         ended = self.has_ended(within_s)
-        status = self.close()
-        return status if ended else None
+        self.close()
+        if self._status is None:
+            raise InfraError("the sandbox zygote died under its child", "It is restarted at the next call")
+        return self._status if ended else None
 
 
 def _host_pid(pidfd: int) -> int:
@@ -237,14 +268,10 @@ def _host_pid(pidfd: int) -> int:
 
 
 def _all_stopped(pid: int) -> bool:
-    """After a SIGSTOP was sent. A lone thread that is inside the kernel can't run its own code before it stops; with several,
-    the others only stop once one of them has taken the signal, so all must be seen stopped."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
-        states = [_state(pid, thread) for thread in threads]
+        return all(_state(pid, thread) in (b"T", b"t") for thread in os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return states != [b"R"] if len(states) == 1 else all(state in (b"T", b"t") for state in states)
 
 
 def _state(pid: int, thread: str) -> bytes:

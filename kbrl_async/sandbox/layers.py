@@ -24,7 +24,9 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def enter_namespaces() -> list[str]:
-    """Leave the host's users, processes, network, mounts and IPC. Single-threaded callers only; returns what is missing."""
+    """Leave the host's users, processes, network, mounts and IPC. Single-threaded callers only; returns what
+    is missing.
+    """
     uid, gid = os.geteuid(), os.getegid()
     try:
         linux.unshare(linux.CLONE_NEWUSER)

@@ -42,7 +42,9 @@ class Isolation(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Fixed for a zygote's life. `profile`: `"kernel"` (no exec, no processes) or `"tool"` (a compiler and its children)."""
+    """Fixed for a zygote's life. `profile`: `"kernel"` (no exec, no processes) or `"tool"` (a compiler and
+    its children).
+    """
 
     profile: str
     preload: tuple[str, ...]

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -63,6 +64,8 @@ class Tail:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._offset:
+                self._offset = 0  # the broker has set a full file aside and begun a new one
             file.seek(self._offset)
             *lines, rest = file.read().split(b"\n")
             self._offset = file.tell() - len(rest)
@@ -138,4 +141,7 @@ def busy_fractions(samples: Sequence[SystemSample], start: float, end: float) ->
 
 def _busy(sample: SystemSample, name: str) -> float:
     process = _processes(sample).get(name)
-    return min(1.0, max(0.0, process.busy)) if process else 0.0
+    # what a suspect said last is old news
+    if process is None or (isinstance(process, WorkerSample) and process.suspect):
+        return 0.0
+    return min(1.0, max(0.0, process.busy))

@@ -43,9 +43,11 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "importance ratio": ["policy/.*ratio.*"],
         "divergence from the behaviour policy": ["policy/.*kl.*"],
         "entropy": ["policy/.*entropy.*"],
-        "effective sample size": ["policy/.*ess.*"],
+        "effective sample size": ["policy/ess.*"],
         "gradient norm": ["policy/.*grad_norm.*"],
         "learning rate": ["policy/(lr|learning_rate)"],
+        "loss": ["policy/.*loss.*"],
+        "tokens dropped by the correction": ["policy/.*dropped.*"],
     },
     "Throughput": {
         "rollouts a second": ["throughput/rollouts_per_s"],

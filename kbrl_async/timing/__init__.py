@@ -8,6 +8,6 @@ Invariants
 """
 
 from kbrl_async.timing.recipe import Measured, Pair, Recipe, measure
-from kbrl_async.timing.statistics import Interval, median_interval, stop_reason
+from kbrl_async.timing.statistics import Interval, median_interval, stop_reason, widened
 
-__all__ = ["Interval", "Measured", "Pair", "Recipe", "measure", "median_interval", "stop_reason"]
+__all__ = ["Interval", "Measured", "Pair", "Recipe", "measure", "median_interval", "stop_reason", "widened"]

@@ -1,4 +1,6 @@
-"""The edges of timing on a CPU: which processor, which core, cold caches, and how long a process waited for its core."""
+"""The edges of timing on a CPU: which processor, which core, cold caches, and how long a process waited for
+its core.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import contextlib
 import functools
 import os
 import platform
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +50,8 @@ def l2_bytes(default: int = 1 << 20) -> int:
 class Flush:
     """Streams through a buffer, so that a timed call finds its private caches cold.
 
-    Default size: twice the L2 cache (0.1 ms). The last-level cache is shared and often tens of MB; emptying it would cost
-    more than most candidates run, and reference and candidate find it in the same state either way.
+    Default size: twice the L2 cache (0.1 ms). The last-level cache is shared and often tens of MB; emptying
+    it would cost more than most candidates run, and reference and candidate find it in the same state either way.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -57,32 +61,65 @@ class Flush:
         self._buffer.add_(1)
 
 
-class Waited:
-    """How long a process was runnable without running, from /proc/PID/schedstat; 0 where the kernel does not say."""
+class CoreUse:
+    """How long a child and the calling thread waited for their core, and how long they used it, up to now.
+
+    On a shared core one of the two waits while the other runs, so that waiting alone says too much; and a
+    child that sleeps
+    leaves time unused without anybody disturbing it. What others took is at most either of both: see `taken_by_others`.
+    Zeros where the kernel does not say.
+    """
 
     def __init__(self, pid: int) -> None:
-        try:
-            self._fd = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
+        self._pid = pid
+        own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._fds = [fd for fd in map(_open, (f"/proc/{pid}/schedstat", own)) if fd >= 0]
 
-    def ns(self) -> int:
-        if self._fd < 0:
-            return 0
-        try:
-            return int(os.pread(self._fd, 128, 0).split()[1])
-        except (OSError, IndexError):
-            return 0
+    def __call__(self) -> tuple[int, int]:
+        """(ns waited, ns used)."""
+        waited = 0
+        for fd in self._fds:
+            with contextlib.suppress(OSError, IndexError):
+                waited += int(os.pread(fd, 128, 0).split()[1])
+        return waited, time.thread_time_ns() + process_time_ns(self._pid)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def waited_ns(pid: int) -> int:
+    """How long a process was runnable without running, since its start; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/schedstat", "rb") as file:
+        return int(file.read().split()[1])
+    return 0
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def process_time_ns(pid: int) -> int:
+    """CPU time of another process; 0 where it is gone."""
+    # The kernel's encoding of another process's CPU clock, as clock_getcpuclockid(3) makes it.
+    with contextlib.suppress(OSError):
+        return time.clock_gettime_ns((~pid << 3) | 2)
+    return 0
+
+
+def taken_by_others(elapsed_ns: int, waited_ns: int, used_ns: int) -> int:
+    """Time of a call that other processes had the core; never negative."""
+    return max(0, min(waited_ns, elapsed_ns - used_ns))
 
 
 @contextlib.contextmanager
 def pinned(cores: tuple[int, ...]) -> Iterator[None]:
-    """The calling thread on these cores for a while, with torch as one thread (several would fight for the one core)."""
+    """The calling thread on these cores for a while, with torch as one thread (several would fight for the
+    one core).
+    """
     torch.set_num_threads(1)
     if not cores:
         yield

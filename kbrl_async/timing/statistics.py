@@ -10,7 +10,9 @@ import msgspec
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """Median and a confidence interval for it, from order statistics: exact for any distribution of independent samples."""
+    """Median and a confidence interval for it, from order statistics: exact for any distribution of
+    independent samples.
+    """
 
     median: float
     lo: float
@@ -39,7 +41,9 @@ def _ppf_is_exact(n: int, confidence: float) -> bool:
 
 
 def median_interval(ratios: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Median of `ratios` with its distribution-free interval (sign test). With fewer than 6 samples it is wider than said."""
+    """Median of `ratios` with its distribution-free interval (sign test). With fewer than 6 samples it is
+    wider than said.
+    """
     if not ratios:
         raise ValueError("a median needs at least one sample")
     ordered = sorted(ratios)
@@ -47,10 +51,16 @@ def median_interval(ratios: Sequence[float], confidence: float = 0.95) -> Interv
     return Interval(statistics.median(ordered), ordered[k], ordered[-1 - k])
 
 
+def widened(interval: Interval, share: float) -> Interval:
+    """The interval with a systematic relative uncertainty added on both sides."""
+    return Interval(interval.median, interval.lo / (1 + share), interval.hi * (1 + share))
+
+
 def stop_reason(interval: Interval, n: int, minimum: int, resolution: float, margin: float) -> str:
     """Why sampling may stop now, or an empty string.
 
-    `"resolved"`: the interval's relative half width is at most `resolution`. `"decided"`: the whole interval is at least
+    `"resolved"`: the interval's relative half width is at most `resolution`. `"decided"`: the whole interval
+    is at least
     `margin` away from 1 and its half width at most `3·resolution`; the margin pays for looking more than once.
     """
     if n < minimum:

@@ -12,9 +12,11 @@ Invariants
 * No verdict is computed where candidate code has run (I5): a candidate's process gets inputs and says where its outputs
   lie; expected outputs are never in it, and what it says is only ever an address to read.
 * The reference never shares memory with a candidate, and both run the same runner code.
-* A fault of the host or of the problem raises (`InfraError`, `ProblemError`); only the candidate's faults are verdicts (I4).
+* A fault of the host or of the problem raises (`InfraError`, `ProblemError`); only the candidate's faults
+  are verdicts (I4).
 """
 
-from kbrl_async.verifying.bench import Bench, BenchOptions
+from kbrl_async.verifying.bench import ZYGOTE_PRELOAD, Bench
+from kbrl_async.verifying.options import BenchOptions
 
-__all__ = ["Bench", "BenchOptions"]
+__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions"]

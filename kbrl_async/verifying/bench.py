@@ -1,4 +1,6 @@
-"""The front door: `Bench.evaluate` takes a problem and a compiled candidate, and answers with a verdict and a timing."""
+"""The front door: `Bench.evaluate` takes a problem and a compiled candidate, and answers with a verdict and
+a timing.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,15 @@ class Bench:
         self._options = options or BenchOptions()
         self._rng = seeds or secrets.SystemRandom()
         self._references = References(zygote, self._options, self._rng)
-        self._restarts = zygote.restarts
+        self._generation = zygote.generation
 
     def close(self) -> None:
         self._references.close()
+
+    @property
+    def references_kept(self) -> int:
+        """Living reference children."""
+        return len(self._references)
 
     def evaluate(
         self,
@@ -55,7 +62,9 @@ class Bench:
         timing: bool = True,
         tick: Callable[[], None] = _nothing,
     ) -> BenchReport:
-        """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the options' cores."""
+        """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the
+        options' cores.
+        """
         started = time.time()
         self._notice_restart()
         with pinned(self._options.cores):
@@ -72,8 +81,10 @@ class Bench:
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time())
 
     def _notice_restart(self) -> None:
-        if self._zygote.restarts != self._restarts:
-            self._restarts = self._zygote.restarts
+        """References die with their zygote; they are made anew."""
+        self._zygote.start()
+        if self._zygote.generation != self._generation:
+            self._generation = self._zygote.generation
             self._references.close()
 
     def _judge(
@@ -117,8 +128,10 @@ class Bench:
         return verdict, min(timed, again, key=lambda t: t.speedup)
 
     def _measure(self, checker: Checker, tick: Callable[[], None]) -> Timing | None:
-        stopwatch = Stopwatch(checker, self._options, self._rng, tick)
+        twin = checker.reference.twin(self._zygote)
+        stopwatch = Stopwatch(checker, twin, self._options, self._rng, tick)
         try:
             return stopwatch.run()
         finally:
             stopwatch.close()
+            twin.close()

@@ -2,7 +2,8 @@
 
 The tolerance of an element is the largest of
 
-* KernelBench's default, `1e-4 + 1e-4·|expected|` in fp32 (1e-2 in half precision), whose absolute part follows the scale of
+* KernelBench's default, `1e-4 + 1e-4·|expected|` in fp32 (1e-2 in half precision), whose absolute part
+  follows the scale of
   the outputs: tiny outputs get a tighter one (so that zeros do not pass), large inputs a looser one;
 * four times the error of the reference itself against its fp64 run, as an honest implementation errs as much.
 

@@ -1,6 +1,7 @@
 """Secret input sets, made from what the problem's own `get_inputs` draws: pure functions of tensors and a generator.
 
-A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never negative stay so.
+A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never
+negative stay so.
 Timed calls get convex mixtures of two secret draws, which keep every convex property (positive, in [0, 1], triangular,
 symmetric, rows that sum to 1) and cost one pass over memory.
 """

@@ -10,7 +10,9 @@ from kbrl_async.timing import Recipe
 
 class BenchOptions(msgspec.Struct, frozen=True):
     cores: tuple[int, ...] = ()
-    """Children, and the calling thread while it times, are pinned to these. One core: candidates get no threads at all."""
+    """Children, and the calling thread while it times, are pinned to these. One core: candidates get no
+    threads at all.
+    """
     deadline_s: float = 2.0
     """For one candidate, from its fork to the last correctness call."""
     call_floor_s: float = 0.25
@@ -24,5 +26,9 @@ class BenchOptions(msgspec.Struct, frozen=True):
     pool: int = 4
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
+    copy_outputs: bool = False
+    """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
+    a child.
+    """
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     limits: Limits = msgspec.field(default_factory=Limits)

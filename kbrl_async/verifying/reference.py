@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 from collections import OrderedDict
 
 import msgspec
@@ -17,8 +16,9 @@ import torch
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import compare, inputs, values, wire
+from kbrl_async.verifying.memory import may_read_children, memory_file, seal
 from kbrl_async.verifying.options import BenchOptions
-from kbrl_async.verifying.session import CandidateFault, Outcome, Session, memory_file, seal
+from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from protocols.records import Problem
 
 
@@ -40,7 +40,7 @@ class Reference:
         self.seed = rng.getrandbits(31)
         self.weights_fd, self._draw_fd = memory_file("weights"), memory_file("draws")
         self.uses = 0
-        self.copies = False
+        self.copies = options.copy_outputs or not may_read_children()
         setup = wire.Setup(problem.source, "Model", self.seed)
         fds = (self.weights_fd, self._draw_fd)
         try:
@@ -51,13 +51,41 @@ class Reference:
             raise ProblemError(f"the reference of {problem.problem_id} fails: {fault.text[:300]}") from fault
         seal(self.weights_fd)
         self.ready = self.session.ready
-        self.refresh()
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.session.close()
         for fd in (self.weights_fd, self._draw_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def setup(self, source: str, entry: str, artifacts: dict[str, str]) -> wire.Setup:
+        """For a child that gets this reference's seed, constructor arguments and weights."""
+        ready = self.ready
+        return wire.Setup(source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights)
+
+    def twin(self, zygote: Zygote) -> Session:
+        """A fresh child of the reference with the history of a candidate that was just checked: only such
+        two can be timed against each other, because an older process has another heap and other page tables."""
+        setup, limits = self.setup(self.problem.source, "Model", {}), self._options.limits
+        session = Session(zygote, setup, (self.weights_fd,), limits, self._options.reference_deadline_s)
+        try:
+            session.attach(self.tree, self.examples, self._options.slots, self.copies)
+            session.call(wire.OP_POISON_ON, 0, self._options.reference_deadline_s)
+            for number, input_set in enumerate(self.sets):
+                slot = number % self._options.slots
+                for place, block in zip(session.slots[slot], input_set.blocks, strict=True):
+                    place.copy_(block)
+                session.call(wire.OP_RUN, slot, self._options.reference_deadline_s)
+            session.call(wire.OP_POISON_OFF, 0, self._options.reference_deadline_s)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""
@@ -119,14 +147,8 @@ class Reference:
         return outcome, self.read(outcome)
 
     def read(self, outcome: Outcome) -> list[torch.Tensor]:
-        """The outputs of a call; falls back to copies inside the call where this host lets nobody read a child."""
-        try:
-            return [self.session.read(meta) for meta in outcome.tensors]
-        except PermissionError:
-            self.copies = True
-            self.session.thaw()
-            self.session.attach(self.tree, self.examples, self._options.slots, True)
-            raise InfraError("reading a child's memory is not permitted", "The bench goes on with copies") from None
+        """Copies of the outputs of a call of the reference."""
+        return [self.session.read(meta) for meta in outcome.tensors]
 
     def _wide(self, blocks: list[torch.Tensor]) -> list[torch.Tensor] | None:
         try:
@@ -139,16 +161,15 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-_RANDOM = re.compile(r"\b(dropout|Dropout|rand|randn|bernoulli|multinomial)\w*\s*\(")
-
-
 class References:
     """A small LRU of references, one per problem source."""
 
     def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random) -> None:
         self._zygote, self._options, self._rng = zygote, options, rng
         self._kept: OrderedDict[str, Reference] = OrderedDict()
-        self.copies = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def get(self, problem: Problem) -> Reference:
         reference = self._kept.pop(problem.source, None)

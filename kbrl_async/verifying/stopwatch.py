@@ -1,12 +1,12 @@
-"""Timing a correct candidate against its reference, in the processes that were just checked.
+"""Timing a correct candidate, in the process that was just checked, against a fresh twin of its reference.
 
 ::
 
-    fresh mixture ─▶ both arenas (next slot) ─▶ in random order: flush ─▶ go … done (timed) ─▶ freeze, read
+    fresh mixture ─▶ both arenas (next slot) ─▶ in both orders: flush ─▶ go … done (timed) ─▶ freeze, read
                  both outputs compared: a timed call that is wrong is a fault of the candidate
 
-The clock runs in this trusted process, from the send of `go` to the arrival of `done`; the cost of an empty call, measured
-for both children, is subtracted.
+The clock runs in this trusted process, from the send of `go` to the arrival of `done`; the cost of an empty
+call, measured for both children, is subtracted.
 """
 
 from __future__ import annotations
@@ -15,56 +15,49 @@ import random
 import statistics
 from collections.abc import Callable
 
-import msgspec
-
-from kbrl_async.timing import Measured, Pair, measure
-from kbrl_async.timing.host import Flush, Waited, clock_mhz, hardware
-from kbrl_async.verifying import compare, wire
+from kbrl_async.timing import Measured, Pair, measure, widened
+from kbrl_async.timing.host import CoreUse, Flush, clock_mhz, hardware, taken_by_others
+from kbrl_async.verifying import wire
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from protocols.records import Timing
 
-_EMPTY_CALLS = 7
+_EMPTY_CALLS = 11
 _FLOOR_NS = 200.0
 _POLLUTED_SHARE = 0.1
-_POLLUTED_NS = 20_000
-
-
-class _Sample(msgspec.Struct, frozen=True):
-    outcome: Outcome
-    waited_ns: int
+_POLLUTED_NS = 5_000
 
 
 class Stopwatch:
     """Measures one candidate; `run` gives None and sets `checker.fault` where a timed call fails or is wrong."""
 
     def __init__(
-        self, checker: Checker, options: BenchOptions, rng: random.Random, tick: Callable[[], None]
+        self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Callable[[], None]
     ) -> None:
         assert checker.session is not None
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
-        self._reference = checker.reference.session
+        self._reference = twin
         self._candidate = checker.session
         self._flush = Flush(options.recipe.flush_bytes)
-        self._waits = {id(s): Waited(s.host_pid) for s in (self._reference, self._candidate)}
+        self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
         self._slot = 0
         nominal = checker.reference.sets[0]
         self._tolerances = nominal.tolerances
 
     def close(self) -> None:
-        for waited in self._waits.values():
-            waited.close()
+        for meter in self._meters.values():
+            meter.close()
 
     def run(self) -> Timing | None:
         try:
-            self._pair()  # both have run once before the empty calls, which answer with the last output
-            self._empty = {id(s): self._empty_ns(s) for s in (self._reference, self._candidate)}
+            self._pair(False)  # both have run once before the empty calls, which answer with the last output
+            # One overhead for both: two noisy ones would turn into a speedup for short calls.
+            self._empty = min(self._empty_ns(s) for s in (self._reference, self._candidate))
             measured = measure(self._pair_of_times, self._options.recipe)
         except CandidateFault as fault:
-            if self._checker.fault is None:
+            if self._checker.fault is not fault:  # the reference's own
                 raise
-            assert fault is self._checker.fault
             return None
         return self._timing(measured)
 
@@ -73,21 +66,28 @@ class Stopwatch:
         return statistics.median(call.elapsed_ns for call in calls)
 
     def _pair_of_times(self) -> Pair:
+        """Both orders, one after the other: whoever comes second finds other caches, and that must not look
+        like speed.
+        """
         self._tick()
-        reference, candidate = self._pair()
-        times, waited = [], 0
-        for session, sample in ((self._reference, reference), (self._candidate, candidate)):
-            times.append(max(_FLOOR_NS, sample.outcome.elapsed_ns - self._empty[id(session)]))
-            waited += sample.waited_ns
-        share = waited / (reference.outcome.elapsed_ns + candidate.outcome.elapsed_ns)
-        return Pair(times[0], times[1], share, waited > _POLLUTED_NS and share > _POLLUTED_SHARE)
+        candidate_first = self._rng.random() < 0.5
+        rounds = [self._pair(candidate_first), self._pair(not candidate_first)]
+        reference = sum(self._net_ns(both[0]) for both in rounds) / 2
+        candidate = sum(self._net_ns(both[1]) for both in rounds) / 2
+        samples = [sample for both in rounds for sample in both]
+        others = [taken_by_others(s.elapsed_ns, s.waited_ns, s.used_ns) for s in samples]
+        share = sum(others) / sum(s.elapsed_ns for s in samples)
+        is_polluted = sum(others) > _POLLUTED_NS and share > _POLLUTED_SHARE
+        return Pair(reference, candidate, share, is_polluted)
 
-    def _pair(self) -> tuple[_Sample, _Sample]:
+    def _net_ns(self, sample: Outcome) -> float:
+        return max(_FLOOR_NS, sample.elapsed_ns - self._empty)
+
+    def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
         self._slot = (self._slot + 1) % self._options.slots
         arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
         self._rng.shuffle(arenas)
         self._checker.reference.pool.mix(arenas, self._rng)
-        candidate_first = self._rng.random() < 0.5
         if candidate_first:
             candidate = self._call_candidate()
             reference = self._call(self._reference)
@@ -97,38 +97,32 @@ class Stopwatch:
         self._compare(reference, candidate)
         return reference, candidate
 
-    def _call(self, session: Session) -> _Sample:
-        waits = self._waits[id(session)]
+    def _call(self, session: Session) -> Outcome:
         self._flush()
-        before = waits.ns()
-        outcome = session.call(wire.OP_RUN, self._slot, self._checker.one_call_s)
-        return _Sample(outcome, waits.ns() - before)
+        return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
 
-    def _call_candidate(self) -> _Sample:
+    def _call_candidate(self) -> Outcome:
         try:
             return self._call(self._candidate)
         except CandidateFault as fault:
             self._checker.fault = fault
             raise
 
-    def _compare(self, reference: _Sample, candidate: _Sample) -> None:
-        expected = self._checker.reference.read(reference.outcome)
-        scaled = [
-            msgspec.structs.replace(tolerance, absolute=max(tolerance.absolute, tolerance.honest))
-            for tolerance in self._tolerances
-        ]
+    def _compare(self, reference: Outcome, candidate: Outcome) -> None:
+        expected = [self._reference.read(meta) for meta in reference.tensors]
         try:
-            found: compare.Difference = self._checker.compare(self._checker.outputs(candidate.outcome), expected, scaled)
+            got = self._checker.outputs(candidate)
+            found = self._checker.compare(got, expected, self._tolerances)
             if found.wrong:
-                text = f"a timed call gave {found.wrong} wrong values of {found.total}, though the checked calls were right"
+                text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
                 raise CandidateFault("cheating", text, "wrong_when_timed")
         except CandidateFault as fault:
             self._checker.fault = fault
             raise
 
     def _timing(self, measured: Measured) -> Timing:
-        interval, cores = measured.interval, self._options.cores
-        overhead = self._empty[id(self._candidate)] / 1000
+        interval, cores = widened(measured.interval, self._options.recipe.placement), self._options.cores
+        overhead = self._empty / 1000
         way = "copied outputs" if self._candidate.copies else "frozen child"
         method = f"paired, cold L2, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
         return Timing(

@@ -28,7 +28,9 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Tree:
         return ["U", [flatten(item, tensors) for item in value]]
     if isinstance(value, dict):
         return ["D", {str(key): flatten(item, tensors) for key, item in value.items()}]
-    raise TypeError(f"a {type(value).__name__} can't be handed over: only tensors, numbers, strings and containers of them")
+    raise TypeError(
+        f"a {type(value).__name__} can't be handed over: only tensors, numbers, strings and containers of them"
+    )
 
 
 def restore(tree: Tree, tensors: list[torch.Tensor]) -> Any:
@@ -107,7 +109,7 @@ def save(fd: int, tensors: list[torch.Tensor]) -> list[TensorMeta]:
     metas, end = layout(blocks)
     os.ftruncate(fd, end)
     for block, meta in zip(blocks, metas, strict=True):
-        data = memoryview(flat(block).contiguous().view(torch.uint8).numpy()) if block.numel() else b""
+        data = memoryview(flat(block).view(torch.uint8).numpy().data) if block.numel() else memoryview(b"")
         written = 0
         while written < len(data):
             written += os.pwrite(fd, data[written:], meta.place + written)

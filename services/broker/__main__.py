@@ -1,4 +1,4 @@
-"""`python -m services.broker`: the broker of the run in `KBRL_RUN_DIR`."""
+"""`python -m services.broker`: the broker of a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from services.runtime.nanny import run_service
 
 
 async def main(stop: asyncio.Event) -> None:
-    from services.broker.options import BrokerOptions  # the nanny holds no socket
+    from protocols.limits import LedgerOptions, StageOptions
+    from services.broker.options import BrokerOptions
     from services.broker.server import Broker
-    from services.runtime.addresses import addresses
-    from services.runtime.options import load_run
+    from services.runtime.service import Service
 
-    run_dir = load_run().run_dir
-    found = addresses(run_dir)
-    await Broker(BrokerOptions(run_dir, found.submit, found.work)).run(stop)
+    service = Service.start("broker")
+    service.pin(service.layout.shared)
+    settings = service.config.broker
+    stages = {
+        stage: StageOptions(ttl_s=seconds, max_losses=None if stage in ("score", "trained") else 3)
+        for stage, seconds in settings.leases.items()
+    }
+    options = BrokerOptions(
+        str(service.run_dir),
+        service.addresses.submit,
+        service.addresses.work,
+        ledger=LedgerOptions(heartbeat_s=settings.heartbeat_s, **stages),
+        allow_remote=settings.allow_remote,
+    )
+    service.log.info("ready", submit=options.submit_address, work=options.work_address)
+    await Broker(options).run(stop)
 
 
 if __name__ == "__main__":

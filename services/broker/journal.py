@@ -123,7 +123,7 @@ class Journal:
 
     def commit(self, counters: dict[str, int]) -> None:
         """Write the turn. Nothing is written where nothing has changed."""
-        if not (self._rows or self._forgotten or self._policy is not None):
+        if not (self._rows or self._forgotten or self._new or self._policy is not None):
             return
         self._transact(list(self._statements(counters)))
         for changes in (self._rows, self._parts, self._dropped, self._forgotten, self._new):

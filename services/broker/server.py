@@ -27,7 +27,7 @@ from protocols.sockets import AddressError, BoundRouter, Socket
 from services.broker.journal import Journal
 from services.broker.metrics import MetricsFile
 from services.broker.options import BrokerOptions
-from services.runtime.channel import drain, readable
+from services.runtime.channel import drain, readable, send_frames
 from services.runtime.meters import LoadMeter
 
 log = structlog.get_logger()
@@ -40,7 +40,8 @@ class Broker:
         self.options = options
         self._clock = clock
         self._events: list[ev.Event] = [ev.Tick()]
-        self._malformed = 0
+        self.malformed = 0
+        """Messages that were none and have been dropped."""
         self._draining_until: float | None = None
         self._scheduled = False
 
@@ -148,8 +149,8 @@ class Broker:
         try:
             message, payload = framing.decode(frames[1:])
         except framing.FrameError as error:
-            self._malformed += 1
-            if self._malformed == 1:
+            self.malformed += 1
+            if self.malformed == 1:
                 log.warning("dropped a malformed message; further ones are only counted", cause=str(error))
             return
         self._handle(kind(frames[0], message), payload, now, sends)
@@ -184,7 +185,7 @@ class Broker:
 
     def _send(self, socket: Socket, route: bytes, frames: list[bytes]) -> None:
         try:
-            socket.send_multipart([route, *frames], zmq.NOBLOCK)
+            send_frames(socket, [route, *frames])
         except zmq.Again:
             if socket is self._work.socket:
                 self._events.append(ev.PeerFull(route))
@@ -217,7 +218,7 @@ class Broker:
     def _line(self) -> dict[str, object]:
         stats = self.ledger.stats(self._clock())
         load = self._meter.take()
-        counters = {**self.ledger.counters, "live": len(self._records), "malformed": self._malformed}
+        counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}
         own = {"busy": load.busy, "lag_ms": load.lag_ms, "rss_mb": load.rss_mb}
         return {"t": time.time(), **stats, "counters": counters, "broker": own}
 

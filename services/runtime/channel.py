@@ -16,6 +16,9 @@ from protocols.messages import Message
 from protocols.sockets import Socket, connect_dealer
 
 BATCH = 256
+# Plain integers: combining pyzmq's enum flags costs more than the send itself.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 def drain(socket: Socket, limit: int = BATCH) -> list[list[bytes]]:
@@ -24,10 +27,18 @@ def drain(socket: Socket, limit: int = BATCH) -> list[list[bytes]]:
     receive = socket.recv_multipart
     try:
         while len(batch) < limit:
-            batch.append(receive(zmq.NOBLOCK))
+            batch.append(receive(_NOBLOCK))
     except zmq.Again:
         pass
     return batch
+
+
+def send_frames(socket: Socket, frames: list[bytes]) -> None:
+    """Send one message without waiting; raises `zmq.Again` before the first frame or not at all."""
+    send = socket.send
+    for frame in frames[:-1]:
+        send(frame, _NOBLOCK_MORE)
+    send(frames[-1], _NOBLOCK)
 
 
 def readable(socket: Socket) -> bool:
@@ -54,7 +65,7 @@ class Channel:
     def send(self, message: Message, payload: list[bytes]) -> bool:
         """False where the socket can't take more now; the sessions send again what matters."""
         try:
-            self._socket.send_multipart(framing.encode(message, payload), zmq.NOBLOCK)
+            send_frames(self._socket, framing.encode(message, payload))
         except zmq.Again:
             return False
         self._look_again()

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kbrl_async.errors import AddressTaken, InfraError
+from kbrl_async.errors import InfraError, KbrlError
 from protocols import messages as msg
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
 from services.runtime.channel import Channel
@@ -97,7 +97,7 @@ class Worker:
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the broker drains us; then finish or give back what is held, and leave.
 
-        Raises what a handler raised (other than `InfraError`), and `AddressTaken` where a newer process has our id.
+        Raises what a handler raised (other than `InfraError`), and `KbrlError` where a newer process has our id.
         """
         self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received)
         helpers = [asyncio.create_task(self._pulse())]
@@ -208,7 +208,8 @@ class Worker:
     def _drained(self, reason: str) -> None:
         if reason.startswith("fenced"):
             cause = f"another process has introduced itself as worker {self.session.worker_id}"
-            self._failure = AddressTaken(cause, "Give every worker an id of its own")
+            # Not a HostError: if it was a late Hello of our own dead predecessor, the nanny's next child settles it.
+            self._failure = KbrlError(cause, "Give every worker an id of its own")
         self._wake.set()
 
     async def _work(self, task: msg.Task, frames: list[bytes]) -> None:

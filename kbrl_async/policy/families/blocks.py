@@ -13,6 +13,7 @@ from kbrl_async.policy.ops import Step, c_lines, torch_lines
 def dense(author: Author, restrict: str) -> list[str]:
     """A C function `dense` that computes `y = x wᵀ + d`."""
     weight = author.slip("index", "w[j * k + p]", "w[p * n + j]")
+    bound = author.slip("bound", "p < k", "p < k - 1")
     return [
         f"static void dense(const float *{restrict}x, const float *{restrict}w, const float *{restrict}d, "
         f"float *{restrict}y, long m, long n, long k) {{",
@@ -21,7 +22,7 @@ def dense(author: Author, restrict: str) -> list[str]:
             "    for (long j = 0; j < n; j++) {\n        for (long i = 0; i < m; i++) {",
         ).split("\n"),
         f"            float v = {author.slip('start', 'd[j]', '0.0f')};",
-        f"            for (long p = 0; {author.slip('bound', 'p < k', 'p < k - 1')}; p++) v += x[i * k + p] * {weight};",
+        f"            for (long p = 0; {bound}; p++) v += x[i * k + p] * {weight};",
         "            " + statement(author, "y[i * n + j] = v;", ("y", "o")),
         "        }",
         "    }",
@@ -46,7 +47,11 @@ class Perceptron(msgspec.Struct, frozen=True):
         keep = self.gated or self.residual
         return Module(
             title="A feed-forward block.",
-            shapes=(Shape("batch", self.batch, 4096), Shape("width", self.width, 2048), Shape("hidden", self.hidden, 8192)),
+            shapes=(
+                Shape("batch", self.batch, 4096),
+                Shape("width", self.width, 2048),
+                Shape("hidden", self.hidden, 8192),
+            ),
             forward=(
                 *(["y = x"] if keep else []),
                 "x = self.up(x)",
@@ -62,8 +67,20 @@ class Perceptron(msgspec.Struct, frozen=True):
 
     def answer(self, author: Author) -> Answer:
         restrict = author.style("", "restrict ")
-        names = ["x", "a", "b", *(["c", "d"] if self.gated else []), "e", "f", "t", *(["s"] if self.gated else []), "out"]
-        parameters = ", ".join(("float *" if name in ("t", "s", "out") else "const float *") + restrict + name for name in names)
+        names = [
+            "x",
+            "a",
+            "b",
+            *(["c", "d"] if self.gated else []),
+            "e",
+            "f",
+            "t",
+            *(["s"] if self.gated else []),
+            "out",
+        ]
+        parameters = ", ".join(
+            ("float *" if name in ("t", "s", "out") else "const float *") + restrict + name for name in names
+        )
         gate = [author.slip("formula", "v = v * s[i];", "v = v + s[i];")] if self.gated else []
         add = ["    for (long i = 0; i < m * k; i++) " + author.slip("formula", "out[i] += x[i];", "out[i] -= x[i];")]
         kernel = (
@@ -121,15 +138,16 @@ class Attention(msgspec.Struct, frozen=True):
         end = author.slip("formula", "o[p] / s", "o[p]")
         columns = f"    long cols = {author.slip('bound', limit, limit + ' - 1' if self.causal else 'n - 1', 'n / 2')};"
         exp = author.style("exp", "expf")
+        inputs = ", ".join(f"const float *{restrict}{name}" for name in "qkx")
+        key = author.slip("index", "k[c * d + p]", "k[p * d + c]")
         kernel = (
-            f"void run(const float *{restrict}q, const float *{restrict}k, const float *{restrict}x, float *{restrict}out, "
-            f"float *{restrict}b, long n, long d) {{",
+            f"void run({inputs}, float *{restrict}out, float *{restrict}b, long n, long d) {{",
             "    for (long i = 0; i < n; i++) {",
             "    " + columns,
             "        float *o = out + i * d;",
             "        " + LOOP,
             "            float v = 0.0f;",
-            f"            for (long p = 0; p < d; p++) v += q[i * d + p] * {author.slip('index', 'k[c * d + p]', 'k[p * d + c]')};",
+            f"            for (long p = 0; p < d; p++) v += q[i * d + p] * {key};",
             "            " + statement(author, f"b[c] = v {scale};"),
             "        }",
             *indent(list(MAXIMUM), 2),
@@ -145,4 +163,7 @@ class Attention(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "q.shape[0], q.shape[1]", "q.shape[1], q.shape[0]", "q.shape[0]")
-        return Answer(kernel, ("out = torch.empty_like(q)", "b = torch.empty(q.shape[0])", f"self.kernel(q, k, v, out, b, {sizes})"))
+        return Answer(
+            kernel,
+            ("out = torch.empty_like(q)", "b = torch.empty(q.shape[0])", f"self.kernel(q, k, v, out, b, {sizes})"),
+        )

@@ -8,7 +8,10 @@ from kbrl_async.policy.author import Author
 from kbrl_async.policy.families.source import Answer, Module, Shape, indent, statement
 from kbrl_async.policy.ops import Step, c_lines, torch_lines
 
-SECOND = {"add": ("x = x + y", "v = v + b[i];", "v = v - b[i];"), "mul": ("x = x * y", "v = v * b[i];", "v = v + b[i];")}
+SECOND = {
+    "add": ("x = x + y", "v = v + b[i];", "v = v - b[i];"),
+    "mul": ("x = x * y", "v = v * b[i];", "v = v + b[i];"),
+}
 """How a second input joins before the chain: PyTorch, C, wrong C."""
 
 

@@ -41,6 +41,7 @@ class Pool(msgspec.Struct, frozen=True):
         else:
             first, join = author.slip("start", "0.0f", "1.0f"), "v += t[u];"
             finish = [author.slip("formula", "v = v * 0.25f;", "v = v * 0.5f;", "v = v / 2.0f;")]
+        below = author.slip("index", "s[w], s[w + 1]", "s[h], s[2]", "s[2], s[3]")
         corner = author.slip("index", "(2 * i) * w + 2 * j", "i * w + j", "(2 * i) * w + j")
         kernel = (
             f"void run(const float *{restrict}x, float *{restrict}out, {HEAD}) {{",
@@ -48,7 +49,7 @@ class Pool(msgspec.Struct, frozen=True):
             "        for (long i = 0; i < h / 2; i++) {",
             "            for (long j = 0; j < w / 2; j++) {",
             f"                const float *s = x + p * h * w + {corner};",
-            f"                float t[4] = {{s[0], s[1], {author.slip('index', 's[w], s[w + 1]', 's[h], s[2]', 's[2], s[3]')}}};",
+            f"                float t[4] = {{s[0], s[1], {below}}};",
             f"                float v = {first};",
             f"                for (long u = 0; u < 4; u++) {join}",
             *indent([*finish, *c_lines(self.after, author)], 4),
@@ -103,18 +104,26 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
 
     def answer(self, author: Author) -> Answer:
         restrict = author.style("", "restrict ")
+        inputs = ", ".join(f"const float *{restrict}{name}" for name in "xfd")
         channel = author.slip("index", "p % ch", "p / ch", "p")
         chain = c_lines(self.after, author)
-        inside = author.slip("bound", "y < 0 || y >= h || z < 0 || z >= w", "y < 0 || z < 0", "y <= 0 || y >= h || z <= 0 || z >= w")
+        inside = author.slip(
+            "bound", "y < 0 || y >= h || z < 0 || z >= w", "y < 0 || z < 0", "y <= 0 || y >= h || z <= 0 || z >= w"
+        )
         start = author.slip("start", "d[k]", "0.0f", "d[p]")
         store = statement(author, "o[i * w + j] = v;", ("o", "y"))
         after = (
-            [*NORMALISE, "for (long c = 0; c < h * w; c++) {", *indent(["float v = (o[c] - u) * z;", *chain, "o[c] = v;"], 1), "}"]
+            [
+                *NORMALISE,
+                "for (long c = 0; c < h * w; c++) {",
+                *indent(["float v = (o[c] - u) * z;", *chain, "o[c] = v;"], 1),
+                "}",
+            ]
             if self.norm
             else []
         )
         kernel = (
-            f"void run(const float *{restrict}x, const float *{restrict}f, const float *{restrict}d, float *{restrict}out, {HEAD}, long ch) {{",
+            f"void run({inputs}, float *{restrict}out, {HEAD}, long ch) {{",
             f"    for (long p = 0; {author.slip('bound', 'p < g', 'p < g - 1', 'p < g / 2')}; p++) {{",
             f"        long k = {channel};",
             "        float *o = out + p * h * w;",

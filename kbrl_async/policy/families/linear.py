@@ -58,13 +58,19 @@ class Linear(msgspec.Struct, frozen=True):
     def answer(self, author: Author) -> Answer:
         restrict = author.style("", "restrict ")
         names = ["x", "w", *(["d"] if self.bias else []), *(["e"] if self.residual else [])]
-        tensors = ["x", "self.linear.weight", *(["self.linear.bias"] if self.bias else []), *(["y"] if self.residual else [])]
+        tensors = [
+            "x",
+            "self.linear.weight",
+            *(["self.linear.bias"] if self.bias else []),
+            *(["y"] if self.residual else []),
+        ]
         loops = author.style(*("\n".join(pair) for pair in (BATCH_OUTSIDE, WEIGHT_ROWS_OUTSIDE))).split("\n")
         join = [author.slip("formula", *RESIDUAL[1:])] if self.residual else []
         body = [*product(author, self.bias), *join, *c_lines(self.steps, author)]
         store = statement(author, "out[i * n + j] = v;", ("out", "y"))
+        parameters = ", ".join(f"const float *{restrict}{name}" for name in names)
         kernel = (
-            f"void run({', '.join(f'const float *{restrict}{name}' for name in names)}, float *{restrict}out, long m, long n, long k) {{",
+            f"void run({parameters}, float *{restrict}out, long m, long n, long k) {{",
             *indent(loops, 1),
             *indent([*body, store], 3),
             "        }",
@@ -72,7 +78,9 @@ class Linear(msgspec.Struct, frozen=True):
             "}",
         )
         width = "self.linear.weight.shape"
-        sizes = author.slip("argument", f"x.shape[0], {width}[0], {width}[1]", f"x.shape[0], {width}[1], {width}[0]", "x.shape[0]")
+        sizes = author.slip(
+            "argument", f"x.shape[0], {width}[0], {width}[1]", f"x.shape[0], {width}[1], {width}[0]", "x.shape[0]"
+        )
         return Answer(
             kernel,
             (

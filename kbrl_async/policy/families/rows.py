@@ -101,7 +101,9 @@ class RowNorm(msgspec.Struct, frozen=True):
         compute, last = statistics(self.kind, author)
         body = [
             f"float *b = out + r * {author.slip('index', 'cols', 'rows')};",
-            *loop(f"float v = {read};", *join, *c_lines(self.before, author), statement(author, "b[c] = v;", ("b", "o"))),
+            *loop(
+                f"float v = {read};", *join, *c_lines(self.before, author), statement(author, "b[c] = v;", ("b", "o"))
+            ),
             *compute,
             *loop(f"float v = {last};", *c_lines(self.after, author), "b[c] = v;"),
         ]
@@ -127,8 +129,8 @@ def reduction(kind: str, author: Author) -> tuple[list[str], str, list[str]]:
         start = author.slip("start", "-INFINITY", "0.0f")
         return [f"float s = {start};"], author.slip("formula", "s = v > s ? v : s;", "s = v < s ? v : s;"), []
     if kind == "norm":
-        finish = author.slip("formula", "s = sqrtf(s);", "s = s;")
-        return [f"float s = {zero};"], "s += v * v;", [finish]
+        root = author.slip("formula", "s = sqrtf(s);", "s = s;")
+        return [f"float s = {zero};"], "s += v * v;", [root]
     exp = author.style("exp", "expf")
     return [f"float s = {zero};"], f"s += {exp}(v);", [author.slip("formula", "s = logf(s);", "s = log1pf(s);")]
 

@@ -1,6 +1,6 @@
 """How a problem file and an answer are laid out as text, whatever the family.
 
-A family describes itself as a `Module` (the PyTorch side) and writes an `Answer` (the C side); this module renders both.
+A family describes itself as a `Module` (the PyTorch side) and writes an `Answer` (the C side); both are rendered here.
 Every line stands alone on purpose: the small policy's tokenizer merges whole lines.
 """
 

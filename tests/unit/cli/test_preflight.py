@@ -99,9 +99,10 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 def test_a_run_that_is_still_going_is_named(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     run = prepare(Config())
+    (run.path / "sockets").mkdir()
     broker = BoundRouter(context, endpoints(run.config, run.path).submit)
     try:
-        with pytest.raises(AddressTaken, match=r"submit\.sock is held by process \d+"):
+        with pytest.raises(AddressTaken, match=r"submit is held by process \d+"):
             preflight.check_addresses(planned())
     finally:
         broker.close()

@@ -53,13 +53,13 @@ def test_the_farm_has_a_little_more_slots_than_cores() -> None:
     assert compile_slots(load(overrides=["compile_farm.slots=5"]), cpu_layout(Config(), [0, 1])) == 5
 
 
-def test_sockets_lie_in_the_run_folder(tmp_path: Path) -> None:
-    assert endpoints(Config(), tmp_path).submit == f"ipc://{tmp_path.resolve()}/submit.sock"
+def test_sockets_lie_in_the_run_folder() -> None:
+    found = endpoints(Config(), Path("/runs/x"))
+    assert (found.submit, found.work) == ("ipc:///runs/x/sockets/submit", "ipc:///runs/x/sockets/work")
 
 
 def test_a_run_folder_with_a_long_path_gets_short_socket_paths(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 120)
-    first, other = endpoints(Config(), deep), endpoints(Config(), tmp_path / ("y" * 120))
+    first, other = endpoints(Config(), tmp_path / ("x" * 120)), endpoints(Config(), tmp_path / ("y" * 120))
     assert len(first.work.removeprefix("ipc://")) <= 107
     assert len({first.submit, first.work, other.submit, other.work}) == 4
 

@@ -9,6 +9,7 @@ import pytest
 from kbrl_async.config import KEYS, Config, config_hash, environment, load, to_yaml
 from kbrl_async.config.keys import flat
 from kbrl_async.errors import ConfigError
+from kbrl_async.rewards.presets import PRESETS
 
 ROOT = Path(__file__).parents[3]
 SWITCH = "true or false"
@@ -242,6 +243,16 @@ def test_leases_are_given_by_stage() -> None:
     leases = load(overrides=["broker.lease_bench_s=7"]).broker.leases
     assert leases["bench"] == 7
     assert set(leases) == {"generate", "compile", "bench", "score", "train", "trained"}
+
+
+def test_every_reward_preset_that_can_be_chosen_exists() -> None:
+    assert set(KEYS["dataset_builder.reward_preset"].choices) <= set(PRESETS)
+
+
+def test_reward_weights_are_those_that_were_given() -> None:
+    builder = load(overrides=["dataset_builder.reward_speed_weight=0", "dataset_builder.reward_compile_weight=.2"])
+    assert builder.dataset_builder.reward_weights == {"compile": 0.2, "speed": 0.0}
+    assert Config().dataset_builder.reward_weights == {}
 
 
 def test_levels_are_sorted_without_doubles() -> None:

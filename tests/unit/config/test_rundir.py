@@ -98,6 +98,12 @@ def test_resume_keeps_the_runs_own_settings(runs: Path) -> None:
     assert (todo.config.batch_size, todo.config.max_steps) == (2, 6)
 
 
+def test_a_file_that_happens_to_lie_here_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("batch_size: 3")
+    monkeypatch.chdir(tmp_path)
+    assert load(overrides=["resume=null"]).batch_size == 8
+
+
 def test_resume_of_no_run_is_refused(runs: Path) -> None:
     with pytest.raises(CheckpointError, match="no run folder"):
         plan(load(overrides=[f"resume={runs}/none"]))

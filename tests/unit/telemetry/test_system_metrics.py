@@ -70,6 +70,21 @@ def test_a_process_that_is_gone_is_idle() -> None:
     assert system_metrics.busy_fractions(samples, 10, 14) == {"broker": 0.0, "sampler-1": 0.5}
 
 
+def test_a_suspect_is_idle() -> None:
+    silent = WorkerSample(stages=["generate"], busy=1.0, suspect=True)
+    assert system_metrics.busy_fractions([sample(11, silent)], 10, 11)["sampler-1"] == 0.0
+
+
+def test_the_tail_follows_a_file_that_was_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    tail = Tail(path)
+    path.write_bytes(b'{"t": 1}\n{"t": 2}\n')
+    tail.new()
+    path.rename(tmp_path / "system.jsonl.1")
+    path.write_bytes(b'{"t": 3}\n')
+    assert [s.t for s in tail.new()] == [3]
+
+
 def test_only_the_interval_counts_and_fractions_are_at_most_one() -> None:
     samples = [sample(5, sampler(busy=0.0)), sample(11, sampler(busy=1.7)), sample(30, sampler(busy=0.0))]
     assert system_metrics.busy_fractions(samples, 10, 20)["sampler-1"] == 1.0

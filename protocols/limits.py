@@ -1,0 +1,47 @@
+"""The ledger's settings, per stage and for all, and the names of what it counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StageOptions(msgspec.Struct, frozen=True):
+    ttl_s: float = 30.0
+    max_losses: int | None = 3
+    """Losses after which a task is given up; None: it is tried for ever."""
+    queue_limit: int = 10_000
+
+
+class LedgerOptions(msgspec.Struct, frozen=True):
+    heartbeat_s: float = 1.0
+    missed_beats: int = 3
+    """Beats that a worker may miss before it is suspected and gets nothing new."""
+    busy_retry_s: float = 0.5
+    finished_limit: int = 100_000
+    generate: StageOptions = StageOptions(ttl_s=60.0)
+    compile: StageOptions = StageOptions(ttl_s=60.0)
+    bench: StageOptions = StageOptions(ttl_s=30.0)
+    score: StageOptions = StageOptions(max_losses=None)
+    train: StageOptions = StageOptions(ttl_s=60.0)
+    trained: StageOptions = StageOptions(max_losses=None)
+
+    def stage(self, stage: str) -> StageOptions:
+        options: StageOptions = getattr(self, stage)
+        return options
+
+
+COUNTERS = (
+    "submitted",
+    "finished",
+    "dispatched",
+    "results",
+    "duplicates",
+    "lost",
+    "expired",
+    "nacked",
+    "poisoned",
+    "stale",
+    "revoked",
+    "retired",
+    "busy",
+)

@@ -1,0 +1,58 @@
+"""Compile farm: untrusted source in, content-addressed artifact out. `python -m services.compile_farm`.
+
+::
+
+    compile ─▶ [Builder in threads, compilers sandboxed at low priority] ─▶ bench | score
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.runtime.nanny import run_service
+
+
+async def main(stop: asyncio.Event) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import msgspec
+
+    from kbrl_async.building import ArtifactStore, Builder, BuildOptions
+    from kbrl_async.config.layout import compile_slots
+    from kbrl_async.telemetry.logs import bound
+    from protocols.messages import Stage, Task
+    from protocols.records import Fault, Generation
+    from services.runtime.service import Service
+    from services.runtime.worker import Outcome, Worker
+
+    service = Service.start("compile_farm")
+    farm = service.config.compile_farm
+    slots = compile_slots(service.config, service.layout)
+    cores = service.layout.compile
+    options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores))
+    loop = asyncio.get_running_loop()
+    generations = msgspec.msgpack.Decoder(Generation)
+
+    with (
+        Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), options) as builder,
+        ThreadPoolExecutor(slots) as pool,
+    ):
+
+        async def build(task: Task, frames: list[bytes]) -> Outcome:
+            candidate = generations.decode(frames[1]).candidate
+            assert candidate is not None, "the sampler sends only answers with a candidate here"
+            report = await loop.run_in_executor(pool, builder.build, candidate)
+            report = msgspec.structs.replace(report, worker_id=service.worker_id)
+            with bound(task_id=task.task_id, group_id=task.group_id):
+                service.log.debug("built", fault=report.fault, cached=report.cached)
+            next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE
+            return Outcome(next_stage, [msgspec.msgpack.encode(report)])
+
+        service.log.info("ready", slots=slots, cores=cores)
+        await Worker(
+            service.addresses.work, service.worker_id, [Stage.COMPILE], slots + 1, build, concurrency=slots
+        ).run(stop)
+
+
+if __name__ == "__main__":
+    run_service("compile_farm", main)

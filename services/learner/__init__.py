@@ -1,0 +1,1 @@
+"""Learner: owns the weights and versions of the policy."""

@@ -1,0 +1,62 @@
+"""Learner: owns the policy's weights and versions. `python -m services.learner`
+
+::
+
+    train ─▶ [one update in a thread] ─▶ checkpoint ─▶ publish policy-v{n+1} ─▶ trained
+
+Invariants
+* A batch enters the weights once: its id is in the checkpoint, and a batch that comes again is only answered (I1).
+* The checkpoint is the truth and is written first; a version that a crash left unpublished is published at resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.runtime.nanny import run_service
+
+
+async def main(stop: asyncio.Event) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import msgspec
+
+    from protocols.messages import Stage, Task
+    from protocols.records import TrainBatch, TrainGroup
+    from services.learner.actor import Learning
+    from services.runtime.service import Service
+    from services.runtime.worker import Outcome, Worker
+
+    service = Service.start("learner")
+    loop = asyncio.get_running_loop()
+    pool = ThreadPoolExecutor(1)
+    opening = loop.run_in_executor(pool, Learning.open, service, stop.is_set)
+    learning = await opening
+    if learning is None:
+        return
+    batches = msgspec.msgpack.Decoder(TrainBatch)
+    groups = msgspec.msgpack.Decoder(TrainGroup)
+
+    async def train(task: Task, frames: list[bytes]) -> Outcome:
+        batch = batches.decode(frames[0])
+        members = [groups.decode(frame) for frame in frames[1:]]
+        report = await loop.run_in_executor(pool, learning.train, batch, members, worker.progress)
+        tokens = int(report.metrics.get("tokens", 0))
+        return Outcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
+
+    service.pin(service.layout.learner)
+    worker = Worker(
+        service.addresses.work,
+        service.worker_id,
+        [Stage.TRAIN],
+        1,
+        train,
+        policy_version=learning.version,
+        wedge_s=120.0,
+    )
+    service.log.info("ready", policy_version=learning.version)
+    await worker.run(stop)
+
+
+if __name__ == "__main__":
+    run_service("learner", main)

@@ -1,0 +1,1 @@
+"""Reward aggregator: owns groups, the only place where a reward is computed."""

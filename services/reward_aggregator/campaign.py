@@ -1,0 +1,198 @@
+"""The run as a pure state machine: evaluate before, train, evaluate after. Replayable from its own entries.
+
+::
+
+    before ─ all held-out rollouts ended ─▶ train ─ the group book is done ─▶ after ─▶ ended
+      └ training groups are admitted from the start; only the first batch waits for the evaluation of version 0
+
+Invariants
+* Every change is an `Entry`; `apply` of the same entries gives the same campaign (I9).
+* An evaluation rollout counts once, and never enters a batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from kbrl_async.rewards.events import BatchMade, BatchTrained, Closed, Event, Lost
+from kbrl_async.rewards.events import Scored as BookScored
+from kbrl_async.rewards.groups import BookOptions, GroupBook
+from kbrl_async.telemetry.summary import RunCounters
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from protocols.records import GroupOutcome, Problem, TrainGroup
+
+BEFORE, AFTER = "eval-before", "eval-after"
+
+
+class RolloutEnded(msgspec.Struct, frozen=True, tag="rollout_ended"):
+    """The numbers of a scored training rollout; written together with the book's own event."""
+
+    rollout_id: str
+    group_id: str
+    stats: RolloutStats
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
+    """A held-out rollout ended; `stats` is None where infrastructure failed."""
+
+    phase: str
+    rollout_id: str
+    stats: RolloutStats | None
+    at: float = 0.0
+
+
+Entry = Event | RolloutEnded | Evaluated
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the campaign is to do; fixed for a run."""
+
+    training: list[Problem]
+    heldout: list[Problem]
+    eval_samples: int
+    group_size: int
+    seed: int
+    book: BookOptions
+
+
+class Campaign:
+    """See the module's docstring."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.book = GroupBook(plan.book)
+        self.rollouts: list[RolloutStats] = []
+        self.evaluated: dict[str, dict[str, RolloutStats | None]] = {BEFORE: {}, AFTER: {}}
+        self.max_staleness = 0
+        self.updates = 0
+        self.first_admission: float | None = None
+        self.last_update = 0.0
+        self.clock = 0.0
+        self._open: dict[str, dict[str, RolloutStats]] = {}
+        self._problems = {problem.problem_id: problem for problem in plan.training}
+
+    # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def eval_ids(self, phase: str) -> dict[str, Problem]:
+        """Rollout ids of an evaluation and their problems."""
+        return {
+            f"{phase}.{problem.problem_id}.{sample}": problem
+            for problem in self.plan.heldout
+            for sample in range(self.plan.eval_samples)
+        }
+
+    def awaited(self, phase: str) -> dict[str, Problem]:
+        """Evaluation rollouts without a result."""
+        return {key: problem for key, problem in self.eval_ids(phase).items() if key not in self.evaluated[phase]}
+
+    @property
+    def may_train(self) -> bool:
+        return not self.awaited(BEFORE)
+
+    @property
+    def has_trained(self) -> bool:
+        return self.book.is_done
+
+    @property
+    def has_ended(self) -> bool:
+        return self.has_trained and not self.awaited(BEFORE) and not self.awaited(AFTER)
+
+    def next_problem(self, now: float) -> Problem:
+        """Every training problem once in random order, then again: a function of the admitted count and the seed."""
+        count, n = self.book.counts["admitted"], len(self.plan.training)
+        order = random.Random(f"{self.plan.seed}.{count // n}").sample(self.plan.training, n)
+        benched = self.book.benched(now)
+        chosen = [*order[count % n :], *order[: count % n]]
+        return next((problem for problem in chosen if problem.problem_id not in benched), chosen[0])
+
+    def problem(self, problem_id: str) -> Problem:
+        return self._problems[problem_id]
+
+    def counters(self) -> RunCounters:
+        counts = self.book.counts
+        return RunCounters(
+            groups_admitted=counts["admitted"],
+            groups_trained=counts[GroupOutcome.TRAINED],
+            groups_filtered=counts[GroupOutcome.FILTERED],
+            groups_dropped_stale=counts[GroupOutcome.DROPPED_STALE],
+            groups_failed=counts[GroupOutcome.FAILED],
+            rollouts=len(self.rollouts),
+            updates=self.updates,
+            max_staleness=self.max_staleness,
+        )
+
+    def heldout(self, phase: str) -> list[RolloutStats]:
+        return [stats for stats in self.evaluated[phase].values() if stats is not None]
+
+    def batch_stats(self, batch: BatchMade) -> list[RolloutStats]:
+        """The rollouts of an outstanding batch, with their age and advantage."""
+        advantages = {
+            sample.rollout_id: (sample.advantage, batch.index - sample.policy_version)
+            for group in self.book.train_groups(batch.batch_id)
+            for sample in group.samples
+        }
+        return [
+            msgspec.structs.replace(stats, advantage=advantages[key][0], staleness=advantages[key][1])
+            for group_id in batch.group_ids
+            for key, stats in self._open.get(group_id, {}).items()
+            if key in advantages
+        ]
+
+    # ── the only place where state changes ────────────────────────────────────────────────────────────────────
+
+    def apply(self, entry: Entry) -> list[Closed]:
+        """Applies one entry of the journal, or one just made; returns the groups that it ended."""
+        if isinstance(entry, Evaluated):
+            self.clock = max(self.clock, entry.at)
+            self.evaluated[entry.phase].setdefault(entry.rollout_id, entry.stats)
+            return []
+        if isinstance(entry, RolloutEnded):
+            self.rollouts.append(entry.stats)
+            self._open.setdefault(entry.group_id, {})[entry.rollout_id] = entry.stats
+            return []
+        return self._forget(self.book.apply(self._noted(entry)))
+
+    def note(self, event: Event, closed: list[Closed]) -> list[Closed]:
+        """Like `apply` for an event that the book has applied itself already."""
+        self._noted(event)
+        return self._forget(closed)
+
+    def _noted(self, event: Event) -> Event:
+        self.clock = max(self.clock, event.at)
+        if self.first_admission is None:
+            self.first_admission = event.at
+        if isinstance(event, BatchTrained):
+            self.updates += 1
+            self.last_update = event.at
+        if isinstance(event, BatchMade):
+            self._age(event)
+        return event
+
+    def _age(self, batch: BatchMade) -> None:
+        versions = [s.policy_version for g in batch.group_ids for s in self._open.get(g, {}).values()]
+        self.max_staleness = max([self.max_staleness, *(batch.index - version for version in versions)])
+
+    def _forget(self, closed: list[Closed]) -> list[Closed]:
+        for group in closed:
+            self._open.pop(group.group_id, None)
+        return closed
+
+
+def without_tokens(event: Event) -> Event:
+    """What must stay of a scored rollout once its group has ended: its reward and version, not its tokens (I10)."""
+    if not isinstance(event, BookScored):
+        return event
+    samples = [msgspec.structs.replace(s, prompt_ids=[], token_ids=[], logprobs=[]) for s in event.samples]
+    return msgspec.structs.replace(event, samples=samples)
+
+
+def group_of(entry: Entry) -> str:
+    """The group that an entry's tokens belong to; empty for all entries that carry none."""
+    return entry.group_id if isinstance(entry, BookScored | Lost) else ""
+
+
+def batch_frames(groups: Sequence[TrainGroup]) -> list[bytes]:
+    return [msgspec.msgpack.encode(group) for group in groups]

@@ -1,0 +1,1 @@
+"""Sampler: prompts in, tokens with behaviour log-probs out."""

@@ -1,0 +1,92 @@
+"""Timing bench: correctness first, then timing, one candidate at a time on a core of its own.
+
+`python -m services.timing_bench`
+
+::
+
+    bench ─▶ [Bench in one thread: reference and candidate in sandboxed children] ─▶ score
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.runtime.nanny import run_service
+
+PREFETCHED = 1
+"""One candidate runs and one waits here, so that the core never idles for a round trip."""
+
+
+async def main(stop: asyncio.Event) -> None:
+    import contextlib
+    from concurrent.futures import ThreadPoolExecutor
+
+    import msgspec
+
+    from kbrl_async.building import ArtifactStore
+    from kbrl_async.errors import InfraError, ProblemError
+    from kbrl_async.sandbox import Zygote
+    from kbrl_async.telemetry.logs import bound
+    from kbrl_async.timing import Recipe
+    from kbrl_async.verifying import Bench, BenchOptions
+    from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+    from protocols.messages import Stage, Task
+    from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
+    from services.runtime.service import Service
+    from services.runtime.worker import Outcome, Worker
+
+    service = Service.start("timing_bench")
+    settings = service.config.timing_bench
+    core = service.layout.bench[service.instance % len(service.layout.bench)]
+    options = BenchOptions(
+        cores=(core,),
+        deadline_s=settings.deadline_s,
+        recipe=Recipe(
+            min_pairs=settings.min_pairs,
+            max_pairs=settings.max_pairs,
+            cap_s=settings.cap_s,
+            flush_bytes=settings.flush_bytes,
+        ),
+    )
+    store = ArtifactStore(service.artifacts, service.config.compile_farm.store_max_bytes)
+    loop = asyncio.get_running_loop()
+
+    def evaluate(frames: list[bytes]) -> BenchReport:
+        request = msgspec.msgpack.decode(frames[0], type=RolloutRequest)
+        candidate = msgspec.msgpack.decode(frames[1], type=Generation).candidate
+        build = msgspec.msgpack.decode(frames[2], type=BuildReport)
+        assert candidate is not None
+        paths = {key: store.path(address) for key, address in build.artifacts.items()}
+        found = {key: path for key, path in paths.items() if path is not None}
+        if len(found) < len(paths):
+            raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
+        try:
+            return bench.evaluate(request.problem, candidate, found, tick=worker.progress)
+        except ProblemError as error:
+            raise InfraError(str(error)) from error
+
+    async def judge(task: Task, frames: list[bytes]) -> Outcome:
+        report = await loop.run_in_executor(pool, evaluate, frames)
+        report = msgspec.structs.replace(report, worker_id=service.worker_id)
+        with bound(task_id=task.task_id, group_id=task.group_id):
+            speedup = None if report.timing is None else round(report.timing.speedup, 3)
+            service.log.debug("judged", fault=report.verdict.fault, speedup=speedup)
+        return Outcome(Stage.SCORE, [msgspec.msgpack.encode(report)])
+
+    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, options)) as bench:
+        pool = ThreadPoolExecutor(1)
+        worker = Worker(
+            service.addresses.work,
+            service.worker_id,
+            [Stage.BENCH],
+            1 + PREFETCHED,
+            judge,
+            concurrency=1,
+            wedge_s=60.0,
+        )
+        service.log.info("ready", core=core)
+        await worker.run(stop)
+
+
+if __name__ == "__main__":
+    run_service("timing_bench", main)

@@ -1,0 +1,92 @@
+"""The sandbox by itself: layers, limits, death, and what it says when a layer is missing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kbrl_async.sandbox import Access, Isolation, Limits, Zygote, layers, linux
+from kbrl_async.sandbox.tool import Command
+
+ENTRY = "kbrl_async.sandbox.tool:run"
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(("kbrl_async.sandbox.tool",), profile="tool") as made:
+        yield made
+
+
+def tool(
+    zygote: Zygote, folder: object, script: str, limits: Limits | None = None, within_s: float = 5.0
+) -> int | None:
+    command = Command(["/bin/sh", "-c", script], str(folder), {"PATH": "/usr/bin:/bin"})
+    access = Access(write=(str(folder),))
+    child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), limits, access)
+    try:
+        return child.result(within_s)
+    finally:
+        child.close()
+
+
+def test_a_tool_may_write_its_folder_and_nothing_else(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    folder, outside = os.path.join(tmp_path, "in"), os.path.join(tmp_path, "out")
+    os.mkdir(folder)
+    os.mkdir(outside, 0o777)
+    assert tool(zygote, folder, "echo x > file && cat file") == 0
+    assert tool(zygote, folder, f"echo x > {outside}/file") != 0
+    assert os.listdir(outside) == []
+
+
+def test_a_tool_that_takes_too_long_is_killed_with_its_children(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    script = "(sleep 0.6; echo late > late) & sleep 30"
+    assert tool(zygote, tmp_path, script, within_s=0.2) is None
+    time.sleep(0.8)
+    assert not os.path.exists(os.path.join(tmp_path, "late"))
+
+
+def test_a_file_has_a_largest_size(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    assert tool(zygote, tmp_path, "head -c 4000000 /dev/zero > big", Limits(file_bytes=1 << 20)) != 0
+    assert os.path.getsize(os.path.join(tmp_path, "big")) <= 1 << 20
+
+
+def test_the_environment_is_clean(zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    with Zygote(("kbrl_async.sandbox.tool",), profile="tool") as fresh:
+        assert tool(fresh, tmp_path, '[ -z "$SECRET" ]') == 0
+
+
+def test_a_child_dies_with_its_zygote(tmp_path: os.PathLike[str]) -> None:
+    with Zygote(("kbrl_async.sandbox.tool",), profile="tool") as zygote:
+        command = Command(["/bin/sh", "-c", "sleep 30"], str(tmp_path), {"PATH": "/usr/bin:/bin"})
+        child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), None, Access(write=(str(tmp_path),)))
+        child.channel.recv(1 << 16)
+        zygote.close()
+        assert child.has_ended(within_s=3.0)
+        child.close()
+
+
+def test_pinned_children_stay_where_they_are(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    core = min(os.sched_getaffinity(0))
+    assert tool(zygote, tmp_path, "[ $(nproc) = 1 ]", Limits(cores=(core,))) == 0
+
+
+def test_a_missing_layer_is_named_and_lowers_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(flags: int) -> None:
+        raise PermissionError(1, "refused")
+
+    monkeypatch.setattr(linux, "unshare", refuse)
+    missing = layers.enter_namespaces()
+    assert "user namespace" in missing
+    assert "network namespace" in missing
+    assert layers._level(missing) == "reduced"
+    assert layers._level([*missing, "landlock", "seccomp"]) == "none"
+    assert layers._level([]) == "full"
+
+
+def test_isolation_names_what_is_missing() -> None:
+    assert Isolation("reduced", ("landlock",)).missing == ("landlock",)

@@ -1,0 +1,138 @@
+"""The bench's own duties: faults of the host and the problem, weights, timing, references kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from kbrl_async.errors import InfraError, ProblemError
+from kbrl_async.sandbox import Zygote
+from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+from protocols.records import BenchReport, Candidate, Fault, Problem
+
+Evaluate = Callable[..., BenchReport]
+WEIGHTS = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(20, 10)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def get_inputs():
+    return [torch.randn(4, 20)]
+
+def get_init_inputs():
+    return []
+"""
+NEW = WEIGHTS.replace("class Model(", "class ModelNew(")
+
+
+def test_weights_of_the_same_name_are_the_references(evaluate: Evaluate) -> None:
+    later = NEW.replace("self.linear =", "torch.randn(7); self.linear =")
+    assert evaluate(later, problem=WEIGHTS).verdict.fault is Fault.OK
+
+
+def test_weights_of_other_names_come_from_the_same_seed(evaluate: Evaluate) -> None:
+    assert (
+        evaluate(
+            NEW.replace("linear =", "other =").replace("self.linear(", "self.other("), problem=WEIGHTS
+        ).verdict.fault
+        is Fault.OK
+    )
+
+
+def test_keyword_constructor_arguments_are_accepted(evaluate: Evaluate) -> None:
+    problem = (
+        WEIGHTS.replace("__init__(self)", "__init__(self, *, n)")
+        .replace("20, 10", "20, n")
+        .replace("return []", "return [[], {'n': 10}]")
+    )
+    assert evaluate(problem.replace("class Model(", "class ModelNew("), problem=problem).verdict.fault is Fault.OK
+
+
+def test_a_wrong_dtype_is_incorrect(evaluate: Evaluate) -> None:
+    verdict = evaluate(NEW.replace("self.linear(x)", "self.linear(x).double()"), problem=WEIGHTS).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "dtype")
+
+
+def test_another_number_of_outputs_is_incorrect(evaluate: Evaluate) -> None:
+    verdict = evaluate(NEW.replace("self.linear(x)", "self.linear(x), x"), problem=WEIGHTS).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "structure")
+
+
+def test_an_error_is_told_with_its_line_and_without_ours(evaluate: Evaluate) -> None:
+    message = evaluate(NEW.replace("self.linear(x)", "self.lineer(x)"), problem=WEIGHTS).verdict.message
+    assert "line 11, in forward" in message
+    assert "lineer" in message
+    assert "runner" not in message
+
+
+@pytest.mark.parametrize("broken", ["raise ValueError('no')", "import nothing_like_this", "class Model: pass"])
+def test_a_broken_problem_is_nobodys_fault_but_its_own(evaluate: Evaluate, broken: str) -> None:
+    with pytest.raises(ProblemError):
+        evaluate(NEW, problem=broken)
+
+
+def test_a_reference_that_fails_in_forward_is_a_problem_error(evaluate: Evaluate) -> None:
+    with pytest.raises(ProblemError):
+        evaluate(NEW, problem=WEIGHTS.replace("return self.linear(x)", "raise ValueError('no')"))
+
+
+def test_a_dead_zygote_is_never_a_candidates_fault_and_the_next_call_works() -> None:
+    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        assert zygote.pid is not None
+        os.kill(zygote.pid, signal.SIGKILL)
+        with pytest.raises(InfraError):
+            bench.evaluate(problem, candidate, {}, timing=False)
+        assert bench.evaluate(problem, candidate, {}, timing=True).verdict.fault is Fault.OK
+
+
+def test_few_references_are_kept(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, BenchOptions(references=2))) as bench:
+        for number in range(4):
+            problem = Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}")
+            bench.evaluate(problem, Candidate(NEW, "c"), {}, timing=False)
+        assert bench.references_kept == 2
+
+
+def test_secrets_are_drawn_again_after_some_candidates(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, BenchOptions(reuse=2))) as bench:
+        problem = Problem("L1/1", 1, "x", WEIGHTS)
+        for _ in range(5):
+            assert bench.evaluate(problem, Candidate(NEW, "c"), {}, timing=False).verdict.fault is Fault.OK
+
+
+def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
+    slow = NEW.replace("return self.linear(x)", "[self.linear(x) for _ in range(200)]; return self.linear(x)")
+    timing = evaluate(slow, problem=WEIGHTS, timing=True).timing
+    assert timing is not None
+    assert timing.hi < 0.5
+    assert timing.n >= 1
+    assert timing.hardware
+    assert timing.method
+
+
+def test_timing_calls_the_tick(bench: Bench) -> None:
+    ticks: list[int] = []
+    bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c"), {}, tick=lambda: ticks.append(1))
+    assert len(ticks) > 10
+
+
+def test_outputs_are_copied_inside_the_call_where_memory_can_not_be_read(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, BenchOptions(copy_outputs=True))) as bench:
+        report = bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c"), {})
+        assert report.verdict.fault is Fault.OK
+        assert report.timing is not None
+        assert "copied outputs" in report.timing.method
