@@ -25,7 +25,7 @@ async def main(stop: asyncio.Event) -> None:
 
     from kbrl_async.building import ArtifactStore
     from kbrl_async.errors import InfraError, ProblemError
-    from kbrl_async.sandbox import Zygote
+    from kbrl_async.sandbox import Limits, Zygote
     from kbrl_async.telemetry.logs import bound
     from kbrl_async.timing import Recipe
     from kbrl_async.verifying import Bench, BenchOptions
@@ -40,6 +40,7 @@ async def main(stop: asyncio.Event) -> None:
     core = service.layout.bench[service.instance % len(service.layout.bench)]
     options = BenchOptions(
         cores=(core,),
+        limits=Limits(cores=(core,)),
         deadline_s=settings.deadline_s,
         recipe=Recipe(
             min_pairs=settings.min_pairs,

@@ -55,16 +55,27 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """The tokenizer beside the model; must know its end-of-text token."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     _check_path(path)
+    # By a model's type alone, AutoTokenizer would put that family's own word splitting over a custom tokenizer.json.
+    chosen = PreTrainedTokenizerFast if _is_plain_tokenizer(path) else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        tokenizer = chosen.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", path, error) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {path} has no end-of-text token", "Set eos_token in its config")
     return tokenizer
+
+
+def _is_plain_tokenizer(path: str) -> bool:
+    """A folder whose `tokenizer.json` says everything, as `PreTrainedTokenizerFast` saves it."""
+    settings = Path(path).expanduser() / "tokenizer_config.json"
+    if not settings.is_file():
+        return False
+    named = msgspec.json.decode(settings.read_bytes()).get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn.Module:
