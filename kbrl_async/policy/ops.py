@@ -53,6 +53,31 @@ OPS: dict[str, Op] = {
     "elu": Op(
         "F.elu(x)", "v = v > 0.0f ? v : expf(v) - 1.0f;", ("v = v > 0.0f ? v : expf(v);",), "v = v > 0 ? v : expm1(v);"
     ),
+    "selu": Op(
+        "F.selu(x)",
+        "v = v > 0.0f ? 1.0507010f * v : 1.7580993f * (expf(v) - 1.0f);",
+        ("v = v > 0.0f ? v : 1.7580993f * (expf(v) - 1.0f);",),
+        "v = v > 0 ? 1.0507010 * v : 1.7580993 * expm1(v);",
+    ),
+    "mish": Op(
+        "F.mish(x)",
+        "v = v * tanhf(log1pf(expf(v)));",
+        ("v = tanhf(log1pf(expf(v)));", "v = v * tanhf(expf(v));"),
+        "v = v * tanh(log1p(exp(v)));",
+    ),
+    "log_sigmoid": Op(
+        "F.logsigmoid(x)",
+        "v = v < 0.0f ? v - log1pf(expf(v)) : -log1pf(expf(-v));",
+        ("v = log1pf(expf(-v));",),
+        "v = v < 0 ? v - log1p(exp(v)) : -log1p(exp(-v));",
+    ),
+    "gelu_tanh": Op(
+        'F.gelu(x, approximate="tanh")',
+        "v = 0.5f * v * (1.0f + tanhf(0.79788456f * (v + 0.044715f * v * v * v)));",
+        ("v = 0.5f * v * (1.0f + tanhf(v + 0.044715f * v * v * v));",),
+        "v = 0.5 * v * (1.0 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));",
+    ),
+    "atan": Op("torch.atan(x)", "v = atanf(v);", ("v = tanf(v);",), "v = atan(v);"),
     "hardtanh": Op(
         "F.hardtanh(x)", "v = v > 1.0f ? 1.0f : v < -1.0f ? -1.0f : v;", ("v = v > 1.0f ? 1.0f : v < 0.0f ? 0.0f : v;",)
     ),

@@ -36,7 +36,7 @@ class Pool(msgspec.Struct, frozen=True):
     def answer(self, author: Author) -> Answer:
         restrict = author.style("", "restrict ")
         if self.kind == "max":
-            first, join = author.slip("start", "-INFINITY", "0.0f"), "v = t[u] > v ? t[u] : v;"
+            first, join = author.slip("start", "-INFINITY", "1e30f"), "v = t[u] > v ? t[u] : v;"
             finish: list[str] = []
         else:
             first, join = author.slip("start", "0.0f", "1.0f"), "v += t[u];"
@@ -70,10 +70,10 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 NORMALISE = (
-    "float s = 0.0f;",
+    "double s = 0.0;",
     "for (long c = 0; c < h * w; c++) s += o[c];",
     "float u = s / (h * w);",
-    "float q = 0.0f;",
+    "double q = 0.0;",
     "for (long c = 0; c < h * w; c++) q += (o[c] - u) * (o[c] - u);",
     "float z = 1.0f / sqrtf(q / (h * w) + 1e-5f);",
 )
@@ -86,7 +86,7 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
     norm: bool = False
     batch: int = 2
     channels: int = 32
-    size: int = 80
+    size: int = 88
 
     def module(self) -> Module:
         return Module(

@@ -24,9 +24,10 @@ NORM_MEMBERS = {
 REDUCE_TORCH = {
     "sum": "x = x.sum(dim=-1)",
     "mean": "x = x.mean(dim=-1)",
-    "max": "x = x.amax(dim=-1)",
+    "max": "x = x.max(dim=-1).values",
     "logsumexp": "x = torch.logsumexp(x, dim=-1)",
     "norm": "x = x.norm(dim=-1)",
+    "std": "x = x.std(dim=-1)",
 }
 
 
@@ -126,11 +127,14 @@ def reduction(kind: str, author: Author) -> tuple[list[str], str, list[str]]:
         finish = [author.slip("formula", "s = s / cols;", "s = s / rows;")] if kind == "mean" else []
         return [f"float s = {zero};"], "s += v;", finish
     if kind == "max":
-        start = author.slip("start", "-INFINITY", "0.0f")
+        start = author.slip("start", "-INFINITY", "1e30f")
         return [f"float s = {start};"], author.slip("formula", "s = v > s ? v : s;", "s = v < s ? v : s;"), []
     if kind == "norm":
         root = author.slip("formula", "s = sqrtf(s);", "s = s;")
         return [f"float s = {zero};"], "s += v * v;", [root]
+    if kind == "std":
+        root = author.slip("formula", "sqrtf((q - s * s / cols) / (cols - 1))", "sqrtf(q / cols)", "(q - s * s / cols)")
+        return [f"float s = {zero};", "float q = 0.0f;"], "s += v, q += v * v;", [f"s = {root};"]
     exp = author.style("exp", "expf")
     return [f"float s = {zero};"], f"s += {exp}(v);", [author.slip("formula", "s = logf(s);", "s = log1pf(s);")]
 

@@ -15,7 +15,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 512  # gpu: 16384
+rows = 448  # gpu: 16384
 cols = 1024  # gpu: 4096
 
 

@@ -19,7 +19,7 @@ class Model(nn.Module):
 
 batch = 2  # gpu: 32
 channels = 32  # gpu: 128
-size = 80  # gpu: 112
+size = 88  # gpu: 112
 
 
 def get_inputs():

@@ -3,20 +3,18 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """mean over the last dimension with its neighbours fused."""
+    """log_softmax over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = torch.sigmoid(x)
-        x = x.mean(dim=-1)
-        x = x * 2.0
+        x = torch.log_softmax(x, dim=-1)
         return x
 
 
-rows = 1280  # gpu: 16384
-cols = 1024  # gpu: 8192
+rows = 704  # gpu: 16384
+cols = 1024  # gpu: 4096
 
 
 def get_inputs():

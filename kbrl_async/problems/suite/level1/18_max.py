@@ -3,18 +3,18 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """log_softmax over the last dimension with its neighbours fused."""
+    """max over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = torch.log_softmax(x, dim=-1)
+        x = x.max(dim=-1).values
         return x
 
 
-rows = 768  # gpu: 16384
-cols = 1024  # gpu: 4096
+rows = 512  # gpu: 16384
+cols = 1024  # gpu: 8192
 
 
 def get_inputs():

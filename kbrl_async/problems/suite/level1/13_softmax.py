@@ -3,18 +3,18 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """Element-wise chain over x."""
+    """softmax over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = torch.tanh(x)
+        x = torch.softmax(x, dim=-1)
         return x
 
 
-rows = 256  # gpu: 16384
-cols = 1024  # gpu: 8192
+rows = 704  # gpu: 16384
+cols = 1024  # gpu: 4096
 
 
 def get_inputs():

@@ -1,5 +1,6 @@
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class Model(nn.Module):
@@ -9,11 +10,11 @@ class Model(nn.Module):
         super().__init__()
 
     def forward(self, x):
-        x = x * x
+        x = F.gelu(x, approximate="tanh")
         return x
 
 
-rows = 4096  # gpu: 16384
+rows = 256  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

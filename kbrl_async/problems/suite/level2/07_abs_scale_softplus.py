@@ -4,18 +4,19 @@ import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """sum over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = F.silu(x)
-        x = x.sum(dim=-1)
+        x = torch.abs(x)
+        x = x * 0.25
+        x = F.softplus(x)
         return x
 
 
-rows = 1280  # gpu: 16384
+rows = 256  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

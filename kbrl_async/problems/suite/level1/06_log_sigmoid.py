@@ -1,24 +1,25 @@
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """Element-wise chain over x and y."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
-    def forward(self, x, y):
-        x = x + y
+    def forward(self, x):
+        x = F.logsigmoid(x)
         return x
 
 
-rows = 2048  # gpu: 16384
+rows = 288  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 
 def get_inputs():
-    return [torch.randn(rows, cols), torch.randn(rows, cols)]
+    return [torch.randn(rows, cols)]
 
 
 def get_init_inputs():

@@ -3,24 +3,24 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """Element-wise chain over x and y."""
+    """mean over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
-    def forward(self, x, y):
-        x = x + y
-        x = torch.relu(x)
+    def forward(self, x):
+        x = torch.tanh(x)
+        x = x.mean(dim=-1)
         x = x * 2.0
         return x
 
 
-rows = 1024  # gpu: 16384
+rows = 160  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 
 def get_inputs():
-    return [torch.randn(rows, cols), torch.randn(rows, cols)]
+    return [torch.randn(rows, cols)]
 
 
 def get_init_inputs():

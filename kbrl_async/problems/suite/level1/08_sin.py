@@ -3,17 +3,17 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """logsumexp over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = torch.logsumexp(x, dim=-1)
+        x = torch.sin(x)
         return x
 
 
-rows = 512  # gpu: 16384
+rows = 288  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

@@ -4,19 +4,19 @@ import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """Element-wise chain over x."""
+    """l2_norm over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = F.silu(x)
-        x = x * x
+        x = x / (x.norm(dim=-1, keepdim=True) + 1e-6)
+        x = F.elu(x)
         return x
 
 
-rows = 1024  # gpu: 16384
-cols = 1024  # gpu: 8192
+rows = 288  # gpu: 16384
+cols = 1024  # gpu: 4096
 
 
 def get_inputs():

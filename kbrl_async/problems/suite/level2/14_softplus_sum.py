@@ -1,19 +1,21 @@
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """norm over the last dimension with its neighbours fused."""
+    """sum over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = x.norm(dim=-1)
+        x = F.softplus(x)
+        x = x.sum(dim=-1)
         return x
 
 
-rows = 5120  # gpu: 16384
+rows = 288  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

@@ -3,18 +3,18 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """softmax over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = torch.softmax(x, dim=-1)
+        x = torch.atan(x)
         return x
 
 
-rows = 768  # gpu: 16384
-cols = 1024  # gpu: 4096
+rows = 160  # gpu: 16384
+cols = 1024  # gpu: 8192
 
 
 def get_inputs():

@@ -1,20 +1,22 @@
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """l2_norm over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = x / (x.norm(dim=-1, keepdim=True) + 1e-6)
+        x = F.elu(x)
+        x = x * x
         return x
 
 
-rows = 1536  # gpu: 16384
-cols = 1024  # gpu: 4096
+rows = 320  # gpu: 16384
+cols = 1024  # gpu: 8192
 
 
 def get_inputs():

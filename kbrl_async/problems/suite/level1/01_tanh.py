@@ -3,18 +3,17 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """max over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = x * x
-        x = x.amax(dim=-1)
+        x = torch.tanh(x)
         return x
 
 
-rows = 2560  # gpu: 16384
+rows = 160  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

@@ -3,17 +3,20 @@ import torch.nn as nn
 
 
 class Model(nn.Module):
-    """sum over the last dimension with its neighbours fused."""
+    """Element-wise chain over x."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = x.sum(dim=-1)
+        x = x + 0.1
+        x = torch.sigmoid(x)
+        x = x * 2.0
+        x = torch.tanh(x)
         return x
 
 
-rows = 6144  # gpu: 16384
+rows = 160  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

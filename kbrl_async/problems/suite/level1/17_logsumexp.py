@@ -1,20 +1,19 @@
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    """Element-wise chain over x."""
+    """logsumexp over the last dimension with its neighbours fused."""
 
     def __init__(self):
         super().__init__()
 
     def forward(self, x):
-        x = F.silu(x)
+        x = torch.logsumexp(x, dim=-1)
         return x
 
 
-rows = 1280  # gpu: 16384
+rows = 320  # gpu: 16384
 cols = 1024  # gpu: 8192
 
 

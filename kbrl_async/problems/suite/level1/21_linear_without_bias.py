@@ -1,0 +1,27 @@
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    """A linear layer with a fused epilogue."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x
+
+
+batch = 16  # gpu: 4096
+inputs = 768  # gpu: 4096
+outputs = 1024  # gpu: 4096
+
+
+def get_inputs():
+    return [torch.randn(batch, inputs)]
+
+
+def get_init_inputs():
+    return [inputs, outputs]
