@@ -64,7 +64,7 @@ def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
         sampler=_chosen("cpu.sampler", config.cpu.sampler, cores) or shared,
         learner=_chosen("cpu.learner", config.cpu.learner, cores) or shared,
         bench=bench,
-        compile=_chosen("cpu.compile", config.cpu.compile, cores) or (shared[1:] or bench),
+        compile=_chosen("cpu.compile", config.cpu.compile, cores) or (shared[1:] or shared),
     )
 
 

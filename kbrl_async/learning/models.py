@@ -32,6 +32,9 @@ class ModelOptions(msgspec.Struct, frozen=True):
 def load_model(options: ModelOptions) -> torch.nn.Module:
     """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
     if options.dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {options.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 import kbrl_async.policy
 from kbrl_async.learning.sft import SftOptions, SftReport, train_sft
@@ -43,7 +45,7 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
     vocab_size: int = 2048
     context: int = 768
     max_seconds: float = 90.0
-    steps: int = 400
+    steps: int = 320
     batch_tokens: int = 3072
     learning_rate: float = 2e-3
     habits: Habits = Habits()
@@ -75,10 +77,11 @@ def ensure_small_policy(
 
 def _make(folder: Path, options: SmallPolicyOptions, progress: Progress) -> SftReport:
     torch.manual_seed(options.seed)
+    transformers_logging.disable_progress_bar()
     progress("writing the corpus", 0.0)
     corpus = list(examples(options.seed, options.examples, habits=options.habits, prompt_option=options.prompt_option))
     tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
-    pairs = tokenize(corpus, tokenizer)
+    pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
     model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options)
     report = train_sft(
         model,
@@ -88,6 +91,7 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress) -> SftR
             epochs=0,
             max_seconds=options.max_seconds,
             batch_tokens=options.batch_tokens,
+            token_budget=2 * options.batch_tokens,
             learning_rate=options.learning_rate,
         ),
         lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share),
@@ -115,6 +119,18 @@ def small_model(vocab_size: int, eos: int, pad: int, options: SmallPolicyOptions
         bos_token_id=None,
     )
     return Qwen2ForCausalLM(config)
+
+
+def bucketed(pairs: list[tuple[list[int], list[int]]], seed: int, batch: int = 64) -> list[tuple[list[int], list[int]]]:
+    """The same pairs, neighbours of like length within random windows: batches then hold almost no padding."""
+    rng = random.Random(seed)
+    out: list[tuple[list[int], list[int]]] = []
+    for start in range(0, len(pairs), 8 * batch):
+        window = sorted(pairs[start : start + 8 * batch], key=lambda pair: len(pair[0]) + len(pair[1]))
+        parts = [window[i : i + batch] for i in range(0, len(window), batch)]
+        rng.shuffle(parts)
+        out += [pair for part in parts for pair in part]
+    return out
 
 
 def tokenize(corpus: list[Example], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:

@@ -33,6 +33,8 @@ _THOUGHT = re.compile(r"<think>\s*\S.*?</think>", re.DOTALL)
 
 
 class PartOptions(msgspec.Struct, frozen=True):
+    speed_floor: float = 0.125
+    """Speedup up to which the `speed` part is nothing."""
     speed_cap: float = 8.0
     """Speedup that earns the whole `speed` part."""
     speedup_cap: float = 10.0
@@ -55,7 +57,7 @@ class RewardParts(msgspec.Struct, frozen=True):
     correct: float = 0.0
     """1 when all passed."""
     speed: float = 0.0
-    """clip(log2(lo) / log2(speed_cap), 0, 1), lo the lower end of the speedup's interval."""
+    """`speed_part` of the lower end of the speedup's interval."""
     speedup: float = 0.0
     """lo, at most `speedup_cap`, of a correct kernel; else 0."""
     speedup_gain: float = 0.0
@@ -88,7 +90,7 @@ def parts_of(record: Sequence[Frame], options: PartOptions | None = None) -> Rew
         valid=float(built),
         correctness=_correctness(bench),
         correct=float(fault is Fault.OK),
-        speed=speed_part(lo, o.speed_cap),
+        speed=speed_part(lo, o.speed_floor, o.speed_cap),
         speedup=min(lo, o.speedup_cap),
         speedup_gain=max(0.0, min(lo, o.speedup_cap) - 1.0),
         length=_length(request, generation, o.length_buffer),
@@ -96,9 +98,13 @@ def parts_of(record: Sequence[Frame], options: PartOptions | None = None) -> Rew
     )
 
 
-def speed_part(lo: float, cap: float) -> float:
-    """clip(log2(max(lo, 1)) / log2(cap), 0, 1): doubling the speed is always worth the same."""
-    return min(1.0, math.log2(max(lo, 1.0)) / math.log2(cap))
+def speed_part(lo: float, floor: float, cap: float) -> float:
+    """clip(log(lo / floor) / log(cap / floor), 0, 1): doubling the speed is always worth the same.
+
+    Below 1 too, down to `floor`: on the way from a tenth of the reference's speed to all of it a policy must be paid,
+    or it never gets there.
+    """
+    return max(0.0, math.log(min(max(lo, floor), cap) / floor) / math.log(cap / floor))
 
 
 def _frames(

@@ -59,13 +59,22 @@ def mean(values: Iterable[float]) -> float | None:
     return statistics.fmean(listed) if listed else None
 
 
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """exp of the mean logarithm, None of nothing."""
+    listed = [value for value in values if value > 0]
+    return statistics.geometric_mean(listed) if listed else None
+
+
 def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
     """Of correct, timed kernels."""
     return [r.speedup for r in rollouts if r.correct and r.speedup is not None]
 
 
 def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one."""
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one.
+
+    `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
+    """
     values: dict[str, float | None] = {
         "reward_mean": mean(r.reward for r in rollouts),
         "format_rate": mean(r.format for r in rollouts),
@@ -73,7 +82,7 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
         "correct_rate": mean(r.correct for r in rollouts),
         "cheat_rate": mean(r.cheated for r in rollouts),
         "fast_1": mean(r.fast for r in rollouts),
-        "speedup_mean": mean(speedups(rollouts)),
+        "speedup_mean": geometric_mean(speedups(rollouts)),
     }
     return _present(values)
 

@@ -165,9 +165,7 @@ def cache_folder(config: Config) -> Path:
 def canary_ids(config: Config, tokenizer: Any) -> list[int]:
     """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
     problem = load_problems(config.problems or "")[0]
-    ids: list[int] = tokenizer.encode(
-        render_prompt(config.prompt_option, problem), add_special_tokens=False
-    )
+    ids: list[int] = tokenizer.encode(render_prompt(config.prompt_option, problem), add_special_tokens=False)
     return ids[:CANARY_TOKENS]
 
 

@@ -150,7 +150,7 @@ class Aggregator:
 
     def _advance(self) -> None:
         book, limit = self._campaign.book, self._config.max_minutes
-        begun = self._campaign.first_admission
+        begun = self._campaign.first_result
         if limit is not None and begun is not None and self.now - begun > 60 * limit and not book.is_finished:
             self._service.log.info("time is up", minutes=limit)
             self._change(book.finish(self.now))

@@ -82,7 +82,7 @@ class Board:
         self.tick()
         campaign = self._campaign
         ended = time.time() - max(0.0, seconds - campaign.last_update)
-        begun = ended - max(0.0, campaign.last_update - (campaign.first_admission or 0.0))
+        begun = ended - max(0.0, campaign.last_update - (campaign.first_result or 0.0))
         content = summary.build(
             counters=campaign.counters(),
             rollouts=campaign.rollouts,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.rewards.events import BatchMade, BatchTrained, Closed, Event, Lost
+from kbrl_async.rewards.events import Admitted, BatchMade, BatchTrained, Closed, Event, Lost
 from kbrl_async.rewards.events import Scored as BookScored
 from kbrl_async.rewards.groups import BookOptions, GroupBook
 from kbrl_async.telemetry.summary import RunCounters
@@ -68,7 +68,7 @@ class Campaign:
         self.evaluated: dict[str, dict[str, RolloutStats | None]] = {BEFORE: {}, AFTER: {}}
         self.max_staleness = 0
         self.updates = 0
-        self.first_admission: float | None = None
+        self.first_result: float | None = None
         self.last_update = 0.0
         self.clock = 0.0
         self._open: dict[str, dict[str, RolloutStats]] = {}
@@ -146,7 +146,7 @@ class Campaign:
     def apply(self, entry: Entry) -> list[Closed]:
         """Applies one entry of the journal, or one just made; returns the groups that it ended."""
         if isinstance(entry, Evaluated):
-            self.clock = max(self.clock, entry.at)
+            self._at(entry.at)
             self.evaluated[entry.phase].setdefault(entry.rollout_id, entry.stats)
             return []
         if isinstance(entry, RolloutEnded):
@@ -161,15 +161,18 @@ class Campaign:
         return self._forget(closed)
 
     def _noted(self, event: Event) -> Event:
-        self.clock = max(self.clock, event.at)
-        if self.first_admission is None:
-            self.first_admission = event.at
+        self._at(event.at, is_result=not isinstance(event, Admitted))
         if isinstance(event, BatchTrained):
             self.updates += 1
             self.last_update = event.at
         if isinstance(event, BatchMade):
             self._age(event)
         return event
+
+    def _at(self, at: float, *, is_result: bool = True) -> None:
+        self.clock = max(self.clock, at)
+        if is_result and self.first_result is None:
+            self.first_result = at
 
     def _age(self, batch: BatchMade) -> None:
         versions = [s.policy_version for g in batch.group_ids for s in self._open.get(g, {}).values()]

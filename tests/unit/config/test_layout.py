@@ -10,9 +10,9 @@ from kbrl_async.config import Config, compile_slots, cpu_layout, endpoints, load
 from kbrl_async.errors import ConfigError
 
 
-def test_on_two_cores_only_the_compile_farm_shares_the_benchs() -> None:
+def test_on_two_cores_the_bench_has_one_for_itself() -> None:
     layout = cpu_layout(Config(), [0, 1])
-    assert (layout.bench, layout.compile) == ([1], [1])
+    assert (layout.bench, layout.compile) == ([1], [0])
     assert layout.sampler == layout.learner == layout.shared == [0]
 
 

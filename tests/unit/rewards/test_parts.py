@@ -127,7 +127,9 @@ def test_a_wrong_kernel_has_no_speed_however_fast() -> None:
 
 
 def test_doubling_the_speed_is_always_worth_the_same_up_to_the_cap() -> None:
-    assert [speed_part(x, 8.0) for x in (0.5, 1, 2, 4, 8, 100)] == pytest.approx([0, 0, 1 / 3, 2 / 3, 1, 1])
+    assert [speed_part(x, 0.125, 8.0) for x in (0, 0.125, 0.5, 1, 4, 8, 100)] == pytest.approx(
+        [0, 0, 1 / 3, 1 / 2, 5 / 6, 1, 1]
+    )
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
