@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -24,6 +26,13 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     score: StageOptions = StageOptions(max_losses=None)
     train: StageOptions = StageOptions(ttl_s=60.0)
     trained: StageOptions = StageOptions(max_losses=None)
+
+    @classmethod
+    def of(cls, heartbeat_s: float, ttl_s: Mapping[str, float]) -> LedgerOptions:
+        """The defaults with another heartbeat and other leases, by stage."""
+        options = cls(heartbeat_s=heartbeat_s)
+        changed = {name: msgspec.structs.replace(options.stage(name), ttl_s=ttl) for name, ttl in ttl_s.items()}
+        return msgspec.structs.replace(options, **changed)
 
     def stage(self, stage: str) -> StageOptions:
         options: StageOptions = getattr(self, stage)

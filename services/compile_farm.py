@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
@@ -55,4 +56,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("compile_farm", main)
+    run_service("compile_farm", main, choose_run)

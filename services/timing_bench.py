@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 PREFETCHED = 1
 """One candidate runs and one waits here, so that the core never idles for a round trip."""
@@ -90,4 +91,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("timing_bench", main)
+    run_service("timing_bench", main, choose_run)

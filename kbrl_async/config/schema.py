@@ -59,9 +59,9 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     warmup_steps: Count = 8
     """Optimizer steps over which the learning rate rises to its full value."""
     clip_low: Fraction = 0.2
-    """ppo_clip: the importance ratio is clipped below 1 − clip_low."""
+    """ppo, grpo, decoupled: the importance ratio is clipped below 1 − clip_low."""
     clip_high: NonNegative = 0.28
-    """ppo_clip: the importance ratio is clipped above 1 + clip_high."""
+    """ppo, grpo, decoupled: the importance ratio is clipped above 1 + clip_high."""
     dppo_delta: Fraction = 0.2
     """dppo_tv: a token is dropped when its probability has moved the wrong way by more than this."""
     negative_scale: NonNegative = 0.3
@@ -154,9 +154,9 @@ class Broker(msgspec.Struct, frozen=True, kw_only=True):
 class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """How the small policy is made on first use (model_name=small)."""
 
-    max_seconds: Positive = 90.0
+    max_seconds: Positive = 105.0
     """Wall clock of the training."""
-    steps: AtLeastOne = 320
+    steps: AtLeastOne = 360
     """Optimizer steps, if the wall clock allows them."""
     hidden_size: AtLeastOne = 192
     """Width of the model."""
@@ -222,11 +222,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of problems in the KernelBench layout; null: the project's own suite."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
     """Problem level or levels to train on."""
-    batch_size: AtLeastOne = 4
+    batch_size: AtLeastOne = 8
     """P: groups (one problem each) per update."""
     group_size: Annotated[int, Meta(ge=2)] = 8
     """G: rollouts per group, which share a baseline."""
-    learning_rate: Positive = 3e-4
+    learning_rate: Positive = 2e-4
     """Learning rate of the policy after warm-up."""
     lora_rank: Count = 0
     """Rank of the LoRA adapter; 0: all weights are trained."""
@@ -236,13 +236,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature; log-probs are those of this distribution."""
     seed: Count = 0
     """Seed of everything that is drawn, except the secret inputs of verification."""
-    max_steps: AtLeastOne = 60
+    max_steps: AtLeastOne = 30
     """Updates after which the run ends."""
-    max_minutes: Positive | None = 3.5
+    max_minutes: Positive | None = 3.2
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
-    loss: Literal["dppo_tv", "ppo_clip", "tis", "reinforce"] = "dppo_tv"
+    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "tis", "cispo", "reinforce"] = "dppo_tv"
     """Policy loss with its off-policy correction."""
     advantage: Literal["leave_one_out", "group_mean", "group_mean_std", "none"] = "leave_one_out"
     """Baseline that is taken from a rollout's reward."""

@@ -28,7 +28,7 @@ class Example(msgspec.Struct, frozen=True):
 
 
 def examples(
-    seed: int, count: int, *, habits: Habits, prompt_option: str, suite_share: float = 0.5
+    seed: int, count: int, *, habits: Habits, prompt_option: str, suite_share: float = 0.4
 ) -> Iterator[Example]:
     """`count` examples, `suite_share` of them on the suite's training problems, the others on problems like them."""
     rng = random.Random(seed)

@@ -10,8 +10,8 @@ from kbrl_async.errors import ConfigError
 from protocols.records import Problem
 
 C_CONTRACT = '''You write fast CPU kernels in C. Replace the module `Model` below by `ModelNew` with the
-same constructor, parameters and results. Answer with one fenced Python file that declares its C code with `c_kernel` and
-launches it in `forward`:
+same constructor, parameters and results. Answer with one fenced Python file that declares its C code with `c_kernel`
+and launches it in `forward`:
 
 ```python
 import torch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
-    from protocols.limits import LedgerOptions, StageOptions
+    from protocols.limits import LedgerOptions
     from services.broker.options import BrokerOptions
     from services.broker.server import Broker
     from services.runtime.service import Service
@@ -16,15 +17,11 @@ async def main(stop: asyncio.Event) -> None:
     service = Service.start("broker")
     service.pin(service.layout.shared)
     settings = service.config.broker
-    stages = {
-        stage: StageOptions(ttl_s=seconds, max_losses=None if stage in ("score", "trained") else 3)
-        for stage, seconds in settings.leases.items()
-    }
     options = BrokerOptions(
         str(service.run_dir),
         service.addresses.submit,
         service.addresses.work,
-        ledger=LedgerOptions(heartbeat_s=settings.heartbeat_s, **stages),
+        ledger=LedgerOptions.of(settings.heartbeat_s, settings.leases),
         allow_remote=settings.allow_remote,
     )
     service.log.info("ready", submit=options.submit_address, work=options.work_address)
@@ -32,4 +29,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("broker", main)
+    run_service("broker", main, choose_run)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
@@ -59,4 +60,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("learner", main)
+    run_service("learner", main, choose_run)

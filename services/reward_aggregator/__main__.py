@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 SLOTS = 128
 
@@ -76,4 +77,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("reward_aggregator", main)
+    run_service("reward_aggregator", main, choose_run)

@@ -4,21 +4,17 @@ An actor is a `main(stop)` coroutine around a `Worker`, a `Producer` or both, ru
 protocol lives in `protocols.session`; here are only sockets, timers and processes.
 """
 
-from services.runtime.addresses import Addresses, addresses
+from services.runtime.addresses import addresses
 from services.runtime.meters import LoadMeter
 from services.runtime.nanny import run_service
-from services.runtime.options import RunOptions, load_run
 from services.runtime.producer import Producer
 from services.runtime.worker import Outcome, Worker
 
 __all__ = [
-    "Addresses",
     "LoadMeter",
     "Outcome",
     "Producer",
-    "RunOptions",
     "Worker",
     "addresses",
-    "load_run",
     "run_service",
 ]

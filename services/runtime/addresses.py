@@ -1,41 +1,35 @@
-"""Where the broker of a run listens: two sockets in the run directory, or in a private temporary one if it is too deep.
+"""Where the broker of a run listens, with the private folder that its sockets need.
 
-A Unix socket path has at most 107 bytes. A run directory that is too long gets a directory of its own, named by its
-hash, under the system's temporary directory; it belongs to the user alone, so nobody else can put a socket there.
+Nobody but the user can put a socket there: the folder is theirs alone, or we refuse it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
-import tempfile
 from pathlib import Path
 
-import msgspec
-
+from kbrl_async.config import Config, Endpoints, endpoints
 from kbrl_async.errors import HostError
-from protocols.sockets import MAX_IPC_PATH_BYTES
 
 
-class Addresses(msgspec.Struct, frozen=True):
-    submit: str
-    work: str
+def addresses(run_dir: str | os.PathLike[str], config: Config | None = None) -> Endpoints:
+    """The addresses of a run; the folders of their socket files exist afterwards. Raises `HostError`."""
+    found = endpoints(config or Config(), Path(run_dir))
+    for address in (found.submit, found.work):
+        if address.startswith("ipc://"):
+            _make_private(Path(address.removeprefix("ipc://")).parent, Path(run_dir).absolute())
+    return found
 
 
-def addresses(run_dir: str | os.PathLike[str]) -> Addresses:
-    """The default addresses of a run; their directory exists afterwards. Raises `HostError`."""
-    folder = Path(run_dir).absolute() / "sockets"
-    if len(os.fsencode(folder / "submit")) > MAX_IPC_PATH_BYTES:
-        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-        root = Path(tempfile.gettempdir()) / f"kbrl-{os.getuid()}"
-        _make_private(root)
-        folder = root / digest
-    _make_private(folder)
-    return Addresses(f"ipc://{folder / 'submit'}", f"ipc://{folder / 'work'}")
+def _make_private(folder: Path, run_dir: Path) -> None:
+    """`folder`, and its parent where that lies outside of the run in a place that others share."""
+    if not folder.is_relative_to(run_dir):
+        _own(folder.parent)
+    _own(folder)
 
 
-def _make_private(folder: Path) -> None:
+def _own(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(folder)

@@ -36,16 +36,22 @@ CRASH_WINDOW_S = 60.0
 FINAL_CODES = frozenset({0, 2, 3, 4})
 STOP_GRACE_S = 4.0
 """From a signal to the cancellation of `main`; the nanny kills half a second later. Process runners kill after five."""
+QUIET_THREADS = {"GOMP_SPINCOUNT": "10000"}
+"""Idle OpenMP threads give their core back after microseconds: with others on it, spinning costs tenfold."""
 _PR_SET_PDEATHSIG = 1
 
 
-def run_service(name: str, main: Main) -> NoReturn:
+def run_service(name: str, main: Main, prepare: Callable[[], object] = lambda: None) -> NoReturn:
     """Run `main(stop)` under a nanny and exit; `stop` is set by SIGTERM and SIGINT.
 
-    Called by the `__main__` of each service.
+    Called by the `__main__` of each service. `prepare` runs once in the nanny, before the first child.
     """
     if os.environ.get(CHILD_MARK) == str(os.getppid()):
         sys.exit(_run_child(main))
+    try:
+        prepare()
+    except KbrlError as error:
+        sys.exit(_report(error))
     sys.exit(Nanny(name, _own_command()).run())
 
 
@@ -171,7 +177,7 @@ class Nanny:
                 return 0
 
     def _run_once(self) -> int:
-        environment = {**os.environ, CHILD_MARK: str(os.getpid())}
+        environment = {**QUIET_THREADS, **os.environ, CHILD_MARK: str(os.getpid())}
         with subprocess.Popen(self._command, env=environment) as child:
             self._child = child
             if self._stop_at is not None:

@@ -16,10 +16,15 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.config import Config, load_run
+from kbrl_async.config import Config, Endpoints, ensure_run, load_run
 from kbrl_async.config.layout import CpuLayout, available_cores, cpu_layout
 from kbrl_async.telemetry import logs
-from services.runtime.addresses import Addresses, addresses
+from services.runtime.addresses import addresses
+
+
+def choose_run() -> None:
+    """Fixes the run in the nanny, so that a child that is started after the run has ended opens no new one."""
+    os.environ["KBRL_RUN_DIR"] = str(ensure_run().resolve())
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -30,7 +35,7 @@ class Service(msgspec.Struct, frozen=True):
     """Stable over restarts of the process: the runner's instance name, such as `compile_farm.2`."""
     run_dir: Path
     config: Config
-    addresses: Addresses
+    addresses: Endpoints
     layout: CpuLayout
     log: Any
 
@@ -42,9 +47,7 @@ class Service(msgspec.Struct, frozen=True):
         worker_id = environment.get("HONCHO_PROCESS_NAME") or f"{name}.{socket.gethostname()}.{os.getppid()}"
         logs.configure(worker_id, run_dir, config.log_level)
         layout = cpu_layout(config, available_cores())
-        found = addresses(run_dir)
-        chosen = Addresses(config.broker.submit or found.submit, config.broker.work or found.work)
-        return cls(name, worker_id, run_dir, config, chosen, layout, logs.get_logger())
+        return cls(name, worker_id, run_dir, config, addresses(run_dir, config), layout, logs.get_logger())
 
     @property
     def instance(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
+from services.runtime.service import choose_run
 
 WATCH_S = 0.1
 """How often the sampler looks for a new policy version."""
@@ -54,4 +55,4 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("sampler", main)
+    run_service("sampler", main, choose_run)

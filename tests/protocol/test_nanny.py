@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.errors import ConfigError
-from services.runtime import Producer, addresses, load_run
+from services.runtime import Producer, addresses
 from services.runtime.nanny import Nanny
 
 SERVICE = """
@@ -127,9 +126,14 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_service_without_a_run_says_so() -> None:
-    with pytest.raises(ConfigError, match="KBRL_RUN_DIR is not set"):
-        load_run({})
+def test_an_error_before_the_first_child_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "KBRL_RUN_DIR": str(tmp_path / "nothing")}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.broker"], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert "is no run folder" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_broker_process_survives_kill_nine_and_remembers(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Fixtures for tests that run the whole system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.running import Run
+
+
+@pytest.fixture(scope="session")
+def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny policy is kept: the first run of a session makes it, the others find it."""
+    return Path(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, policy_cache: Path) -> Iterator[Callable[..., Run]]:
+    """`start_run("max_steps=3")` starts a tiny run; a second call goes on with the same folder."""
+    started: list[Run] = []
+
+    def start(*overrides: str) -> Run:
+        run = Run(tmp_path, policy_cache, *overrides)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        run.close()

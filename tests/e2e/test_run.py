@@ -1,0 +1,81 @@
+"""The whole system, end to end: every process, a real compiler, real verdicts, real updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.running import SERVICES, Run, assert_counters_add_up
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[..., Run]
+
+
+def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> None:
+    run = start_run("max_steps=3")
+    assert run.wait(180) == 0, run.tail()
+    summary = run.summary()
+    assert_counters_add_up(summary)
+    assert summary["updates"] == 3
+    assert summary["groups_trained"] == 6
+    assert summary["max_staleness"] <= 2
+    assert summary["rollouts"] >= 24
+    assert set(summary["busy"]) >= {"broker", *(f"{name}.1" for name in SERVICES if name != "broker")}
+    for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean"):
+        assert {f"{name}_first", f"{name}_last"} <= set(summary)
+    assert {"heldout_correct_rate_before", "heldout_correct_rate_after", "best_kernels"} <= set(summary)
+    assert (run.path.parent / "latest").resolve() == run.path.resolve()
+    _logs_bind_the_task(run)
+    _tensorboard_has_both_parts(run)
+
+
+def _logs_bind_the_task(run: Run) -> None:
+    built = [line for line in run.log("compile_farm") if line["event"] == "built"]
+    scored = [line for line in run.log("reward_aggregator") if line["event"] == "scored"]
+    assert scored
+    assert all(line["task_id"] and line["group_id"] for line in (*built, *scored))
+
+
+def _tensorboard_has_both_parts(run: Run) -> None:
+    for part in ("training", "system"):
+        assert list((run.path / "tensorboard" / part).glob("events.out.*"))
+
+
+def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
+    run = start_run("max_steps=3", "max_staleness=0", "eval_samples=0")
+    assert run.wait(180) == 0, run.tail()
+    assert (run.summary()["max_staleness"], run.summary()["updates"]) == (0, 3)
+    assert_counters_add_up(run.summary())
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
+    run = start_run("max_steps=5")
+    run.until(lambda: run.updates() >= 2, 120)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(30) == 130
+    assert not (run.path / "summary.json").exists()
+    before = run.updates()
+
+    again = start_run("max_steps=5")
+    assert again.wait(150) == 0, again.tail()
+    summary = again.summary()
+    assert_counters_add_up(summary)
+    assert (summary["updates"], summary["groups_trained"]) == (5, 10)
+    assert again.updates() == 5, f"{before} before the stop: an update was done twice or lost"
+
+
+def test_a_policy_folder_of_any_hugging_face_model_can_be_trained_with_lora(start_run: Start, policy_cache) -> None:  # type: ignore[no-untyped-def]
+    small = next(policy_cache.glob("small-*"), None)
+    assert small is not None, "an earlier test of this module has made the small policy"
+    run = start_run(
+        f"model_name={small}", "lora_rank=4", "dataset_builder.prompt_option=compact", "max_steps=2", "eval_samples=0"
+    )
+    assert run.wait(150) == 0, run.tail()
+    newest = max((run.path / "policies").glob("policy-v*"), key=lambda path: int(path.name.removeprefix("policy-v")))
+    assert json.loads((newest / "manifest.json").read_text())["kind"] == "lora"
+    assert (newest / "adapter_model.safetensors").is_file()

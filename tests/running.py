@@ -1,0 +1,113 @@
+"""A whole run as a subprocess, small enough for a test: start it, watch it, kill its processes, read its summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+TINY = (
+    "level=1",
+    "batch_size=2",
+    "group_size=4",
+    "eval_samples=1",
+    "max_minutes=4",
+    "sft.max_seconds=12",
+    "sft.steps=60",
+    "sft.hidden_size=96",
+    "sft.layers=2",
+    "log_level=debug",
+)
+"""Twelve seconds of SFT: a policy whose kernels compile now and then, so that every stage has work."""
+SERVICES = ("compile_farm", "timing_bench", "sampler", "reward_aggregator", "learner", "broker")
+
+
+class Run:
+    """`kbrl train` with its output in a file; killed, with all its processes, when the test ends."""
+
+    def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
+        self.path = folder / "runs" / "default"
+        self.output = folder / "output.txt"
+        command = [sys.executable, "-m", "kbrl_async", "train", f"log_path={folder / 'runs'}", f"cache_path={cache}"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KBRL_", "HONCHO_"))}
+        environment["PYTHONPATH"] = str(REPOSITORY)
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, *TINY, *overrides],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.tail()}") from None
+
+    def until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            assert self.process.poll() is None, f"the run ended too early:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s in vain:\n{self.tail()}"
+            time.sleep(0.1)
+
+    def log(self, process: str) -> list[dict[str, Any]]:
+        """The JSON lines of a process's log."""
+        path = self.path / "logs" / f"{process}.1.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def updates(self) -> int:
+        return sum(line["event"] == "update" for line in self.log("reward_aggregator"))
+
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return loaded
+
+    def children(self, service: str) -> list[int]:
+        """The working processes of a service, its nannies left out."""
+        processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [int(entry.name) for entry in processes if self._is_child(entry, service)]
+
+    def _is_child(self, entry: Path, service: str) -> bool:
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        ours = f"KBRL_RUN_DIR={self.path.resolve()}".encode() in variables
+        child = any(word.startswith(b"KBRL_NANNY_PID=") for word in variables)
+        return ours and child and f"services.{service}".encode() in words
+
+    def kill(self, service: str) -> None:
+        """`kill -9` of a service's working process."""
+        self.until(lambda: bool(self.children(service)), 20)
+        for pid in self.children(service):
+            os.kill(pid, signal.SIGKILL)
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(5)
+
+
+def assert_counters_add_up(summary: dict[str, Any]) -> None:
+    """I1: every admitted group has exactly one end."""
+    ends = ("groups_trained", "groups_filtered", "groups_dropped_stale", "groups_failed")
+    assert summary["groups_admitted"] == sum(summary[name] for name in ends), summary

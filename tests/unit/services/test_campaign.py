@@ -1,0 +1,198 @@
+"""The aggregator's campaign: evaluation around training, replay, and what its journal keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbrl_async.rewards.events import BatchMade, Scored
+from kbrl_async.rewards.groups import BookOptions, rollout_ids
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from protocols.records import GroupOutcome, Problem, TrainSample
+from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Entry, Evaluated, Plan, RolloutEnded
+from services.reward_aggregator.journal import Journal
+
+GROUP = 2
+
+
+def problem(name: str) -> Problem:
+    return Problem(f"L1/{name}", 1, name, "class Model: ...")
+
+
+def plan(**book: int) -> Plan:
+    options = BookOptions(**{"groups_per_batch": 2, "max_batches": 2, "max_lag": 1, **book})
+    return Plan([problem("a"), problem("b"), problem("c")], [problem("h")], 2, GROUP, 0, options)
+
+
+class Driver:
+    """Plays aggregator: keeps every entry, as the journal would."""
+
+    def __init__(self, campaign: Campaign) -> None:
+        self.campaign = campaign
+        self.entries: list[Entry] = []
+        self.now = 0.0
+
+    def evaluate(self, phase: str) -> None:
+        for rollout_id in list(self.campaign.awaited(phase)):
+            self._apply(Evaluated(phase, rollout_id, stats("L1/h"), self.now))
+
+    def admit(self) -> str:
+        chosen = self.campaign.next_problem(self.now)
+        change = self.campaign.book.admit(chosen.problem_id, 1, GROUP, self.now)
+        assert change.event is not None
+        self._note(change)
+        return change.event.group_id  # type: ignore[union-attr]
+
+    def score(self, group_id: str, version: int = 0) -> None:
+        problem_id = self.campaign.book.group_problem(group_id)
+        for number, rollout_id in enumerate(rollout_ids(group_id, GROUP)):
+            sample = TrainSample(rollout_id, [1], [2, 3], [-0.1, -0.2], 0.0, float(number), version)
+            change = self.campaign.book.scored(group_id, rollout_id, [sample], self.now)
+            self._apply(RolloutEnded(rollout_id, group_id, stats(problem_id, float(number), version)))
+            self._note(change)
+
+    def batch(self) -> BatchMade:
+        change = self.campaign.book.poll(self.now)
+        assert isinstance(change.event, BatchMade), change
+        self._note(change)
+        return change.event
+
+    def train(self, batch: BatchMade) -> None:
+        self._note(self.campaign.book.trained(batch.batch_id, batch.index + 1, self.now))
+
+    def _note(self, change) -> None:  # type: ignore[no-untyped-def]
+        self.campaign.note(change.event, change.closed)
+        self.entries.append(change.event)
+        self.now += 1.0
+
+    def _apply(self, entry: Entry) -> None:
+        self.campaign.apply(entry)
+        self.entries.append(entry)
+
+
+def stats(problem_id: str, reward: float = 0.0, version: int = 0) -> RolloutStats:
+    return RolloutStats(problem_id=problem_id, level=1, reward=reward, policy_version=version)
+
+
+def trained_campaign() -> Driver:
+    driver = Driver(Campaign(plan()))
+    driver.evaluate(BEFORE)
+    for index in range(2):
+        for group in [driver.admit(), driver.admit()]:
+            driver.score(group, index)
+        driver.train(driver.batch())
+    return driver
+
+
+def test_training_waits_for_the_evaluation_of_the_first_policy() -> None:
+    driver = Driver(Campaign(plan()))
+    assert not driver.campaign.may_train
+    driver.evaluate(BEFORE)
+    assert driver.campaign.may_train
+
+
+def test_the_run_ends_after_the_second_evaluation_and_not_before() -> None:
+    driver = trained_campaign()
+    assert driver.campaign.has_trained
+    assert not driver.campaign.has_ended
+    driver.evaluate(AFTER)
+    assert driver.campaign.has_ended
+
+
+def test_an_evaluation_rollout_counts_once() -> None:
+    campaign = Campaign(plan())
+    first = next(iter(campaign.awaited(BEFORE)))
+    campaign.apply(Evaluated(BEFORE, first, stats("L1/h", 1.0)))
+    campaign.apply(Evaluated(BEFORE, first, stats("L1/h", 0.0)))
+    assert [s.reward for s in campaign.heldout(BEFORE)] == [1.0]
+
+
+def test_every_problem_comes_once_before_any_comes_twice() -> None:
+    driver = Driver(Campaign(plan(groups_per_batch=3, max_batches=9)))
+    groups = [driver.admit() for _ in range(6)]
+    problems = [driver.campaign.book.group_problem(group) for group in groups]
+    assert sorted(problems[:3]) == sorted(problems[3:]) == ["L1/a", "L1/b", "L1/c"]
+
+
+def test_the_counters_add_up_after_training() -> None:
+    counters = trained_campaign().campaign.counters()
+    assert (counters.groups_admitted, counters.ended, counters.updates, counters.rollouts) == (4, 4, 2, 8)
+
+
+def test_replaying_the_entries_gives_the_same_campaign() -> None:
+    driver = trained_campaign()
+    again = Campaign(plan())
+    for entry in driver.entries:
+        again.apply(entry)
+    assert again.counters() == driver.campaign.counters()
+    assert again.rollouts == driver.campaign.rollouts
+    assert (again.clock, again.first_result, again.book.version) == (
+        driver.campaign.clock,
+        driver.campaign.first_result,
+        2,
+    )
+
+
+def test_the_age_of_a_batch_is_counted_from_the_oldest_policy_that_wrote_it() -> None:
+    driver = Driver(Campaign(plan()))
+    driver.evaluate(BEFORE)
+    groups = [driver.admit() for _ in range(4)]
+    for group in groups:
+        driver.score(group, 0)
+    driver.train(driver.batch())
+    batch = driver.batch()
+    assert driver.campaign.max_staleness == 1
+    assert {s.staleness for s in driver.campaign.batch_stats(batch)} == {1}
+
+
+@pytest.fixture
+def journal(tmp_path: Path):  # type: ignore[no-untyped-def]
+    with Journal(tmp_path / "aggregator.sqlite") as opened:
+        yield opened
+
+
+def test_a_journal_gives_back_what_it_was_given_in_order(journal: Journal) -> None:
+    entries = trained_campaign().entries
+    journal.append(entries)
+    assert list(journal.entries()) == entries
+
+
+def test_rollouts_of_an_ended_group_keep_their_reward_but_no_tokens(journal: Journal) -> None:
+    driver = trained_campaign()
+    journal.append(driver.entries)
+    journal.append([], ["g000000"])
+    kept = [e for e in journal.entries() if isinstance(e, Scored) and e.group_id == "g000000"]
+    assert [sample.reward for e in kept for sample in e.samples] == [0.0, 1.0]
+    assert all(not sample.token_ids and not sample.logprobs for e in kept for sample in e.samples)
+
+
+def test_a_campaign_replayed_from_stripped_entries_counts_the_same(journal: Journal) -> None:
+    driver = trained_campaign()
+    journal.append(driver.entries)
+    journal.append([], [f"g{n:06d}" for n in range(4)])
+    again = Campaign(plan())
+    for entry in journal.entries():
+        again.apply(entry)
+    assert again.counters() == driver.campaign.counters()
+
+
+def test_entries_of_one_call_are_there_together_or_not_at_all(journal: Journal) -> None:
+    class Unwritable(msgspec.Struct):
+        value: object
+
+    with pytest.raises(TypeError):
+        journal.append([trained_campaign().entries[0], Unwritable(object())])  # type: ignore[list-item]
+    assert list(journal.entries()) == []
+
+
+def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> None:
+    driver = Driver(Campaign(plan()))
+    driver.evaluate(BEFORE)
+    group = driver.admit()
+    for rollout_id in rollout_ids(group, GROUP):
+        change = driver.campaign.book.lost(group, rollout_id, "worker_lost", 1.0)
+        driver.campaign.note(change.event, change.closed)  # type: ignore[arg-type]
+    assert driver.campaign.book.counts[GroupOutcome.FAILED] == 1
+    assert not driver.campaign.rollouts

@@ -1,0 +1,84 @@
+"""From a record's frames to a reward: the only place where that happens."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kbrl_async.rewards.presets import find_preset
+from protocols.records import (
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Frame,
+    Generation,
+    Problem,
+    RolloutRequest,
+    SamplingParams,
+    Timing,
+    Verdict,
+)
+from services.reward_aggregator.scoring import decode, score, stage_seconds
+
+STAGE3 = find_preset("stage3")
+REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))
+WRITTEN = Generation(
+    3, [1, 2], [3, 4], [-0.5, -0.25], "text", "stop", Candidate("src", "c"), started_at=1, finished_at=2
+)
+BUILT = BuildReport(Fault.OK, started_at=3.0, finished_at=3.5)
+TIMED = BenchReport(
+    Verdict(Fault.OK, passed=5, total=5), Timing(9, 2.2, 2.0, 2.4, 1.0, 2.2), started_at=4.0, finished_at=6.0
+)
+
+
+def reward(*record: Frame) -> float:
+    scored = score(record, STAGE3)
+    assert scored is not None
+    return scored.sample.reward
+
+
+def test_a_sample_carries_tokens_logprobs_and_the_version_that_wrote_it() -> None:
+    scored = score([REQUEST, WRITTEN, BUILT, TIMED], STAGE3)
+    assert scored is not None
+    sample = scored.sample
+    assert (sample.token_ids, sample.logprobs, sample.policy_version) == ([3, 4], [-0.5, -0.25], 3)
+
+
+def test_each_stage_that_is_passed_pays_more() -> None:
+    nothing = msgspec.structs.replace(WRITTEN, candidate=None, fault=Fault.FORMAT_ERROR)
+    broken = msgspec.structs.replace(BUILT, fault=Fault.COMPILE_ERROR)
+    wrong = BenchReport(Verdict(Fault.INCORRECT, passed=1, total=5))
+    slow = msgspec.structs.replace(TIMED, timing=msgspec.structs.replace(TIMED.timing, lo=0.5, speedup=0.6))
+    ladder = [
+        reward(REQUEST, nothing),
+        reward(REQUEST, WRITTEN, broken),
+        reward(REQUEST, WRITTEN, BUILT, wrong),
+        reward(REQUEST, WRITTEN, BUILT, slow),
+        reward(REQUEST, WRITTEN, BUILT, TIMED),
+    ]
+    assert ladder == sorted(ladder)
+    assert len(set(ladder)) == len(ladder)
+
+
+def test_a_lost_worker_is_no_reward_at_all() -> None:
+    assert score([REQUEST], STAGE3) is None
+    assert score([REQUEST, WRITTEN, BUILT, BenchReport(Verdict(Fault.INFRA_ERROR))], STAGE3) is None
+
+
+def test_cheating_scores_the_floor_and_is_counted() -> None:
+    cheat = BenchReport(Verdict(Fault.CHEATING, passed=5, total=5, rule="input_mutation"))
+    scored = score([REQUEST, WRITTEN, BUILT, cheat], STAGE3)
+    assert scored is not None
+    assert (scored.sample.reward, scored.stats.cheated, scored.stats.correct) == (STAGE3.floor, True, False)
+
+
+def test_the_seconds_of_each_stage_and_of_waiting_between_them_are_kept() -> None:
+    assert stage_seconds([REQUEST, WRITTEN, BUILT, TIMED]) == pytest.approx(
+        {"generate": 1.0, "compile": 0.5, "bench": 2.0, "queue": 1.5}
+    )
+
+
+def test_frames_survive_the_wire() -> None:
+    record: list[Frame] = [REQUEST, WRITTEN, BUILT, TIMED]
+    assert decode([msgspec.msgpack.encode(frame) for frame in record]) == record
