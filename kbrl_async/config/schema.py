@@ -26,8 +26,7 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of the policy, and what it is paid for."""
 
     prompt_option: Literal["auto", "compact", "zero_shot"] = "auto"
-    """How a problem is put to the policy: compact is the bare problem, zero_shot explains the contract first; auto:
-    compact for the small policy, zero_shot for every other model."""
+    """The prompt: compact is the bare problem, zero_shot explains the contract; auto: compact for small only."""
     reward_preset: Literal["stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"] = (
         "stage3"
     )
@@ -238,13 +237,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of everything that is drawn, except the secret inputs of verification."""
     max_steps: AtLeastOne = 30
     """Updates after which the run ends."""
-    max_minutes: Positive | None = 3.2
+    max_minutes: Positive | None = 3.4
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
     loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "tis", "cispo", "reinforce"] = "dppo_tv"
     """Policy loss with its off-policy correction."""
-    advantage: Literal["leave_one_out", "group_mean", "group_mean_std", "none"] = "leave_one_out"
+    advantage: Literal["leave_one_out", "mean", "mean_std", "none"] = "leave_one_out"
     """Baseline that is taken from a rollout's reward."""
     mode: Literal["single_turn", "multi_turn"] = "single_turn"
     """One answer per rollout, or several with feedback between them."""

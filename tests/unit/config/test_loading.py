@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.config import KEYS, Config, config_hash, environment, load, to_yaml
@@ -13,7 +14,7 @@ from kbrl_async.rewards.presets import PRESETS
 
 ROOT = Path(__file__).parents[3]
 SWITCH = "true or false"
-LOSSES = "one of dppo_tv, ppo_clip, reinforce, tis"
+LOSSES = "one of cispo, decoupled, dppo_tv, grpo, ppo, reinforce, tis"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -34,8 +35,11 @@ def test_nothing_given_is_the_default_configuration() -> None:
     assert load() == Config()
 
 
-def test_the_default_file_holds_the_built_in_values() -> None:
-    assert load([ROOT / "configs/default.yaml"]) == Config()
+def test_the_default_file_holds_the_built_in_values_but_for_the_weight_of_speed() -> None:
+    config = load([ROOT / "configs/default.yaml"])
+    assert config.dataset_builder.reward_speed_weight == 0.7
+    builder = msgspec.structs.replace(config.dataset_builder, reward_speed_weight=None)
+    assert msgspec.structs.replace(config, dataset_builder=builder) == Config()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
@@ -146,7 +150,7 @@ def test_a_wrong_key_in_the_environment_is_named_with_its_variable() -> None:
         ("max_staleness=-1", "max_staleness must be an integer ≥ 0, not -1 (command line). Its default is 2"),
         ("learning_rate=inf", "learning_rate must be a number > 0, not inf (command line). Its default is 0.0002"),
         ("learning_rate=nan", "learning_rate must be a number > 0, not nan (command line). Its default is 0.0002"),
-        ("loss=ppo", f"loss must be {LOSSES}, not ppo (command line). Did you mean ppo_clip?"),
+        ("loss=pppo", f"loss must be {LOSSES}, not pppo (command line). Did you mean ppo?"),
         ("loss=dpo_tv", f"loss must be {LOSSES}, not dpo_tv (command line). Did you mean dppo_tv?"),
         ("tensorboard.enabled=a", f"tensorboard.enabled must be {SWITCH}, not a (command line). Its default is true"),
         ("seed=null", "seed must be an integer ≥ 0, not null (command line). Its default is 0"),
@@ -204,7 +208,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (["name=latest"], "cannot be the folder of a run"),
         (["log_path="], "log_path is empty"),
         (["level=[]"], "level names no level"),
-        (["sft.heads=3"], "does not split into 3 heads"),
+        (["sft.heads=5"], "does not split into 5 heads"),
         (["learner.minibatches=65"], "more than the batch has rollouts"),
         (["broker.submit=tcp://0.0.0.0:5000"], "can be reached from other hosts"),
         (["broker.submit=tcp://127.0.0.1.evil.org:5000"], "can be reached from other hosts"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -53,6 +55,8 @@ STATIC = record(built=Fault.STATIC_VIOLATION, verdict=None)
 WRONG = record(verdict=Fault.INCORRECT, passed=2)
 SLOW = record(lo=0.8)
 FAST = record(lo=2.0)
+SLOW_PART = math.log(0.8 * 8) / math.log(64)
+FAST_PART = 2 / 3
 
 
 def reward(frames: list[Frame], preset: str) -> float:
@@ -66,12 +70,12 @@ def reward(frames: list[Frame], preset: str) -> float:
     [
         ("stage1", 0.0, 0.3, 0.3 + 0.5 + 0.2 * 0.4, 1.0, 1.0),
         ("stage2", 0.0, 0.1, 0.1 + 0.2 + 0.7 * 0.4, 1.0, 1.0),
-        ("stage3", 0.0, 0.05, 0.15 + 0.5 * 0.4, 0.65, 0.65 + 0.35 / 3),
+        ("stage3", 0.0, 0.05, 0.15 + 0.5 * 0.4, 0.65 + 0.35 * SLOW_PART, 0.65 + 0.35 * FAST_PART),
         ("kevin", 0.0, 0.0, 0.0, 1.1, 2.3),
         ("kevin_offset", 0.0, 0.0, 0.0, 0.3, 1.3),
-        ("hierarchical", 0.0, 0.0, 0.0, 0.7, 0.8),
-        ("funnel", 0.0, 0.3, 0.5, 0.7, 0.8),
-        ("fork", -2.0, -1.0, 0.3 * 0.4, 0.3, 0.3 + 1 / 3),
+        ("hierarchical", 0.0, 0.0, 0.0, 0.7 + 0.3 * SLOW_PART, 0.7 + 0.3 * FAST_PART),
+        ("funnel", 0.0, 0.3, 0.5, 0.7 + 0.3 * SLOW_PART, 0.7 + 0.3 * FAST_PART),
+        ("fork", -2.0, -1.0, 0.3 * 0.4, 0.3 + SLOW_PART, 0.3 + FAST_PART),
     ],
 )
 def test_each_preset_pays_what_its_table_says(
@@ -114,10 +118,18 @@ def test_correctness_is_whole_only_for_an_ok_verdict() -> None:
     assert (parts.correctness, parts.correct) == (0.8, 0.0)
 
 
-def test_a_speedup_whose_interval_includes_one_is_no_speedup() -> None:
+def test_a_speedup_whose_interval_includes_one_is_no_gain() -> None:
     parts = parts_of(record(lo=0.99))
     assert parts is not None
-    assert (parts.speed, parts.speedup_gain) == (0.0, 0.0)
+    assert parts.speedup_gain == 0.0
+    assert parts.speed < 0.5
+
+
+def test_the_way_up_to_the_references_speed_is_paid_too() -> None:
+    crawling, walking = parts_of(record(lo=0.2)), parts_of(record(lo=0.8))
+    assert crawling is not None
+    assert walking is not None
+    assert 0 < crawling.speed < walking.speed
 
 
 def test_a_wrong_kernel_has_no_speed_however_fast() -> None:

@@ -73,7 +73,7 @@ def test_rates_of_the_first_and_the_last_tenth() -> None:
     first = [made[f"{name}_first"] for name in summary.TENTH_FIELDS]
     last = [made[f"{name}_last"] for name in summary.TENTH_FIELDS]
     assert first == [0.0, 0.5, 0.0, 0.0, None]
-    assert last == [1.0, 1.0, 1.0, 0.5, 1.5]
+    assert last == pytest.approx([1.0, 1.0, 1.0, 0.5, 2**0.5])
 
 
 def test_a_run_without_rollouts_has_no_rates() -> None:
@@ -83,7 +83,8 @@ def test_a_run_without_rollouts_has_no_rates() -> None:
 def test_heldout_problems_are_shown_before_and_after() -> None:
     made = built([], heldout_before=[wrong(), wrong()], heldout_after=[wrong(), kernel("h", 3.0, 2.0)])
     assert (made["heldout_correct_rate_before"], made["heldout_correct_rate_after"]) == (0.0, 0.5)
-    assert (made["heldout_speedup_mean_before"], made["heldout_speedup_mean_after"]) == (None, 3.0)
+    assert made["heldout_speedup_mean_before"] is None
+    assert made["heldout_speedup_mean_after"] == pytest.approx(3.0)
     assert built([])["heldout_correct_rate_before"] is None
 
 

@@ -1,0 +1,41 @@
+"""Every choice that the configuration offers is one that the rooms below know."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from kbrl_async.building import backends
+from kbrl_async.config.schema import Config, DatasetBuilder
+from kbrl_async.learning.losses import find_loss
+from kbrl_async.prompts import TEMPLATES
+from kbrl_async.rewards.advantages import find_baseline
+from kbrl_async.rewards.presets import find_preset
+
+
+def choices(struct: type[Any], field: str) -> list[str]:
+    return list(get_args(get_type_hints(struct, include_extras=True)[field]))
+
+
+@pytest.mark.parametrize("name", choices(Config, "loss"))
+def test_every_loss_can_be_found(name: str) -> None:
+    assert callable(find_loss(name))
+
+
+@pytest.mark.parametrize("name", choices(Config, "advantage"))
+def test_every_baseline_can_be_found(name: str) -> None:
+    assert callable(find_baseline(name))
+
+
+@pytest.mark.parametrize("name", choices(DatasetBuilder, "reward_preset"))
+def test_every_reward_preset_can_be_found(name: str) -> None:
+    assert find_preset(name).weights
+
+
+def test_every_prompt_option_is_a_template() -> None:
+    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto"} == set(TEMPLATES)
+
+
+def test_every_backend_is_built_by_somebody() -> None:
+    assert set(choices(Config, "backend")) == set(backends())
