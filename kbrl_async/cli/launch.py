@@ -20,6 +20,7 @@ from honcho.manager import SYSTEM_PRINTER_NAME, Manager
 from honcho.printer import Message, Printer
 
 GRACE_S = 8.0
+START_POLL_S = 0.05
 INTERRUPTED = (130, 143)
 ERROR = "error: "
 """How a service begins the one line that says why it gives up."""
@@ -80,9 +81,14 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self._last_resort.daemon = True
 
     def terminate(self) -> None:
-        if not self._terminating:
-            super().terminate()
-            self._last_resort.start()
+        if self._terminating:
+            return
+        if not self._all_started():
+            # Ctrl-C in the first moment: honcho can't signal a process whose pid it has not been told yet.
+            threading.Timer(START_POLL_S, self.terminate).start()
+            return
+        super().terminate()
+        self._last_resort.start()
 
     def loop(self) -> None:
         super().loop()
