@@ -19,13 +19,16 @@ TINY = (
     "group_size=4",
     "eval_samples=1",
     "max_minutes=4",
-    "sft.max_seconds=12",
-    "sft.steps=60",
+    "sft.examples=4000",
+    "sft.max_seconds=60",
+    "sft.steps=300",
+    "sft.batch_tokens=1024",
+    "sft.lr=0.004",
     "sft.hidden_size=96",
     "sft.layers=2",
     "log_level=debug",
 )
-"""Twelve seconds of SFT: a policy whose kernels compile now and then, so that every stage has work."""
+"""Twenty seconds of SFT: a policy whose kernels compile now and then, so that every stage has work."""
 SERVICES = ("compile_farm", "timing_bench", "sampler", "reward_aggregator", "learner", "broker")
 
 

@@ -153,6 +153,8 @@ class Broker(msgspec.Struct, frozen=True, kw_only=True):
 class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """How the small policy is made on first use (model_name=small)."""
 
+    examples: AtLeastOne = 24_000
+    """Pairs of problem and answer that the corpus holds."""
     max_seconds: Positive = 105.0
     """Wall clock of the training."""
     steps: AtLeastOne = 360

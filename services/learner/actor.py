@@ -129,6 +129,7 @@ def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str |
         return config.model_name
     sft = config.sft
     options = SmallPolicyOptions(
+        examples=sft.examples,
         prompt_option=config.prompt_option,
         hidden_size=sft.hidden_size,
         layers=sft.layers,

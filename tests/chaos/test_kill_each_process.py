@@ -8,7 +8,7 @@ import pytest
 
 from tests.running import SERVICES, Run, assert_counters_add_up
 
-STEPS = 14
+STEPS = 8
 
 
 @pytest.mark.timeout(300)
