@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -69,11 +71,26 @@ def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     assert again.updates() == 5, f"{before} before the stop: an update was done twice or lost"
 
 
-def test_a_policy_folder_of_any_hugging_face_model_can_be_trained_with_lora(start_run: Start, policy_cache) -> None:  # type: ignore[no-untyped-def]
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
+    start_run: Start, policy_cache: Path
+) -> None:
     small = next(policy_cache.glob("small-*"), None)
     assert small is not None, "an earlier test of this module has made the small policy"
     run = start_run(
-        f"model_name={small}", "lora_rank=4", "dataset_builder.prompt_option=compact", "max_steps=2", "eval_samples=0"
+        f"model_name={small}",
+        "lora_rank=4",
+        "dataset_builder.prompt_option=compact",
+        "max_steps=2",
+        "eval_samples=0",
+        f"broker.submit=tcp://127.0.0.1:{free_port()}",
+        f"broker.work=tcp://127.0.0.1:{free_port()}",
     )
     assert run.wait(150) == 0, run.tail()
     newest = max((run.path / "policies").glob("policy-v*"), key=lambda path: int(path.name.removeprefix("policy-v")))
