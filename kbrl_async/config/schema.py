@@ -237,7 +237,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature; log-probs are those of this distribution."""
     seed: Count = 0
     """Seed of everything that is drawn, except the secret inputs of verification."""
-    max_steps: AtLeastOne = 30
+    max_steps: AtLeastOne = 20
     """Updates after which the run ends."""
     max_minutes: Positive | None = 3.4
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
