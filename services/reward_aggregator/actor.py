@@ -91,7 +91,7 @@ class Aggregator:
     def _scored(self, task: Task, frames: list[bytes]) -> None:
         scored = score(decode(frames), self._preset) if task.status == Status.OK else None
         if task.group_id in (BEFORE, AFTER):
-            stats = scored.stats if scored else None
+            stats = self._board.keep_kernel(scored) if scored else None
             self._commit([Evaluated(task.group_id, task.task_id, stats, self.now)], [])
             return
         if scored is None:

@@ -33,7 +33,11 @@ class Board:
         self._system = Writer(folder / "system") if settings.enabled else None
         self._tail = Tail(service.run_dir / "metrics" / "system.jsonl")
         self._samples: list[SystemSample] = []
-        self._best = {stats.problem_id: stats.speedup_lo or 0.0 for stats in campaign.rollouts if stats.file}
+        scored = [*campaign.rollouts, *campaign.heldout(BEFORE), *campaign.heldout(AFTER)]
+        self._best: dict[str, float] = {}
+        for stats in scored:
+            if stats.file:
+                self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
 
     def keep_kernel(self, scored: Scored) -> RolloutStats:
         """The rollout's statistics; with a file where its kernel is the fastest of its problem so far."""
