@@ -13,12 +13,11 @@ import msgspec
 
 from kbrl_async.config.schema import Config
 from kbrl_async.errors import ConfigError
+from protocols.sockets import MAX_IPC_PATH_BYTES
 
 SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "reward_aggregator")
 """Every service, in starting order."""
 SCALABLE = ("sampler", "compile_farm", "timing_bench")
-IPC_PATH_MAX = 107
-"""Longest path of a socket file that the operating system takes, in bytes."""
 
 
 class CpuLayout(msgspec.Struct, frozen=True):
@@ -89,7 +88,7 @@ def endpoints(config: Config, run_dir: Path) -> Endpoints:
     Pure: whoever binds makes the folder, which must be open to its owner only.
     """
     folder = run_dir.absolute() / "sockets"
-    if len(os.fsencode(folder / "submit")) > IPC_PATH_MAX:
+    if len(os.fsencode(folder / "submit")) > MAX_IPC_PATH_BYTES:
         digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"kbrl-{os.getuid()}" / digest
     return Endpoints(

@@ -42,7 +42,6 @@ class Broker:
         self._events: list[ev.Event] = [ev.Tick()]
         self.malformed = 0
         """Messages that were none and have been dropped."""
-        self._draining_until: float | None = None
         self._scheduled = False
 
     async def run(self, stop: asyncio.Event | None = None) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from kbrl_async.prompts import render_prompt
-from kbrl_async.rewards.events import Admitted, BatchMade, Change, Closed
+from kbrl_async.rewards.events import Admitted, BatchMade, Change
 from kbrl_async.rewards.groups import rollout_ids
 from kbrl_async.rewards.presets import find_preset
 from kbrl_async.telemetry.logs import bound
@@ -92,7 +92,9 @@ class Aggregator:
         scored = score(decode(frames), self._preset) if task.status == Status.OK else None
         if task.group_id in (BEFORE, AFTER):
             stats = self._board.keep_kernel(scored) if scored else None
-            self._commit([Evaluated(task.group_id, task.task_id, stats, self.now)], [])
+            evaluated = Evaluated(task.group_id, task.task_id, stats, self.now)
+            self._campaign.apply(evaluated)
+            self._journal.append([evaluated])
             return
         if scored is None:
             reason = task.status if task.status != Status.OK else "infra_error"
@@ -121,14 +123,8 @@ class Aggregator:
         for entry in more:
             self._campaign.apply(entry)
         self._campaign.note(change.event, change.closed)
-        self._commit([*more, change.event], change.closed, applied=True)
-
-    def _commit(self, entries: list[Entry], closed: list[Closed], *, applied: bool = False) -> None:
-        if not applied:
-            for entry in entries:
-                self._campaign.apply(entry)
-        self._journal.append(entries, [group.group_id for group in closed])
-        for group in closed:
+        self._journal.append([*more, change.event], [group.group_id for group in change.closed])
+        for group in change.closed:
             self._service.log.debug("group ended", group=group.group_id, outcome=group.outcome, reason=group.reason)
             self._submit(self._producer.retire(group.group_id))
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.rewards.events import Admitted, BatchMade, BatchTrained, Closed, Event, Lost
+from kbrl_async.rewards.events import Admitted, BatchMade, BatchTrained, Closed, Event
 from kbrl_async.rewards.events import Scored as BookScored
 from kbrl_async.rewards.groups import BookOptions, GroupBook
 from kbrl_async.telemetry.summary import RunCounters
@@ -194,7 +194,7 @@ def without_tokens(event: Event) -> Event:
 
 def group_of(entry: Entry) -> str:
     """The group that an entry's tokens belong to; empty for all entries that carry none."""
-    return entry.group_id if isinstance(entry, BookScored | Lost) else ""
+    return entry.group_id if isinstance(entry, BookScored) else ""
 
 
 def batch_frames(groups: Sequence[TrainGroup]) -> list[bytes]:

@@ -125,7 +125,8 @@ def test_cancelling_frees_the_row(model: torch.nn.Module, tokenizer: Any, publis
 def test_the_same_request_twice_gets_two_answers(model: torch.nn.Module, tokenizer: Any, publish: Publish) -> None:
     async def body(engine: TransformersEngine) -> None:
         await engine.load(*publish(0))
-        await asyncio.gather(*[engine.generate("same", "1 2", SamplingParams(max_tokens=5)) for _ in range(2)])
+        both = [engine.generate("same", "1 2", SamplingParams(max_tokens=5)) for _ in range(2)]
+        assert [answer.prompt_ids for answer in await asyncio.gather(*both)] == [[1, 2], [1, 2]]
 
     with_engine(model, tokenizer, body)
 
