@@ -88,14 +88,34 @@ def test_a_reference_that_fails_in_forward_is_a_problem_error(evaluate: Evaluate
         evaluate(NEW, problem=WEIGHTS.replace("return self.linear(x)", "raise ValueError('no')"))
 
 
-def test_a_dead_zygote_is_never_a_candidates_fault_and_the_next_call_works() -> None:
+def _kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> None:
     with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
         problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c")
         bench.evaluate(problem, candidate, {}, timing=False)
         assert zygote.pid is not None
-        os.kill(zygote.pid, signal.SIGKILL)
+        _kill_and_wait(zygote.pid)
+        assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK
+
+
+def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_the_next_call_works() -> None:
+    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        victims = [zygote.pid]
+
+        def kill_once() -> None:
+            if victims:
+                pid = victims.pop()
+                assert pid is not None
+                _kill_and_wait(pid)
+
         with pytest.raises(InfraError):
-            bench.evaluate(problem, candidate, {}, timing=False)
+            bench.evaluate(problem, candidate, {}, timing=True, tick=kill_once)
         assert bench.evaluate(problem, candidate, {}, timing=True).verdict.fault is Fault.OK
 
 
