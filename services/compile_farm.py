@@ -22,7 +22,7 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.config.layout import compile_slots
     from kbrl_async.telemetry.logs import bound
     from protocols.messages import Stage, Task
-    from protocols.records import Fault, Generation
+    from protocols.records import Fault, Generation, RolloutRequest
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
@@ -32,7 +32,7 @@ async def main(stop: asyncio.Event) -> None:
     cores = service.layout.compile
     options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores))
     loop = asyncio.get_running_loop()
-    generations = msgspec.msgpack.Decoder(Generation)
+    requests, generations = msgspec.msgpack.Decoder(RolloutRequest), msgspec.msgpack.Decoder(Generation)
 
     with (
         Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), options) as builder,
@@ -40,9 +40,10 @@ async def main(stop: asyncio.Event) -> None:
     ):
 
         async def build(task: Task, frames: list[bytes]) -> Outcome:
+            problem = requests.decode(frames[0]).problem
             candidate = generations.decode(frames[1]).candidate
             assert candidate is not None, "the sampler sends only answers with a candidate here"
-            report = await loop.run_in_executor(pool, builder.build, candidate)
+            report = await loop.run_in_executor(pool, builder.build, candidate, problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)

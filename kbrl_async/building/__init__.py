@@ -15,9 +15,10 @@ Invariants
 * A candidate's failure is a report and may be cached; the host's failure is an exception and never is (I4).
 """
 
-from kbrl_async.building.builder import Builder, BuildOptions
+from kbrl_async.building.builder import Builder
 from kbrl_async.building.registry import backend, backends
 from kbrl_async.building.static import static_check
 from kbrl_async.building.store import ArtifactStore
+from kbrl_async.building.workshop import BuildOptions
 
 __all__ = ["ArtifactStore", "BuildOptions", "Builder", "backend", "backends", "static_check"]

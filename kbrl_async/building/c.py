@@ -13,11 +13,13 @@ import re
 import shutil
 import subprocess
 
-from kbrl_async import launch
-from kbrl_async.building.backend import Diagnosis, Unit
+import msgspec
+
 from kbrl_async.building.tripwires import Program, parse
+from kbrl_async.building.workshop import Diagnosis, Workshop
 from kbrl_async.errors import MissingTool
-from protocols.records import BuildReport, Candidate, Fault
+from kbrl_async.launch import c as launch
+from protocols.records import BuildReport, Candidate, Fault, Problem
 
 HEADERS = frozenset(
     [
@@ -62,7 +64,6 @@ class CBackend:
     """See the module."""
 
     name = "c"
-    suffix = ".c"
 
     def check(self, candidate: Candidate) -> BuildReport | None:
         program = parse(candidate.source)
@@ -74,17 +75,37 @@ class CBackend:
                 return report
         return None
 
-    def units(self, candidate: Candidate) -> list[Unit]:
+    def missing(self) -> str:
+        return "" if shutil.which("gcc") else f"gcc is not installed: {launch.GCC_CURE}"
+
+    def build(self, candidate: Candidate, problem: Problem | None, workshop: Workshop) -> BuildReport:
         program = parse(candidate.source)
-        assert isinstance(program, Program), "units are asked for only after check"
-        sources = dict.fromkeys(source for source, _ in program.kernels)
-        return [Unit(launch.source_key(source), source) for source in sources]
+        assert isinstance(program, Program), "build is called only after check"
+        reports = []
+        for source in dict.fromkeys(source for source, _ in program.kernels):
+            report = self._unit(source, workshop)
+            if report.fault is not Fault.OK:
+                return report
+            reports.append(report)
+        artifacts = {key: address for report in reports for key, address in report.artifacts.items()}
+        cached = all(report.cached for report in reports)
+        return msgspec.structs.replace(reports[-1], artifacts=artifacts, cached=cached)
 
-    def toolchain(self) -> str:
-        return _toolchain()
+    def _unit(self, source: str, workshop: Workshop) -> BuildReport:
+        toolchain, key = _toolchain(), launch.source_key(source)
 
-    def command(self, source: str, target: str) -> list[str]:
-        return [_gcc(), *launch.C_FLAGS, "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
+        def compile_() -> tuple[BuildReport, bool]:
+            with workshop.folder() as folder:
+                (folder / "kernel.c").write_text(source)
+                run = workshop.run(_command("kernel.c", "kernel.so"), folder)
+                if run.status == 0:
+                    report = BuildReport(Fault.OK, {key: workshop.store.put((folder / "kernel.so").read_bytes())})
+                else:
+                    report = workshop.failure(run, self.diagnose)
+            report = msgspec.structs.replace(report, toolchain=toolchain, isolation=run.isolation)
+            return report, run.is_deterministic
+
+        return workshop.cached(self.name, toolchain, key, make=compile_)
 
     def diagnose(self, output: str) -> Diagnosis:
         lines = [line for line in output.splitlines() if "error" in line or "undefined" in line]
@@ -94,6 +115,10 @@ class CBackend:
             "Fix the first error; others may follow from it.",
         )
         return Diagnosis(text[:_MAX_TEXT], hint)
+
+
+def _command(source: str, target: str) -> list[str]:
+    return [_gcc(), *launch.C_FLAGS, "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
 
 
 def _clean(line: str) -> str:

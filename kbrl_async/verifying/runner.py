@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kbrl_async import launch
+from kbrl_async.launch import c as launch
 from kbrl_async.sandbox import Isolation
 from kbrl_async.verifying import values, wire
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async import launch
 from kbrl_async.building import ArtifactStore, Builder, BuildOptions
 from kbrl_async.building import c as c_backend
-from kbrl_async.building.backend import Unit
-from kbrl_async.building.registry import backend
+from kbrl_async.building.workshop import Diagnosis, ToolRun, Workshop
 from kbrl_async.errors import DiskFull, MissingTool
+from kbrl_async.launch import c as launch
 from protocols.records import Candidate, Fault
 
 Make = Callable[..., Candidate]
@@ -68,9 +67,16 @@ def test_the_compiler_itself_can_not_read_outside(builder: Builder, tmp_path: Pa
     secret = tmp_path / "secret.h"
     secret.write_text("int secret;")
     tmp_path.chmod(0o755)
-    unit = Unit("key", f'#include "{secret}"\nint f(void) {{ return secret; }}')
-    report, _ = builder._compile(backend("c"), unit)
-    assert report.fault is Fault.COMPILE_ERROR
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "kernel.c").write_text(f'#include "{secret}"\nint f(void) {{ return secret; }}')
+    workshop = Workshop(ArtifactStore(tmp_path / "store"), BuildOptions())
+    try:
+        run = workshop.run(c_backend._command("kernel.c", "kernel.so"), folder)
+    finally:
+        workshop.close()
+    assert run.status not in (0, None)
+    assert "ermission" in run.output
 
 
 def test_a_missing_compiler_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, candidate: Make) -> None:
@@ -84,20 +90,14 @@ def test_a_missing_compiler_names_its_package(monkeypatch: pytest.MonkeyPatch, t
 def test_a_full_disk_is_the_hosts_fault_and_not_cached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, candidate: Make
 ) -> None:
-    with Builder(ArtifactStore(tmp_path)) as builder:
-        full = "kernel.c: fatal error: error writing to x.o: No space left on device"
-        monkeypatch.setattr(Path, "read_bytes", _raise_no_space)
-        with pytest.raises(DiskFull):
-            builder._failure(backend("c"), 1, _with_output(tmp_path, full))
-
-
-def _raise_no_space(self: Path) -> bytes:
-    raise OSError(28, "No space left on device")
-
-
-def _with_output(folder: Path, text: str) -> Path:
-    (folder / "output.txt").write_text(text)
-    return folder
+    store = ArtifactStore(tmp_path)
+    full = "kernel.c: fatal error: error writing to x.o: No space left on device"
+    with pytest.raises(DiskFull):
+        Workshop(store, BuildOptions()).failure(ToolRun(1, full, "full", 1.0), Diagnosis)
+    monkeypatch.setattr(Workshop, "run", lambda *_, **__: ToolRun(1, full, "full", 1.0))
+    with Builder(store) as builder, pytest.raises(DiskFull):
+        builder.build(candidate())
+    assert not list((tmp_path / "keys").rglob("*.json"))
 
 
 def test_fast_math_before_the_header_gives_vector_functions(builder: Builder, candidate: Make) -> None:

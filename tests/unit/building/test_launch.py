@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kbrl_async.errors import MissingTool
-from kbrl_async.launch import c_kernel, parameters
+from kbrl_async.launch import c_kernel
+from kbrl_async.launch.c import parameters
 
 SOURCE = """
 void scale(const float *x, float *y, long n, float factor) { for (long i = 0; i < n; i++) y[i] = x[i] * factor; }

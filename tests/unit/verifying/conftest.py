@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async import launch
 from kbrl_async.building import ArtifactStore, Builder
+from kbrl_async.launch import c as launch
 from kbrl_async.sandbox import Limits, Zygote
 from kbrl_async.verifying import Bench, BenchOptions
 from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
