@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kbrl_async.errors import MissingTool
+from kbrl_async.launch.proof import RECORDER
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,8 @@ class CKernel:
         if plan is None:
             plan = self._plan(args)
             self._plans[kinds] = plan
-        self._function(*[convert(arg) for convert, arg in zip(plan, args, strict=True)])
+        values = [convert(arg) for convert, arg in zip(plan, args, strict=True)]
+        RECORDER.call(self.name, self._function, *values)
 
     def _plan(self, args: tuple[Any, ...]) -> list[Callable[[Any], Any]]:
         declared = self._declared

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kbrl_async.launch import c as launch
+from kbrl_async import launch
 from kbrl_async.sandbox import Isolation
 from kbrl_async.verifying import values, wire
 
@@ -72,7 +72,7 @@ class _Runner:
         self.copy_to = -1
         self.arena: mmap.mmap | None = None
         self.double: torch.nn.Module | None = None
-        launch.register(setup.artifacts)
+        launch.prepare(setup.artifacts, "cpu")
         self.module = _load(setup.source)
         _seed(setup.seed)
         init = self._init(setup)
