@@ -62,6 +62,7 @@ class TaskRow(msgspec.Struct, frozen=True):
     """Place in its queue: lower goes first."""
     leased: bool = False
     """Somebody may work on it: after a restart it waits for one lease before it is given away again."""
+    needs: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -39,6 +39,12 @@ KINDS: dict[int, type[messages.Message]] = {
     12: messages.SubmitAck,
     13: messages.Busy,
     14: messages.Retire,
+    15: messages.QuietRequest,
+    16: messages.QuietGrant,
+    17: messages.QuietDone,
+    18: messages.Pause,
+    19: messages.Paused,
+    20: messages.Resume,
 }
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -6,17 +6,18 @@ still holds. `WorkerPool` hands out free workers in turn: a worker that just got
 Invariants
 * A task has at most one live lease; a worker never more leases than `min(slots, credit)`.
 * A suspect worker keeps its leases but gets no new ones.
+* A worker gets only what it covers: tasks that need nothing, and those whose need is among its backends.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from protocols.events import TaskRow
-from protocols.messages import Load, Status
+from protocols.messages import BACKENDS, Load, Status
 
 
 def lease_id(epoch: int, number: int, stage: str, task_id: str) -> str:
@@ -48,6 +49,8 @@ class LiveTask(msgspec.Struct, eq=False):
     """Workers that refused it at this stage."""
     fenced: frozenset[str] = frozenset()
     """Leases of this stage whose results are refused."""
+    needs: str = ""
+    """The capability that a worker must have for it; empty: none."""
 
     def row(self) -> TaskRow:
         leased = self.lease is not None or self.grace_until is not None
@@ -62,6 +65,7 @@ class LiveTask(msgspec.Struct, eq=False):
             self.losses,
             self.order,
             leased,
+            self.needs,
         )
 
 
@@ -84,10 +88,21 @@ class Worker(msgspec.Struct, eq=False):
     suspect: bool = False
     leases: dict[str, Lease] = msgspec.field(default_factory=dict)
     load: Load = msgspec.field(default_factory=Load)
+    backends: frozenset[str] | None = None
+    """None: it takes anything."""
 
     @property
     def free(self) -> int:
         return min(self.slots, self.credit) - len(self.leases)
+
+    def covers(self, needs: str) -> bool:
+        return not needs or self.backends is None or needs in self.backends
+
+
+def backends_of(caps: Mapping[str, str]) -> frozenset[str] | None:
+    """What a Hello says about `BACKENDS`; None where it says nothing."""
+    listed = caps.get(BACKENDS)
+    return None if listed is None else frozenset(name.strip() for name in listed.split(",") if name.strip())
 
 
 class WorkerPool:
@@ -125,22 +140,28 @@ class WorkerPool:
             elif worker.worker_id not in line:
                 line[worker.worker_id] = worker
 
-    def has_free(self, stage: str) -> bool:
-        return bool(self._line[stage])
+    def has_free(self, stage: str, needs: str = "") -> bool:
+        return any(worker.covers(needs) for worker in self._line[stage].values())
+
+    def is_served(self, stage: str, needs: str) -> bool:
+        """False where workers serve the stage and none of them can do this; where none has come yet, one may."""
+        serving = [worker for worker in self.by_id.values() if stage in worker.stages]
+        return not serving or any(worker.covers(needs) for worker in serving)
 
     def take(self, task: LiveTask) -> Worker | None:
-        """The next worker in line for the task; one that refused it only where nobody else serves the stage."""
-        line = self._line[task.stage]
-        if not task.excluded:
-            return next(iter(line.values()), None)
-        for worker in line.values():
+        """The next able worker in line; one that refused the task only where nobody else could do it."""
+        able = [worker for worker in self._line[task.stage].values() if worker.covers(task.needs)]
+        for worker in able:
             if worker.worker_id not in task.excluded:
                 return worker
-        return None if self._has_other(task) else next(iter(line.values()), None)
+        return None if not able or self._has_other(task) else able[0]
 
     def _has_other(self, task: LiveTask) -> bool:
         return any(
-            task.stage in worker.stages and not worker.suspect and worker.worker_id not in task.excluded
+            task.stage in worker.stages
+            and worker.covers(task.needs)
+            and not worker.suspect
+            and worker.worker_id not in task.excluded
             for worker in self.by_id.values()
         )
 

@@ -6,7 +6,8 @@ One task, from submission to its end::
     (unknown) ──────▶ queued at a stage ──────▶ leased ────────────────────────────────▶ ended
                         ▲  ▲   │  ▲               │ │                                      ▲
                         │  │   │  └─ lost, Nack ──┘ │                                      │
-                        │  │   └ too old: score     └─ Result, next stage: its queue       │
+                        │  │   └ too old, or nobody └─ Result, next stage: its queue       │
+                        │  │     can do it: score                                          │
                         │  └── grace after a restart, unless a worker still holds it       │
                         └ third loss: score (train: trained), status worker_lost   Retire ─┘
 
@@ -14,6 +15,7 @@ Invariants, held after every event (tests/protocol/test_ledger_properties.py)
 * I1: a submitted task ends once, each stage accepts one result, `submitted == finished + live`.
 * I2: nothing is dispatched to `compile` or `bench` when `policy_version - version > max_lag`.
 * I4: what a worker refuses or loses is tried again, and ends as `worker_lost`, never as a result.
+* A worker gets only what its capabilities cover, and what nobody can do holds nothing else up.
 * Back-pressure meets new submissions only; the hand-over from stage to stage is never refused.
 
 Example::
@@ -29,15 +31,18 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
 from protocols import events as ev
 from protocols import messages as msg
-from protocols.leases import Fence, Lease, LiveTask, Worker, WorkerPool, lease_id, parse_lease_id
+from protocols.leases import Fence, Lease, LiveTask, Worker, WorkerPool, backends_of, lease_id, parse_lease_id
 from protocols.limits import COUNTERS, LedgerOptions, StageOptions
 from protocols.messages import Stage, Status
 from protocols.queues import STAGES, Ended, TaskTable
+from protocols.quiet import QuietDesk, Sends
+from protocols.standing import standing, unserved
 
 __all__ = ["Ledger", "LedgerOptions", "StageOptions"]
 
@@ -47,6 +52,18 @@ _AGED_STAGES = frozenset({Stage.COMPILE, Stage.BENCH})
 _MAX_PASSED_OVER = 32
 """Tasks that a free worker has refused and that are passed over in one search. A worker that refuses everything
 therefore gets nothing more once so many tasks wait for somebody else, which bounds both the search and the harm."""
+
+
+_FROM_WORKERS = (
+    msg.Hello,
+    msg.Beat,
+    msg.Result,
+    msg.Nack,
+    msg.Bye,
+    msg.QuietRequest,
+    msg.QuietDone,
+    msg.Paused,
+)
 
 
 class Ledger:
@@ -59,8 +76,11 @@ class Ledger:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.tasks = TaskTable(self.options.finished_limit)
         self.pool = WorkerPool(STAGES)
+        self.quiet = QuietDesk(self.options.quiet)
         self._stages = {stage: self.options.stage(stage) for stage in STAGES}
         self._fence = Fence()
+        self.unserved: dict[tuple[str, str], float] = {}
+        """Stage and need for which there are workers but none that can do it, and since when."""
         self._next_lease = 1
         self._draining = False
         self._now = 0.0
@@ -81,6 +101,9 @@ class Ledger:
             msg.Result: self._result,
             msg.Nack: self._nack,
             msg.Bye: self._bye,
+            msg.QuietRequest: self._quiet_message(self.quiet.request),
+            msg.QuietDone: self._quiet_message(self.quiet.done),
+            msg.Paused: self._quiet_message(self.quiet.paused),
         }
 
     def restore(self, snapshot: ev.Snapshot, now: float) -> None:
@@ -113,7 +136,7 @@ class Ledger:
             if worker.suspect:
                 worker.suspect = False
                 self.pool.refresh(worker)
-        if isinstance(event.message, msg.Hello | msg.Beat | msg.Result | msg.Nack | msg.Bye):
+        if isinstance(event.message, _FROM_WORKERS):
             self._on_message[type(event.message)](event.route, event.message)
 
     def _tick(self, _: ev.Tick) -> None:
@@ -123,10 +146,12 @@ class Ledger:
             if silent_s > self.options.missed_beats * heartbeat_s:
                 self._suspect(worker)
             if not worker.leases and silent_s > 60 * heartbeat_s:
-                self.pool.remove(worker)
+                self._remove(worker)
                 continue
             self._send(worker, msg.Beat(0, epoch=self.epoch))
         self._expire()
+        self._end_unserved()
+        self._say(self.quiet.tick(self._now))
 
     def _expire(self) -> None:
         due = [lease for lease in self._leases() if lease.expires_at <= self._now]
@@ -137,6 +162,19 @@ class Ledger:
             self.tasks.take_out(task)
             self.tasks.give_back(task)
             self._out.append(ev.Update(task.row()))
+
+    def _end_unserved(self) -> None:
+        """Notice what nobody can do, and end what has waited for it too long."""
+        lanes = {(stage, needs) for stage, queue in self.tasks.queues.items() for needs in queue.lanes}
+        unserved = {key for key in lanes if not self.pool.is_served(*key)}
+        self.unserved = {key: self.unserved.get(key, self._now) for key in sorted(unserved)}
+        limit_s = self.options.no_worker_s
+        for (stage, needs), since in self.unserved.items():
+            waiting = self.tasks.queues[stage].lanes[needs].values()
+            for task in [task for task in waiting if max(since, task.entered_at) + limit_s <= self._now]:
+                self.counters["unserved"] += 1
+                self.tasks.take_out(task)
+                self._give_up(task, Status.NO_WORKER)
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         worker = self.pool.by_route.get(event.route)
@@ -150,6 +188,7 @@ class Ledger:
 
     def _start_drain(self, event: ev.StartDrain) -> None:
         self._draining = True
+        self._say(self.quiet.drain(self._now))
         for worker in self.pool.by_id.values():
             self._send(worker, msg.Drain(event.reason))
 
@@ -159,7 +198,7 @@ class Ledger:
         reply: msg.Message
         if self.tasks.knows(submit):
             reply = msg.SubmitAck(submit.task_id, duplicate=True)
-        elif self._is_full(submit.stage):
+        elif self._is_full(submit.stage, submit.needs):
             self.counters["busy"] += 1
             reply = msg.Busy(submit.task_id, self.options.busy_retry_s)
         else:
@@ -168,11 +207,11 @@ class Ledger:
             reply = msg.SubmitAck(submit.task_id)
         self._out.append(ev.ToProducer(route, reply))
 
-    def _is_full(self, stage: str) -> bool:
+    def _is_full(self, stage: str, needs: str) -> bool:
         """A stage that does not exist is always full: the producer checks its name, so this is another version."""
         if self._draining or stage not in self._stages:
             return True
-        return len(self.tasks.queues[stage]) >= self._stages[stage].queue_limit
+        return self.tasks.queues[stage].waiting(needs) >= self._stages[stage].queue_limit
 
     def _retire(self, route: bytes, retire: msg.Retire) -> None:
         for task_id in self.tasks.group(retire.group_id):
@@ -208,6 +247,7 @@ class Ledger:
             self._send(worker, msg.Drain("broker drains"))
         if hello.policy_version > self.policy_version:
             self._set_policy(hello.policy_version)
+        self._say(self.quiet.hello(hello.worker_id, hello.caps, self._now))
 
     def _introduce(self, route: bytes, hello: msg.Hello) -> Worker:
         stages = tuple(stage for stage in hello.stages if stage in self._stages)
@@ -222,7 +262,15 @@ class Ledger:
         if other is not None:
             self._remove(other)
         worker = Worker(
-            hello.worker_id, hello.incarnation, route, stages, hello.slots, hello.slots, self._now, leases=leases
+            hello.worker_id,
+            hello.incarnation,
+            route,
+            stages,
+            hello.slots,
+            hello.slots,
+            self._now,
+            leases=leases,
+            backends=backends_of(hello.caps),
         )
         for lease in leases.values():
             lease.worker = worker
@@ -331,7 +379,15 @@ class Ledger:
         for lease in list(worker.leases.values()):
             self.pool.release(lease)
             self._requeue(lease.task)
-        self.pool.remove(worker)
+        self._remove(worker)
+
+    def _quiet_message(self, handle: Callable[[str, Any, float], Sends]) -> Callable[[bytes, Any], None]:
+        def on_message(route: bytes, message: Any) -> None:
+            worker = self.pool.by_route.get(route)
+            if worker is not None:
+                self._say(handle(worker.worker_id, message, self._now))
+
+        return on_message
 
     # ── the ways of a task and of a worker ────────────────────────────────────────────────────────────────────
 
@@ -339,11 +395,9 @@ class Ledger:
         """Lease what can be leased, late stages first; True where an old task has moved on and needs another look."""
         moved = False
         for stage in _DRAIN_FIRST:
-            queue = self.tasks.queues[stage]
             passed_over: list[LiveTask] = []
-            while queue and self.pool.has_free(stage) and len(passed_over) < _MAX_PASSED_OVER:
-                task = next(iter(queue.values()))
-                del queue[task.task_id]
+            while len(passed_over) < _MAX_PASSED_OVER and (task := self._next_task(stage)) is not None:
+                self.tasks.take_out(task)
                 if self._is_stale(task):
                     moved = True
                     self.counters["stale"] += 1
@@ -355,6 +409,11 @@ class Ledger:
             for task in reversed(passed_over):
                 self.tasks.give_back(task)
         return moved
+
+    def _next_task(self, stage: str) -> LiveTask | None:
+        """The oldest task among those that some free worker can do."""
+        queue = self.tasks.queues[stage]
+        return queue.oldest(needs for needs in queue.lanes if self.pool.has_free(stage, needs))
 
     def _is_stale(self, task: LiveTask) -> bool:
         if task.stage not in _AGED_STAGES or task.max_lag < 0 or task.version < 0:
@@ -400,10 +459,12 @@ class Ledger:
         limit = self._stages[task.stage].max_losses
         if limit is not None and task.losses >= limit:
             self.counters["poisoned"] += 1
-            after = Stage.TRAINED if task.stage == Stage.TRAIN else Stage.SCORE
-            self._divert(task, after, Status.WORKER_LOST)
+            self._give_up(task, Status.WORKER_LOST)
         else:
             self._requeue(task)
+
+    def _give_up(self, task: LiveTask, status: str) -> None:
+        self._divert(task, Stage.TRAINED if task.stage == Stage.TRAIN else Stage.SCORE, status)
 
     def _requeue(self, task: LiveTask) -> None:
         self.tasks.give_back(task)
@@ -423,6 +484,7 @@ class Ledger:
     def _remove(self, worker: Worker, *, fenced: bool = False) -> None:
         """The worker is gone: its leases are lost, and where it was replaced their results are refused for good."""
         self.pool.remove(worker)
+        self._say(self.quiet.gone(worker.worker_id, self._now))
         for lease in sorted(worker.leases.values(), key=lambda lease: -lease.task.order):
             self._lose(lease)
             if fenced:
@@ -439,6 +501,12 @@ class Ledger:
     def _send(self, worker: Worker, message: msg.Message) -> None:
         self._out.append(ev.ToWorker(worker.route, message))
 
+    def _say(self, sends: Sends) -> None:
+        for worker_id, message in sends:
+            worker = self.pool.by_id.get(worker_id)
+            if worker is not None:
+                self._send(worker, message)
+
     def _leases(self) -> list[Lease]:
         return [lease for worker in self.pool.by_id.values() for lease in worker.leases.values()]
 
@@ -446,24 +514,10 @@ class Ledger:
 
     def stats(self, now: float) -> dict[str, object]:
         """Depths, ages, counters and workers, as written to `metrics/system.jsonl`."""
-        fronts = {stage: next(iter(queue.values()), None) for stage, queue in self.tasks.queues.items()}
-        in_flight = dict.fromkeys(STAGES, 0)
-        for task in self.tasks:
-            in_flight[task.stage] += task.lease is not None or task.grace_until is not None
         return {
             "policy_version": self.policy_version,
-            "queues": {stage: len(queue) for stage, queue in self.tasks.queues.items()},
-            "in_flight": in_flight,
-            "oldest_s": {stage: round(now - task.entered_at, 3) if task else 0.0 for stage, task in fronts.items()},
+            **standing(self.tasks, self.pool, now),
             "counters": {**self.counters, "live": len(self.tasks.live)},
-            "workers": {worker.worker_id: _describe(worker) for worker in self.pool.by_id.values()},
+            "unserved": unserved(self.unserved, self.tasks, now),
+            "quiet": self.quiet.stats(now),
         }
-
-
-def _describe(worker: Worker) -> dict[str, object]:
-    return {
-        "stages": list(worker.stages),
-        **msgspec.structs.asdict(worker.load),
-        "leases": len(worker.leases),
-        "suspect": worker.suspect,
-    }

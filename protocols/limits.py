@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from protocols.quiet import QuietOptions
+
 
 class StageOptions(msgspec.Struct, frozen=True):
     ttl_s: float = 30.0
@@ -18,12 +20,15 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     heartbeat_s: float = 1.0
     missed_beats: int = 3
     """Beats that a worker may miss before it is suspected and gets nothing new."""
+    no_worker_s: float = 300.0
+    """How long a task waits at a stage whose workers all lack what it needs, before it ends as `no_worker`."""
     busy_retry_s: float = 0.5
     finished_limit: int = 100_000
     generate: StageOptions = StageOptions(ttl_s=60.0)
     compile: StageOptions = StageOptions(ttl_s=60.0)
     bench: StageOptions = StageOptions(ttl_s=30.0)
     score: StageOptions = StageOptions(max_losses=None)
+    quiet: QuietOptions = QuietOptions()
     train: StageOptions = StageOptions(ttl_s=60.0)
     trained: StageOptions = StageOptions(max_losses=None)
 
@@ -53,4 +58,5 @@ COUNTERS = (
     "revoked",
     "retired",
     "busy",
+    "unserved",
 )

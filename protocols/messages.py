@@ -5,6 +5,7 @@ passes payload frames on untouched. Worker and producer connect with a DEALER to
 
     producer ─ Submit ─────────▶ broker        worker ─ Hello/Beat/Result/Nack/Bye ─▶ broker
     producer ◀ SubmitAck/Busy ── broker        worker ◀ Welcome/Task/Ack/Revoke/Drain ─ broker
+    bench ◀ QuietRequest/Grant/Done ▶ broker   holder ◀ Pause/Paused/Resume ▶ broker        (see `quiet`)
 
 Invariants
 * `array_like` and append-only: a new field has a default and stands last, so that old and new peers understand each
@@ -17,6 +18,13 @@ from __future__ import annotations
 import enum
 
 import msgspec
+
+BACKENDS = "backends"
+"""Key of `Hello.caps`: the backends that the worker can do, joined by commas. A worker without it takes anything."""
+
+
+SHARES = "shares"
+"""Key of `Hello.caps`: resources (such as a host's GPU) that the worker loads and can leave in peace for a while."""
 
 
 class Stage(enum.StrEnum):
@@ -36,6 +44,8 @@ class Status(enum.StrEnum):
     OK = "ok"
     WORKER_LOST = "worker_lost"
     STALE = "stale"
+    NO_WORKER = "no_worker"
+    """Workers serve the stage, and none of them can do what this task needs."""
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
@@ -63,6 +73,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     held: list[str] = msgspec.field(default_factory=list)
     """Lease ids whose work runs or whose result waits for its `Ack`."""
     caps: dict[str, str] = msgspec.field(default_factory=dict)
+    """What this worker can do; see `BACKENDS` and `SHARES`."""
     policy_version: int = -1
     """The learner says here which version it has; others leave −1."""
 
@@ -151,6 +162,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True):
     group_id: str = ""
     max_lag: int = -1
     """Allowed policy lag between generation and dispatch (I2); −1: no limit."""
+    needs: str = ""
+    """The backend that workers must offer under `BACKENDS` to get this task, at every stage; empty: any worker."""
 
 
 class SubmitAck(msgspec.Struct, array_like=True, frozen=True):
@@ -173,6 +186,65 @@ class Retire(msgspec.Struct, array_like=True, frozen=True):
     group_id: str
 
 
+class QuietRequest(msgspec.Struct, array_like=True, frozen=True):
+    """From a bench: let me have `resource` to myself. Repeated until its grant has come."""
+
+    request_id: str
+    resource: str
+    length_s: float
+
+
+class QuietGrant(msgspec.Struct, array_like=True, frozen=True):
+    """To the bench: for `length_s` nobody else works on the resource, but those in `missing`, who did not answer."""
+
+    request_id: str
+    resource: str
+    length_s: float
+    waited_s: float = 0.0
+    missing: list[str] = msgspec.field(default_factory=list)
+
+
+class QuietDone(msgspec.Struct, array_like=True, frozen=True):
+    """From the bench: the window may end; also: I wait no longer."""
+
+    request_id: str
+
+
+class Pause(msgspec.Struct, array_like=True, frozen=True):
+    """To a worker that shares `resource`: begin no further step, say `Paused`; go on by yourself after `length_s`."""
+
+    window_id: str
+    resource: str
+    length_s: float
+
+
+class Paused(msgspec.Struct, array_like=True, frozen=True):
+    window_id: str
+
+
+class Resume(msgspec.Struct, array_like=True, frozen=True):
+    window_id: str
+
+
 Message = (
-    Hello | Welcome | Beat | Task | Result | Ack | Revoke | Nack | Drain | Bye | Submit | SubmitAck | Busy | Retire
+    Hello
+    | Welcome
+    | Beat
+    | Task
+    | Result
+    | Ack
+    | Revoke
+    | Nack
+    | Drain
+    | Bye
+    | Submit
+    | SubmitAck
+    | Busy
+    | Retire
+    | QuietRequest
+    | QuietGrant
+    | QuietDone
+    | Pause
+    | Paused
+    | Resume
 )

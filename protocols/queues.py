@@ -3,13 +3,14 @@
 Invariants
 * A live task is in exactly one place: its stage's queue, a lease, or in grace after a restart.
 * A queue is first in, first out by the time a task entered the stage; a task that is given back goes to the front.
+* Tasks of different needs wait in lanes of their own, so that one that nobody can do stands in nobody's way.
 * Ended ids are remembered up to a limit, oldest forgotten first (I10); a retired group is forgotten at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -30,13 +31,49 @@ def _tombstone(group_id: str) -> str:
     return f"retired group {group_id}"
 
 
+class StageQueue:
+    """Tasks that wait at one stage, in a lane for each need; the oldest of several lanes' heads goes first."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, OrderedDict[str, LiveTask]] = {}
+        """By need; a lane exists while it holds something."""
+
+    def add(self, task: LiveTask, *, front: bool = False) -> None:
+        lane = self.lanes.setdefault(task.needs, OrderedDict())
+        lane[task.task_id] = task
+        if front:
+            lane.move_to_end(task.task_id, last=False)
+
+    def discard(self, task: LiveTask) -> None:
+        lane = self.lanes.get(task.needs)
+        if lane is not None and lane.pop(task.task_id, None) is not None and not lane:
+            del self.lanes[task.needs]
+
+    def oldest(self, needs: Iterable[str] | None = None) -> LiveTask | None:
+        """The head that has waited longest, among these lanes or all."""
+        lanes = self.lanes.values() if needs is None else [self.lanes[n] for n in needs if n in self.lanes]
+        return min((next(iter(lane.values())) for lane in lanes), key=lambda task: task.order, default=None)
+
+    def waiting(self, needs: str) -> int:
+        return len(self.lanes.get(needs, ()))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lanes.values()))
+
+    def __iter__(self) -> Iterator[str]:
+        return (task_id for lane in self.lanes.values() for task_id in lane)
+
+    def __contains__(self, task_id: object) -> bool:
+        return any(task_id in lane for lane in self.lanes.values())
+
+
 class TaskTable:
     """Live tasks by id, queue and group, and the memory of ended ones."""
 
     def __init__(self, finished_limit: int) -> None:
         self.live: dict[str, LiveTask] = {}
         self.ended: OrderedDict[str, Ended] = OrderedDict()
-        self.queues: dict[str, OrderedDict[str, LiveTask]] = {stage: OrderedDict() for stage in STAGES}
+        self.queues: dict[str, StageQueue] = {stage: StageQueue() for stage in STAGES}
         self.grace: dict[str, LiveTask] = {}
         self._groups: dict[str, dict[str, None]] = {}
         self._finished_limit = finished_limit
@@ -48,7 +85,9 @@ class TaskTable:
         return submit.task_id in self.live or submit.task_id in self.ended or _tombstone(submit.group_id) in self.ended
 
     def add(self, submit: Submit, now: float) -> LiveTask:
-        task = LiveTask(self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_lag)
+        task = LiveTask(
+            self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_lag, needs=submit.needs
+        )
         self._next_seq += 1
         self.live[task.task_id] = task
         self._index(task.group_id, task.task_id)
@@ -63,17 +102,15 @@ class TaskTable:
         self._next_order += 1
         task.losses = 0
         task.excluded = task.fenced = frozenset()
-        self.queues[stage][task.task_id] = task
+        self.queues[stage].add(task)
 
     def give_back(self, task: LiveTask) -> None:
         """Queue the task, which is nowhere else, in front of its stage."""
-        queue = self.queues[task.stage]
-        queue[task.task_id] = task
-        queue.move_to_end(task.task_id, last=False)
+        self.queues[task.stage].add(task, front=True)
 
     def take_out(self, task: LiveTask) -> None:
         """Remove the task from its queue or from grace; a leased one is in neither."""
-        self.queues[task.stage].pop(task.task_id, None)
+        self.queues[task.stage].discard(task)
         if task.grace_until is not None:
             task.grace_until = None
             del self.grace[task.task_id]
@@ -135,13 +172,14 @@ class TaskTable:
             row.losses,
             row.order,
             now,
+            needs=row.needs,
         )
         self.live[task.task_id] = task
         if row.leased:
             task.grace_until = now + grace_s
             self.grace[task.task_id] = task
         else:
-            self.queues[task.stage][task.task_id] = task
+            self.queues[task.stage].add(task)
 
     def _index(self, group_id: str, task_id: str) -> None:
         if group_id:

@@ -71,6 +71,8 @@ class Problem(msgspec.Struct, frozen=True, tag="problem"):
     """0 (easy) … 1 (hard)."""
     split: str = "train"
     """`"train"` or `"heldout"`."""
+    flags: tuple[str, ...] = ()
+    """What an audit holds against it, as `zeros` or `random`; empty: nothing, or never audited."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, tag="sampling_params"):
@@ -96,6 +98,12 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     turn: int = 0
     admitted_version: int = 0
     admitted_at: float = 0.0
+    role: str = "solver"
+    """What is asked for: a kernel (`solver`, `corrector`), or what will become of one (`verifier`)."""
+    examples: tuple[str, ...] = ()
+    """Names of the retrieved examples in the prompt, best first."""
+    index_version: str = ""
+    """Content of the index that they are from."""
 
 
 class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
@@ -124,6 +132,15 @@ class Generation(msgspec.Struct, frozen=True, tag="generation"):
     finished_at: float = 0.0
 
 
+class StageReport(msgspec.Struct, frozen=True, tag="stage_report"):
+    """One step of the funnel format → static → compile → small_inputs → full_inputs → timing, as it ended."""
+
+    name: str
+    fault: Fault
+    seconds: float
+    detail: str = ""
+
+
 class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """Frame 2: static check and compilation. `artifacts` maps a unit's source hash to its content address."""
 
@@ -140,6 +157,10 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     worker_id: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0
+    stages: tuple[StageReport, ...] = ()
+    """`static` and `compile`."""
+    kernels: list[str] = msgspec.field(default_factory=list)
+    """Names of the kernels that were compiled."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
@@ -159,6 +180,10 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     isolation: str = "none"
     """`"full"`, `"reduced"` or `"none"`; what is missing is in `isolation_missing`."""
     isolation_missing: list[str] = msgspec.field(default_factory=list)
+    kernelbench: bool | None = None
+    """What KernelBench's own comparison says of the nominal inputs; None where it never came to that."""
+    tolerance_note: str = ""
+    """How the tolerance was chosen, in words."""
 
 
 class Timing(msgspec.Struct, frozen=True, tag="timing"):
@@ -173,12 +198,22 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     confidence: float = 0.95
     method: str = ""
     stopped: str = ""
-    """Why sampling stopped: `"resolved"`, `"decided"`, `"cap"`."""
+    """Why sampling stopped: `"resolved"`, `"decided"`, `"cap"`; `"disturbed"`: others had the core most of the time."""
     hardware: str = ""
     clock_mhz: float | None = None
     throttle: list[str] = msgspec.field(default_factory=list)
     load: float | None = None
     """Share of the pinned core that others used while timing (0 … 1)."""
+    resolution: float = 0.0
+    """Share by which the interval was widened on both sides: what the bench can't tell apart at this length."""
+    rejected: int = 0
+    """Pairs set aside because others disturbed them or the clock was low."""
+    spent_s: float = 0.0
+    """Exclusive time of the bench that this measurement took."""
+    roofline: float | None = None
+    """Shortest possible time by bytes and flops, over the candidate's: near 1 is as fast as this hardware can be."""
+    baselines: dict[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
+    """(speedup, lo, hi) over other baselines than eager, by name, measured in the same session."""
 
     @property
     def is_faster(self) -> bool:
@@ -194,6 +229,8 @@ class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     worker_id: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0
+    stages: tuple[StageReport, ...] = ()
+    """`reference`, `small_inputs`, `full_inputs` and `timing`, as far as it came."""
 
 
 Frame = RolloutRequest | Generation | BuildReport | BenchReport
@@ -210,6 +247,7 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     reward: float
     policy_version: int
     turn: int = 0
+    role: str = "solver"
 
 
 class TrainGroup(msgspec.Struct, frozen=True, tag="train_group"):
@@ -241,6 +279,13 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     finished_at: float = 0.0
 
 
+class AdapterProof(msgspec.Struct, frozen=True):
+    """What a further adapter of a version is checked by (I8)."""
+
+    weights_sha256: str
+    canary_logprobs: list[float]
+
+
 class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     """The manifest beside a published policy. `canary_logprobs` prove which policy a sampler serves (I8)."""
 
@@ -254,3 +299,5 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     canary_logprobs: list[float]
     base_model: str = ""
     created_at: float = 0.0
+    adapters: dict[str, AdapterProof] = msgspec.field(default_factory=dict)
+    """More LoRA adapters of this version, by role; each in a folder of its name."""

@@ -23,6 +23,7 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.telemetry.logs import bound
     from protocols.messages import Stage, Task
     from protocols.records import Fault, Generation, RolloutRequest
+    from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
@@ -50,9 +51,13 @@ async def main(stop: asyncio.Event) -> None:
             next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE
             return Outcome(next_stage, [msgspec.msgpack.encode(report)])
 
-        service.log.info("ready", slots=slots, cores=cores)
+        caps, lacking = farm_caps()
+        for name, reason in lacking.items():
+            if name == service.config.backend:
+                service.log.warning("this host can't build the run's backend", backend=name, reason=reason)
+        service.log.info("ready", slots=slots, cores=cores, backends=caps["backends"], **said(builder.isolation))
         await Worker(
-            service.addresses.work, service.worker_id, [Stage.COMPILE], slots + 1, build, concurrency=slots
+            service.addresses.work, service.worker_id, [Stage.COMPILE], slots + 1, build, concurrency=slots, caps=caps
         ).run(stop)
 
 

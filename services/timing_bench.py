@@ -26,28 +26,38 @@ async def main(stop: asyncio.Event) -> None:
 
     from kbrl_async.building import ArtifactStore
     from kbrl_async.errors import InfraError, ProblemError
-    from kbrl_async.sandbox import Limits, Zygote
+    from kbrl_async.funnel import SpotChecks
+    from kbrl_async.sandbox import Limits
     from kbrl_async.telemetry.logs import bound
-    from kbrl_async.timing import Recipe
+    from kbrl_async.timing import Recipe, resolution, roofline
+    from kbrl_async.timing.host import hardware_of
     from kbrl_async.verifying import Bench, BenchOptions
-    from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+    from kbrl_async.verifying.bench import zygote_for
     from protocols.messages import Stage, Task
     from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
+    from services.runtime.capabilities import bench_caps, bench_device, said
+    from services.runtime.quiet import shared_resources
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
     service = Service.start("timing_bench")
     settings = service.config.timing_bench
     core = service.layout.bench[service.instance % len(service.layout.bench)]
+    cache = resolution.cache_folder(service.config.cache_path)
+    device = bench_device(settings.device, service.config.backend, service.instance)
+    hardware, on_gpu = hardware_of(device), device != "cpu"
     options = BenchOptions(
+        device=device,
         cores=(core,),
         limits=Limits(cores=(core,)),
         deadline_s=settings.deadline_s,
+        peaks=roofline.peaks(cache, hardware, roofline.cuda_peaks if on_gpu else roofline.cpu_peaks),
         recipe=Recipe(
             min_pairs=settings.min_pairs,
             max_pairs=settings.max_pairs,
             cap_s=settings.cap_s,
             flush_bytes=settings.flush_bytes,
+            resolved=resolution.for_run(cache, service.run_dir, hardware),
         ),
     )
     store = ArtifactStore(service.artifacts, service.config.compile_farm.store_max_bytes)
@@ -63,7 +73,8 @@ async def main(stop: asyncio.Event) -> None:
         if len(found) < len(paths):
             raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
         try:
-            return bench.evaluate(request.problem, candidate, found, tick=worker.progress)
+            report = bench.evaluate(request.problem, candidate, found, tick=worker.progress)
+            return spot_checks.check(request.problem, candidate, found, report, device)
         except ProblemError as error:
             raise InfraError(str(error)) from error
 
@@ -75,7 +86,11 @@ async def main(stop: asyncio.Event) -> None:
             service.log.debug("judged", fault=report.verdict.fault, speedup=speedup)
         return Outcome(Stage.SCORE, [msgspec.msgpack.encode(report)])
 
-    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, options)) as bench:
+    with (
+        zygote_for(device) as zygote,
+        contextlib.closing(Bench(zygote, options)) as bench,
+        contextlib.closing(SpotChecks(store, settings.sanitize_share)) as spot_checks,
+    ):
         pool = ThreadPoolExecutor(1)
         worker = Worker(
             service.addresses.work,
@@ -85,8 +100,12 @@ async def main(stop: asyncio.Event) -> None:
             judge,
             concurrency=1,
             wedge_s=60.0,
+            caps=bench_caps(device),
         )
-        service.log.info("ready", core=core)
+        if settings.shares_with:
+            windows = worker.quiet_windows(shared_resources(device)[0])
+            bench.quiet = lambda: windows.open(2 * settings.cap_s + 1.0)
+        service.log.info("ready", core=core, device=device, **said(zygote.isolation))
         await worker.run(stop)
 
 

@@ -10,7 +10,9 @@ import msgspec
 from kbrl_async.building.registry import backend
 from kbrl_async.building.store import ArtifactStore
 from kbrl_async.building.workshop import BuildOptions, Workshop
-from protocols.records import BuildReport, Candidate, Problem
+from kbrl_async.sandbox import Isolation
+from kbrl_async.telemetry.stages import StageClock
+from protocols.records import BuildReport, Candidate, Fault, Problem
 
 
 class Builder:
@@ -35,6 +37,11 @@ class Builder:
     ) -> None:
         self.close()
 
+    @property
+    def isolation(self) -> Isolation:
+        """What confines compilers on this host; known once entered."""
+        return self._workshop.isolation
+
     def close(self) -> None:
         self._workshop.close()
 
@@ -42,5 +49,10 @@ class Builder:
         """`problem` is needed by backends that compile for real launch arguments."""
         started = time.time()
         chosen = backend(candidate.backend)
-        report = chosen.check(candidate) or chosen.build(candidate, problem, self._workshop)
-        return msgspec.structs.replace(report, started_at=started, finished_at=time.time())
+        clock = StageClock()
+        report = chosen.check(candidate)
+        clock.ends("static", Fault.OK if report is None else report.fault)
+        if report is None:
+            report = chosen.build(candidate, problem, self._workshop)
+            clock.ends("compile", report.fault, "from the cache" if report.cached else "")
+        return msgspec.structs.replace(report, started_at=started, finished_at=time.time(), stages=clock.reports)

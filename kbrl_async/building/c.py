@@ -15,6 +15,7 @@ import subprocess
 
 import msgspec
 
+from kbrl_async.building.symbols import foreign_calls
 from kbrl_async.building.tripwires import Program, parse
 from kbrl_async.building.workshop import Diagnosis, Workshop
 from kbrl_async.errors import MissingTool
@@ -99,7 +100,8 @@ class CBackend:
                 (folder / "kernel.c").write_text(source)
                 run = workshop.run(_command("kernel.c", "kernel.so"), folder)
                 if run.status == 0:
-                    report = BuildReport(Fault.OK, {key: workshop.store.put((folder / "kernel.so").read_bytes())})
+                    built = workshop.collect(folder, "kernel.so")
+                    report = _check_calls(built) or BuildReport(Fault.OK, {key: workshop.store.put(built)})
                 else:
                     report = workshop.failure(run, self.diagnose)
             report = msgspec.structs.replace(report, toolchain=toolchain, isolation=run.isolation)
@@ -142,10 +144,20 @@ def _check_c(source: str, name: str) -> BuildReport | None:
     match = _ATTRIBUTES.search(code)
     if match:
         return _violation("forbidden_name", f"{match[1]!r} is not allowed in the C source", "A kernel only computes.")
-    if launch.parameters(source, name) is None:
+    if name and launch.parameters(source, name) is None:
         text = f"the C source defines no function {name!r}"
         return _violation("unknown_function", text, f"Define `void {name}(…) {{ … }}` in SOURCE.")
     return None
+
+
+def _check_calls(built: bytes) -> BuildReport | None:
+    """Looks at what was built, as no macro hides a call there; for a kernel such functions do not exist."""
+    calls = foreign_calls(built)
+    if not calls:
+        return None
+    hint = "A kernel may call the mathematics of math.h, plain memory functions and OpenMP; define what else you call."
+    message = f"undefined reference to {', '.join(map(repr, calls[:5]))}"[:_MAX_TEXT]
+    return BuildReport(Fault.COMPILE_ERROR, message=message, hint=hint, rule="foreign_call")
 
 
 def _violation(rule: str, message: str, hint: str) -> BuildReport:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from kbrl_async.building.backend import Backend
 from kbrl_async.building.c import CBackend
+from kbrl_async.building.cpp import CppBackend
+from kbrl_async.building.cuda import CudaBackend
+from kbrl_async.building.nvrtc import NvrtcBackend
+from kbrl_async.building.plan import Planned
+from kbrl_async.building.triton import TritonBackend
 from kbrl_async.errors import ConfigError
 
 _BACKENDS: dict[str, Backend] = {
-    "c": CBackend(),
+    "c": Planned(CBackend(), "c_kernel", is_cuda=False),
+    "cpp": CppBackend(),
+    "cuda": CudaBackend(),
+    "cuda-nvrtc": Planned(NvrtcBackend(), "cuda_kernel", is_cuda=True),
+    "triton": TritonBackend(),
 }
 
 

@@ -18,12 +18,16 @@ import msgspec
 
 from kbrl_async.building.store import ArtifactStore
 from kbrl_async.errors import DiskFull, InfraError
-from kbrl_async.sandbox import Access, Child, Isolation, Limits, Zygote
+from kbrl_async.sandbox import Access, BadOutput, Child, Isolation, Limits, Zygote, is_over, read_output
 from kbrl_async.sandbox.tool import Command
 from protocols.records import BuildReport, Fault
 
 _ENVIRONMENT = {"PATH": "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"}
 _MAX_OUTPUT = 1 << 16
+MAX_WORDS = 256 << 20
+"""A tool that says more than this is not listened to; what is kept of less is far shorter."""
+MAX_ENTRIES = 4096
+"""Files and folders that a tool may leave in its folder."""
 PYTHON_PRELOAD = ("torch", "kbrl_async.building.confined")
 """What a confined Python has imported before it forks; its entries are functions of `building.confined`."""
 
@@ -78,6 +82,10 @@ class Workshop:
         if self._python is not None:
             self._python.close()
 
+    @property
+    def isolation(self) -> Isolation:
+        return self._tools.isolation
+
     def folder(self) -> contextlib.AbstractContextManager[Path]:
         """A new folder for one build, gone afterwards."""
         return self.store.workspace()
@@ -117,12 +125,18 @@ class Workshop:
         child = self._tools.spawn("kbrl_async.sandbox.tool:run", payload, (), limits, access)
         try:
             isolation = isolation_of(child)
-            status = child.result(deadline)
+            status = child.result(deadline, lambda: is_over(folder, 2 * self.options.file_bytes, MAX_ENTRIES))
         finally:
             child.close()
-        with (folder / output).open("rb") as file:
-            words = file.read(_MAX_OUTPUT).decode(errors="replace")
+        words = _words(folder, output)
         return ToolRun(status, words, isolation.level, deadline)
+
+    def collect(self, folder: Path, name: str) -> bytes:
+        """What a tool was to leave in its folder; `InfraError` where it is no ordinary file of acceptable size."""
+        try:
+            return read_output(folder, name, self.options.file_bytes)
+        except BadOutput as error:
+            raise InfraError(f"a tool left no usable output: {error}", "It is tried again elsewhere") from error
 
     def python(self, entry: str, payload: bytes, folder: Path, *, deadline_s: float, threads: int = 1) -> Child:
         """Start function `entry` of `building.confined` in a confined Python that has torch; the caller closes it.
@@ -139,7 +153,7 @@ class Workshop:
     def failure(self, run: ToolRun, diagnose: Callable[[str], Diagnosis]) -> BuildReport:
         """The report of a tool that did not succeed. Raises where the host is to blame."""
         if run.status is None:
-            text = f"compiling took longer than {run.deadline_s:g} s"
+            text = f"compiling took longer than {run.deadline_s:g} s, or wrote far too much"
             return BuildReport(Fault.COMPILE_ERROR, message=text, hint="Simplify the kernel; avoid huge unrolled code.")
         if "No space left on device" in run.output:
             raise DiskFull("no space is left where the compiler works", "Free some space under the artifact store")
@@ -157,6 +171,13 @@ class Workshop:
             nice=self.options.nice,
             cores=self.options.cores,
         )
+
+
+def _words(folder: Path, name: str) -> str:
+    try:
+        return read_output(folder, name, MAX_WORDS)[:_MAX_OUTPUT].decode(errors="replace")
+    except BadOutput:
+        return ""
 
 
 def isolation_of(child: Child) -> Isolation:

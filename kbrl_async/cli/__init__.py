@@ -3,7 +3,8 @@
 Owns: arguments, what is printed, exit codes. Each command is one module of this package with `NAME`, `HELP`,
 `add_arguments(parser)` and `run(args) -> exit code`; to add one, write the module and put it into `COMMANDS`.
 
-Exit codes: 0 done · 2 something asked for is wrong · 3 the host lacks something · 4 the run can't go on · 130 stopped.
+Exit codes: 0 done · 1 the candidate of `kbrl verify` is wrong · 2 something asked for is wrong · 3 the host lacks
+something · 4 the run can't go on · 130 stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from kbrl_async.cli import config, prepare, problems, summary, train
+from kbrl_async.cli import bench, compare, config, index, prepare, problems, summary, train, verify
 from kbrl_async.errors import KbrlError, UserError
 
 EXAMPLES = """\
@@ -25,8 +26,12 @@ examples:
   kbrl train --dry-run level=1,2                 show what would run, start nothing
   kbrl train resume=runs/default                 continue a run that was stopped
   kbrl summary                                   the result of the newest run again
+  kbrl compare one two --plot reward.svg         runs side by side
   kbrl config                                    every key=value there is
   kbrl problems list                             what the policy is trained on
+  kbrl index build runs/default --output index   worked examples for dataset_builder.prompt_option=raicl
+  kbrl verify --problem L1/13 --candidate my.py  build, check and time one kernel
+  kbrl bench --aa                                what this host's bench can tell apart
 """
 
 
@@ -41,7 +46,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (train, prepare, summary, config, problems)
+COMMANDS: tuple[Command, ...] = (train, prepare, summary, compare, config, problems, verify, index, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,33 +1,125 @@
-"""`kbrl problems`: what the policy can be trained on."""
+"""`kbrl problems`: what the policy can be trained on, and whether its scores can mean something."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+from pathlib import Path
 
+import psutil
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from kbrl_async.problems import load_problems
+from kbrl_async.errors import UserError
+from kbrl_async.problems import audit_file, load_problems
+from kbrl_async.problems.audit_file import Audit, ProblemAudit
+from kbrl_async.problems.finding import choose
+from protocols.records import Problem
 
 NAME = "problems"
-HELP = "list the problems of the suite, or of a folder"
+HELP = "list the problems of the suite or of a folder, or audit them"
+SUITE = "suite"
+_GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["list"], help="what to do")
-    parser.add_argument("--folder", default="", help="problems in the KernelBench layout; default: the project's suite")
+    parser.add_argument("action", choices=["list", "audit"], help="what to do")
+    parser.add_argument(
+        "target", nargs="?", default="", metavar="DIR|suite", help="a folder in the KernelBench layout; default: suite"
+    )
+    parser.add_argument("--folder", default="", help="the same as DIR")
     parser.add_argument("--level", type=int, action="append", default=[], help="only this level; may be repeated")
+    audit = parser.add_argument_group("audit")
+    audit.add_argument("--ids", default="", help="only these problems, as L1/23,L2/9")
+    audit.add_argument("--out", type=Path, metavar="FILE", help="where to write; default: audit.json in the folder")
+    audit.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="seconds for one problem")
+    audit.add_argument(
+        "--memory-limit", type=float, metavar="GIB", help="for one problem; default: half of what is free"
+    )
+    audit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where references run")
+    audit.add_argument("--shapes", choices=["cpu", "gpu"], help="of size lines with both; default: the device's")
 
 
 def run(args: argparse.Namespace) -> int:
+    source = args.target or args.folder
+    source = "" if source == SUITE else source
+    return _audit(args, source) if args.action == "audit" else _list(args, source)
+
+
+def _list(args: argparse.Namespace, source: str) -> int:
     table = Table()
-    for heading in ("problem", "level", "difficulty", "split"):
+    for heading in ("problem", "level", "difficulty", "split", "audit"):
         table.add_column(heading)
-    problems = load_problems(args.folder, levels=args.level)
+    problems = load_problems(source, levels=args.level)
     for problem in problems:
-        table.add_row(problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
+        facts = (problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
+        table.add_row(*facts, ", ".join(problem.flags))
     console = Console()
     console.print(table)
     heldout = sum(problem.split == "heldout" for problem in problems)
     console.print(f"{len(problems)} problems, {heldout} of them held out")
     return 0
+
+
+def _audit(args: argparse.Namespace, source: str) -> int:
+    from kbrl_async.auditing import Limits, audit_problems
+
+    shapes = args.shapes or ("gpu" if args.device == "cuda" else "cpu")
+    problems = _chosen(load_problems(source, levels=args.level, shapes=shapes), args.ids)
+    memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 2
+    device = "cuda:0" if args.device == "cuda" else args.device
+    limits = Limits(device, args.time_limit, round(memory, 2))
+    out = args.out or _default_out(source, shapes)
+    errors = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors) as progress:
+        bar = progress.add_task("auditing", total=len(problems))
+
+        def done(audit: ProblemAudit) -> None:
+            progress.update(bar, advance=1, description=escape(audit.problem_id))
+            if audit.status != audit_file.CLEAN:
+                progress.console.print(escape(_line(audit)))
+
+        created = datetime.datetime.now(datetime.UTC).date().isoformat()
+        suite = Path(source).name or SUITE
+        audit = audit_problems(problems, limits, suite=suite, shapes=shapes, created=created, done=done)
+    audit_file.write(out, audit)
+    _show(audit)
+    print(f"written: {out}")
+    return 0
+
+
+def _chosen(problems: list[Problem], ids: str) -> list[Problem]:
+    wanted = [word for word in ids.split(",") if word]
+    return [choose(word, problems) for word in wanted] if wanted else problems
+
+
+def _default_out(source: str, shapes: str) -> Path:
+    folder = Path(source)
+    if source and not folder.is_dir():
+        raise UserError(f"an audit of {source} has no place of its own", "Say --out FILE")
+    return folder / audit_file.AUDIT_FILE if source else Path(f"audit-suite-{shapes}.json")
+
+
+def _line(audit: ProblemAudit) -> str:
+    what = "; ".join(f"{finding.flag}: {finding.evidence}" for finding in audit.findings)
+    return f"{audit.problem_id} {audit.status.replace('_', ' ')}: {'; '.join(filter(None, (audit.reason, what)))}"
+
+
+def _show(audit: Audit) -> None:
+    table = Table(title=f"{len(audit.problems)} problems audited on {audit.device}", title_justify="left")
+    for heading in ("what", "problems", "which"):
+        table.add_column(heading, overflow="fold")
+    groups: dict[str, list[str]] = {
+        status: [] for status in (audit_file.CLEAN, audit_file.FLAGGED, audit_file.NOT_AUDITED)
+    }
+    for problem in audit.problems:
+        groups[problem.status].append(problem.problem_id)
+        for flag in dict.fromkeys(finding.flag for finding in problem.findings):
+            groups.setdefault(flag, []).append(problem.problem_id)
+    for name, ids in groups.items():
+        listed = "" if name == audit_file.CLEAN else ", ".join(id_.partition("_")[0] for id_ in ids)
+        table.add_row(name.replace("not_audited", "not audited"), str(len(ids)), listed)
+    Console().print(table)

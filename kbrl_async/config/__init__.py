@@ -29,7 +29,6 @@ from kbrl_async.config.rundir import (
     load_run,
     plan,
     prepare,
-    write_atomically,
     writing,
 )
 from kbrl_async.config.schema import (
@@ -82,6 +81,5 @@ __all__ = [
     "prepare",
     "process_counts",
     "to_yaml",
-    "write_atomically",
     "writing",
 ]

@@ -23,6 +23,7 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
 def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, cause, cure) of what contradicts; the first one is reported."""
     yield from _modes(config)
+    yield from _examples(config)
     yield from _names(config)
     yield from _addresses(config)
     bench, learner = config.timing_bench, config.learner
@@ -37,20 +38,37 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
         yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"
+    weighs = [name for name in config.corrections if name.startswith("tis")]
+    if weighs and (config.loss != "reinforce" or len(weighs) > 1):
+        cause = f"corrections={','.join(config.corrections)} with loss={config.loss} would weigh by the ratio twice"
+        yield "corrections", cause, "Use one of tis, tis_sequence with loss=reinforce; the other corrections only drop"
+    if (learner.kl == "none") != (learner.kl_weight == 0):
+        cause = f"learner.kl={learner.kl} and learner.kl_weight={learner.kl_weight:g} do not go together"
+        yield "learner.kl", cause, "Set both, such as learner.kl=k3 learner.kl_weight=0.01, or neither"
     if config.sft.hidden_size % (2 * config.sft.heads):
         cause = f"sft.hidden_size={config.sft.hidden_size} does not split into {config.sft.heads} heads of even width"
         yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
-    if config.mode == "multi_turn":
-        yield "mode", "mode=multi_turn is not supported yet", "Use mode=single_turn"
-    if config.max_turns != 1:
-        yield (
-            "max_turns",
-            f"max_turns={config.max_turns} needs mode=multi_turn, which is not supported yet",
-            "Use max_turns=1",
-        )
+    defaults = Config()
+    if config.mode != "single_turn" and config.max_turns < 2:
+        yield "max_turns", f"mode={config.mode} needs at least two turns", "Use max_turns=4, or mode=single_turn"
+    if config.mode == "single_turn" and config.max_turns != defaults.max_turns:
+        yield "max_turns", f"max_turns={config.max_turns} needs mode=multi_turn", "Add mode=multi_turn"
+    if config.agents.adapters and (config.mode != "agents" or not config.lora_rank):
+        yield "agents.adapters", "agents.adapters needs mode=agents and a lora_rank", "Add mode=agents lora_rank=32"
+    if config.mode != "multi_turn" and config.turns != defaults.turns:
+        yield "turns", "turns.* needs mode=multi_turn", "Add mode=multi_turn"
+
+
+def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
+    builder = config.dataset_builder
+    key = "dataset_builder.rag_index_path"
+    if builder.prompt_option == "raicl" and not builder.rag_index_path:
+        yield key, f"dataset_builder.prompt_option=raicl needs {key}", "Make an index with: kbrl index build"
+    if builder.prompt_option != "raicl" and builder.rag_index_path:
+        yield key, f"{key} is used by prompt_option=raicl only", "Add dataset_builder.prompt_option=raicl"
 
 
 def _names(config: Config) -> Iterator[tuple[str, str, str]]:

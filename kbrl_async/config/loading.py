@@ -25,6 +25,7 @@ from msgspec import inspect as types
 
 from kbrl_async.config.checks import check
 from kbrl_async.config.keys import KEYS, SECTIONS, Key, flat
+from kbrl_async.config.presets import preset_settings
 from kbrl_async.config.schema import Config
 from kbrl_async.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
 from kbrl_async.errors import ConfigError
@@ -64,7 +65,7 @@ def load(
     """
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
-    return resolve([*_resumed(settings), *settings])
+    return resolve([*preset_settings(settings), *_resumed(settings), *settings])
 
 
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:
@@ -134,6 +135,8 @@ def _read_text(key: Key, text: str) -> Any:
         return None
     if key.takes(types.ListType) and ("," in text or text.startswith("[")):
         return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+    if key.takes(types.ListType) and not key.takes(types.IntType, types.LiteralType):
+        return [text] if text else []
     if key.takes(types.IntType, types.FloatType, types.ListType):
         return _number(text)
     return text

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from kbrl_async.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
 from kbrl_async.config.schema import Config
+from kbrl_async.durable import write_atomically
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
 
 SUMMARY_FILE = "summary.json"
@@ -182,16 +183,6 @@ def _point_latest(run_dir: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(run_dir.name)
     fresh.replace(link)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path`: readers, and whoever comes after a crash, see the old or the new text, never a part."""
-    fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 @contextlib.contextmanager

@@ -22,15 +22,32 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Cores = Literal["auto"] | list[Count]
 
 
+RewardName = Literal["auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"]
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
+]
+CorrectionName = Literal[
+    "tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm", "m2po"
+]
+
+
 class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of the policy, and what it is paid for."""
 
-    prompt_option: Literal["auto", "compact", "zero_shot"] = "auto"
-    """The prompt: compact is the bare problem, zero_shot explains the contract; auto: compact for small only."""
-    reward_preset: Literal["stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"] = (
-        "stage3"
-    )
-    """Set of reward weights to start from; the weights below replace single ones."""
+    prompt_option: Literal["auto", "compact", "zero_shot", "raicl"] = "auto"
+    """compact: bare problem; zero_shot: with the contract; auto: by the model; raicl: auto with retrieved examples."""
+    rag_index_path: str | None = None
+    """prompt_option=raicl: folder of an index made by 'kbrl index build'."""
+    raicl_k: Annotated[int, Meta(ge=1, le=32)] = 3
+    """prompt_option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
+    raicl_tokens: AtLeastOne | None = None
+    """prompt_option=raicl: most tokens of a prompt; null: what the model's context leaves beside max_tokens."""
+    raicl_live: Count = 0
+    """prompt_option=raicl: most verified kernels of this very run that join the index while it runs; 0: none."""
+    reward_preset: Literal[
+        "auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"
+    ] = "stage3"
+    """Set of reward weights to start from, or auto: stage1 to stage3 by progress; weights below replace single ones."""
     reward_format_weight: NonNegative | None = None
     """Pay for an answer from which a kernel could be extracted; null: the preset's."""
     reward_compile_weight: NonNegative | None = None
@@ -61,6 +78,18 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """ppo, grpo, decoupled: the importance ratio is clipped below 1 − clip_low."""
     clip_high: NonNegative = 0.28
     """ppo, grpo, decoupled: the importance ratio is clipped above 1 + clip_high."""
+    dual_clip: NonNegative = 0.0
+    """ppo, grpo: bound of the loss for negative advantages, as a multiple of the advantage; 3 is usual, 0 is off."""
+    normalise: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
+    """Mean over all tokens of a minibatch, over sequences, or over sequences by a constant length (max_tokens)."""
+    scale_advantages: bool = True
+    """Divide a batch's advantages by their root mean square."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of the divergence from the policy that training started from, added to the loss."""
+    kl_weight: NonNegative = 0.0
+    """Weight of that divergence."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up; cosine falls to nothing at max_steps."""
     dppo_delta: Fraction = 0.2
     """dppo_tv: a token is dropped when its probability has moved the wrong way by more than this."""
     negative_scale: NonNegative = 0.3
@@ -75,6 +104,39 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Updates between two checkpoints."""
     keep_checkpoints: AtLeastOne = 2
     """Newest checkpoints that stay on disk."""
+
+
+class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
+    """Which problems come next, and when reward_preset=auto moves on."""
+
+    kind: Literal["uniform", "levels", "learnable"] = "uniform"
+    """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
+    window: AtLeastOne = 5
+    """Batches whose mean rates a threshold is compared with."""
+    compile_above: Fraction = 0.8
+    """reward_preset=auto: stage1 becomes stage2 at this share of kernels that compile."""
+    correct_above: Fraction = 0.5
+    """reward_preset=auto: stage2 becomes stage3 at this share of correct kernels."""
+
+
+class Turns(msgspec.Struct, frozen=True, kw_only=True):
+    """Refinement turns of a rollout (mode=multi_turn)."""
+
+    returns: Literal["sum", "max"] = "sum"
+    """How the discounted scores of a turn and those after it become its return."""
+    stop: Literal["never", "correct", "speedup", "plateau"] = "never"
+    """When a rollout ends before max_turns: at its first correct kernel, at a speedup, or when it gets no better."""
+    stop_speedup: Positive = 1.0
+    """stop=speedup: the lower end of the speedup's interval at which a rollout ends."""
+    patience: AtLeastOne = 2
+    """stop=plateau: turns without a better score after which a rollout ends."""
+
+
+class Agents(msgspec.Struct, frozen=True, kw_only=True):
+    """Solver, verifier and corrector (mode=agents)."""
+
+    adapters: bool = False
+    """Give verifier and corrector LoRA adapters of their own; needs lora_rank."""
 
 
 class Sampler(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +168,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
 
     core: Count | None = None
     """Core that timing is pinned to; null: the bench core of the CPU layout."""
-    min_pairs: AtLeastOne = 6
+    min_pairs: AtLeastOne = 8
     """Pairs of candidate and reference measured before sampling may stop."""
     max_pairs: AtLeastOne = 30
     """Pairs after which sampling stops however wide the interval still is."""
@@ -114,8 +176,16 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock after which the timing of one candidate stops."""
     deadline_s: Positive = 2.0
     """Wall clock that one candidate may take in all; endless loops are killed after it."""
+    shares_with: list[Literal["sampler", "learner"]] = msgspec.field(default_factory=list)
+    """Processes on the same GPU (or cores): the bench asks them to stand still while it times. Empty: it is alone."""
+    clocks: Literal["observe", "lock"] = "observe"
+    """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
+    sanitize_share: Fraction = 0.0
+    """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
     flush_bytes: Count = 0
     """Memory streamed through before each call so that caches are cold; 0: twice the core's L2."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where kernels run; auto: on a GPU where the backend has use for one. Bench 0 takes the first GPU, and so on."""
 
 
 class Broker(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +241,10 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """Peak learning rate."""
     batch_tokens: AtLeastOne = 3072
     """Tokens per optimizer step."""
+    turn_share: Fraction = 0.5
+    """Several turns: share of the corpus that answers feedback to an earlier attempt, or predicts its verdict."""
+    shot_share: Fraction = 0.5
+    """prompt_option=raicl: share of the corpus whose prompts hold worked examples."""
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,12 +291,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str = "small"
     """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
-    backend: Literal["c"] = "c"
-    """What kernels are written in: c is C with OpenMP, compiled by gcc."""
+    backend: Literal["c", "cpp", "cuda", "cuda-nvrtc", "triton"] = "c"
+    """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
     """Folder of problems in the KernelBench layout; null: the project's own suite."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
     """Problem level or levels to train on."""
+    exclude_audited: bool = True
+    """Do not train on problems whose audit says that a right verdict means little there: see 'kbrl problems list'."""
     batch_size: AtLeastOne = 8
     """P: groups (one problem each) per update."""
     group_size: Annotated[int, Meta(ge=2)] = 8
@@ -243,14 +319,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
-    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "tis", "cispo", "reinforce"] = "dppo_tv"
+    method: Literal["grpo", "reinforce", "best_of_n", "reward_weighted_sft"] = "grpo"
+    """How a policy learns from its rollouts; sets loss and baseline below keys that you set: see preset."""
+    preset: PresetName | None = None
+    """A named algorithm: sets the loss, the baseline and what belongs to them; keys that you set yourself win."""
+    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "a3po", "gspo", "tis", "cispo", "reinforce"] = "dppo_tv"
     """Policy loss with its off-policy correction."""
-    advantage: Literal["leave_one_out", "mean", "mean_std", "none"] = "leave_one_out"
+    corrections: list[CorrectionName] = msgspec.field(default_factory=list)
+    """More corrections for stale samples, multiplied: tis and tis_sequence weigh (loss=reinforce only), others drop."""
+    advantage: Literal["leave_one_out", "mean", "mean_std", "running_mean", "none", "best_of_n", "reward_weight"] = (
+        "leave_one_out"
+    )
     """Baseline that is taken from a rollout's reward."""
-    mode: Literal["single_turn", "multi_turn"] = "single_turn"
-    """One answer per rollout, or several with feedback between them."""
-    max_turns: AtLeastOne = 1
-    """Turns of a rollout in mode=multi_turn."""
+    mode: Literal["single_turn", "multi_turn", "agents"] = "single_turn"
+    """One answer per rollout; several with feedback between them; or solver, verifier and corrector taking turns."""
+    max_turns: AtLeastOne = 4
+    """Turns of a rollout in mode=multi_turn and mode=agents."""
     gamma: Fraction = 0.4
     """Discount of later turns' scores in mode=multi_turn."""
     eval_samples: Count = 4
@@ -268,6 +352,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important message that is logged."""
     dataset_builder: DatasetBuilder = DatasetBuilder()
+    turns: Turns = Turns()
+    agents: Agents = Agents()
+    curriculum: Curriculum = Curriculum()
     learner: Learner = Learner()
     sampler: Sampler = Sampler()
     compile_farm: CompileFarm = CompileFarm()
@@ -280,8 +367,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_option(self) -> str:
-        """The prompt template, with `auto` resolved."""
-        if self.dataset_builder.prompt_option != "auto":
+        """The prompt template, with `auto` and `raicl` resolved."""
+        if self.dataset_builder.prompt_option not in ("auto", "raicl"):
             return self.dataset_builder.prompt_option
         return "compact" if self.model_name == "small" else "zero_shot"
 

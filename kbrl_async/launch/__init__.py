@@ -3,10 +3,12 @@
 To add one: one file here, its public names below, and one line in `prepare`.
 """
 
-from kbrl_async.launch import c
+from kbrl_async.launch import c, cuda, inline, triton_cache
 from kbrl_async.launch.c import c_kernel
+from kbrl_async.launch.cuda import cuda_kernel
+from kbrl_async.launch.triton_cache import is_interpreted, refuse_what_is_not_interpreted
 
-__all__ = ["c_kernel", "prepare"]
+__all__ = ["c_kernel", "cuda_kernel", "is_interpreted", "prepare", "refuse_what_is_not_interpreted"]
 
 
 def prepare(artifacts: dict[str, str], device: str) -> None:
@@ -16,3 +18,7 @@ def prepare(artifacts: dict[str, str], device: str) -> None:
     `device` is `"cpu"` or `"cuda"`.
     """
     c.register({key: path for key, path in artifacts.items() if ":" not in key})
+    cuda.prepare({key: path for key, path in artifacts.items() if key.startswith(cuda.PREFIX)})
+    for path in (path for key, path in artifacts.items() if key.startswith(triton_cache.PREFIX)):
+        triton_cache.prepare(path, device)
+    inline.install({key: path for key, path in artifacts.items() if key.startswith(inline.PREFIX)})

@@ -72,7 +72,7 @@ class CKernel:
     """One C function; argument types are looked at once per combination of Python types, then cached."""
 
     def __init__(self, source: str, name: str) -> None:
-        self.name = name
+        self.name, self.key = name, source_key(source)
         self._declared = parameters(source, name)
         self._library = ctypes.CDLL(_locate(source))
         self._plans: dict[tuple[type, ...], list[Callable[[Any], Any]]] = {}

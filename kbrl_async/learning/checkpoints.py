@@ -19,14 +19,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kbrl_async.errors import CheckpointError
-from kbrl_async.learning.durable import (
+from kbrl_async.durable import (
     file_sha256,
     numbered,
     remove_folder,
     remove_leftovers,
     write_folder,
 )
+from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.trainer import Trainer
 
 PREFIX = "step-"
@@ -108,7 +108,7 @@ def restore(folder: Path, trainer: Trainer) -> Progress:
     if expected - tensors.keys():
         missing = sorted(expected - tensors.keys())[0]
         raise CheckpointError(f"{folder / TENSORS} lacks {missing}: it is of another model", "Use the run's own model")
-    for name, parameter in _trained(trainer).items():
+    for name, parameter in trainer.parameters.items():
         if parameter.shape != tensors[f"model.{name}"].shape:
             raise CheckpointError(f"{folder / TENSORS}: {name} has another shape", "Use the run's own model")
     _load(trainer, state, tensors)
@@ -126,17 +126,13 @@ def _read(folder: Path) -> tuple[_State, dict[str, torch.Tensor]]:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}", cure) from error
 
 
-def _trained(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
 def _tensor_names(trainer: Trainer) -> set[str]:
-    return {f"model.{name}" for name in _trained(trainer)} | {"rng.torch", "rng.order"}
+    return {f"model.{name}" for name in trainer.parameters} | {"rng.torch", "rng.order"}
 
 
 def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    # named_parameters yields a tied weight once; buffers are constants of the configuration.
-    out = {f"model.{name}": p.detach().cpu().contiguous() for name, p in _trained(trainer).items()}
+    # A tied weight stands there once; buffers are constants of the configuration.
+    out = {f"model.{name}": p.detach().cpu().contiguous() for name, p in trainer.parameters.items()}
     for index, entry in trainer.optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             out[f"optimizer.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
@@ -149,7 +145,7 @@ def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _load(trainer: Trainer, state: _State, tensors: dict[str, torch.Tensor]) -> None:
-    for name, parameter in _trained(trainer).items():
+    for name, parameter in trainer.parameters.items():
         parameter.copy_(tensors[f"model.{name}"])
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.corrections import safe_ratio, tis_weight
+from kbrl_async.learning.corrections import safe_ratio, sequence_mean, tis_weight
 
 Diagnostics = dict[str, torch.Tensor]
 
@@ -34,6 +34,8 @@ class LossOptions(msgspec.Struct, frozen=True):
     tv_penalty: float = 1e-3
     tis_cap: float = 2.0
     cispo_cap: float = 5.0
+    gspo_low: float = 3e-4
+    gspo_high: float = 4e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,16 @@ class Tokens:
     advantage_T: torch.Tensor
     log_prox_T: torch.Tensor | None = None
     """π_p; None where the loss does not need it."""
+    sample_T: torch.Tensor | None = None
+    """Number of the sequence in this microbatch that each token belongs to."""
+    lag_T: torch.Tensor | None = None
+    """Versions between writing the token and this update."""
+    log_ref_T: torch.Tensor | None = None
+    """The reference policy's log-probs, for a KL penalty."""
+
+    def sequences(self) -> torch.Tensor:
+        """`sample_T` [T], or one sequence for all."""
+        return torch.zeros_like(self.log_mu_T, dtype=torch.long) if self.sample_T is None else self.sample_T
 
 
 LossFunction = Callable[[Tokens, LossOptions], tuple[torch.Tensor, Diagnostics]]
@@ -89,6 +101,21 @@ def cispo(t: Tokens, options: LossOptions) -> tuple[torch.Tensor, Diagnostics]:
     return -weight_T * t.advantage_T * t.log_pi_T, {"dropped": torch.zeros_like(weight_T)}
 
 
+def gspo(t: Tokens, options: LossOptions) -> tuple[torch.Tensor, Diagnostics]:
+    """−min(s·A, clip(s, 1−3e-4, 1+4e-4)·A) with the sequence's ratio s = exp(mean(π − μ)) (GSPO, eq. 5)."""
+    log_s_T = sequence_mean(t.log_pi_T - t.log_mu_T, t.sequences())
+    bounds = msgspec.structs.replace(options, clip_low=options.gspo_low, clip_high=options.gspo_high, dual_clip=0.0)
+    return _clipped(log_s_T, t.advantage_T, bounds)
+
+
+def a3po(t: Tokens, options: LossOptions) -> tuple[torch.Tensor, Diagnostics]:
+    """`decoupled` with log π_p ≈ μ + α(π − μ) and α = lag / (lag + 1): no forward pass for the proximal policy
+    (A-3PO). Fresh samples have π_p = μ; the older they are, the nearer π_p is to the learner."""
+    lag_T = torch.zeros_like(t.log_mu_T) if t.lag_T is None else t.lag_T
+    log_prox_T = t.log_mu_T + lag_T / (lag_T + 1) * (t.log_pi_T.detach() - t.log_mu_T)
+    return decoupled(dataclasses.replace(t, log_prox_T=log_prox_T), options)
+
+
 def reinforce(t: Tokens, options: LossOptions) -> tuple[torch.Tensor, Diagnostics]:
     """−A·π (Williams 1992): right only for on-policy samples."""
     return -t.advantage_T * t.log_pi_T, {"dropped": torch.zeros_like(t.log_mu_T)}
@@ -115,6 +142,8 @@ LOSSES: dict[str, LossFunction] = {
     "decoupled": decoupled,
     "tis": tis,
     "cispo": cispo,
+    "gspo": gspo,
+    "a3po": a3po,
     "reinforce": reinforce,
 }
 NEEDS_PROXIMAL = frozenset({"decoupled"})

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from kbrl_async.learning.corrections import safe_ratio
-from kbrl_async.learning.losses import Tokens
+from kbrl_async.learning.losses import Diagnostics, Tokens
 from protocols.records import TrainSample
+
+_SHARES = {"dropped": "dropped_share", "masked": "masked_share", "kl_reference": "kl_reference"}
 
 
 class StepLog:
@@ -25,7 +27,7 @@ class StepLog:
         self.total_s = 0.0
         self._log_ratios: list[torch.Tensor] = []
         self._entropies: list[torch.Tensor] = []
-        self._dropped: list[torch.Tensor] = []
+        self._diagnostics: dict[str, list[torch.Tensor]] = {}
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._rate = 0.0
@@ -33,10 +35,11 @@ class StepLog:
         self._first_minibatch = -1
         self._first_epoch = -1
 
-    def microbatch(self, tokens: Tokens, entropy_T: torch.Tensor, dropped_T: torch.Tensor, inputs: int) -> None:
+    def microbatch(self, tokens: Tokens, entropy_T: torch.Tensor, diagnostics: Diagnostics, inputs: int) -> None:
         self._log_ratios.append((tokens.log_pi_T.detach() - tokens.log_mu_T).float().cpu())
         self._entropies.append(entropy_T.float().cpu())
-        self._dropped.append(dropped_T.detach().float().cpu())
+        for name, value_T in diagnostics.items():
+            self._diagnostics.setdefault(name, []).append(value_T.detach().float().cpu())
         self._inputs += inputs
 
     def optimizer(self, loss: float, norm: float, rate: float) -> None:
@@ -62,7 +65,7 @@ class StepLog:
             "lr": self._rate,
             "optimizer_step": float(optimizer_step),
             **_quantiles(ratio_T),
-            "dropped_share": float(torch.cat(self._dropped).mean()),
+            **{_SHARES[name]: float(torch.cat(values).mean()) for name, values in self._diagnostics.items()},
             "mismatch_kl": k3(first_T),
             "mismatch_ratio_max": float(safe_ratio(first_T.abs()).max()),
             "entropy": float(torch.cat(self._entropies[: self._first_epoch]).mean()),

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.learning.adapters import add_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,6 +28,8 @@ class ModelOptions(msgspec.Struct, frozen=True):
     lora_alpha: float = 0.0
     """0 means twice the rank."""
     gradient_checkpointing: bool = False
+    adapters: tuple[str, ...] = ()
+    """More LoRA adapters beside the main one."""
 
 
 def load_model(options: ModelOptions) -> torch.nn.Module:
@@ -53,7 +56,12 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
-    return wrap_lora(model, options.lora_rank, options.lora_alpha) if options.lora_rank > 0 else model
+    if options.lora_rank == 0:
+        plain: torch.nn.Module = model
+        return plain
+    wrapped = wrap_lora(model, options.lora_rank, options.lora_alpha)
+    add_adapters(wrapped, options.adapters)
+    return wrapped
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:

@@ -12,9 +12,10 @@ Invariants
 * The temperature is that of the samples, so an unchanged policy has importance ratio 1.
 """
 
-# ruff: noqa: N806 - capital suffixes of names give tensor shapes
+# ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +25,12 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
+from kbrl_async.learning.adapters import active, adapter_names, adapter_of
+from kbrl_async.learning.corrections import CorrectionOptions
 from kbrl_async.learning.logprobs import batch_logprobs
-from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, find_loss, token_weights
+from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, token_weights
 from kbrl_async.learning.models import causal_lm
+from kbrl_async.learning.objective import Objective
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
 from kbrl_async.learning.packing import Microbatch, pack
 from protocols.records import TrainGroup, TrainSample
@@ -37,6 +41,11 @@ class TrainerOptions(msgspec.Struct, frozen=True):
 
     loss: str = "dppo_tv"
     loss_options: LossOptions = LossOptions()
+    corrections: tuple[str, ...] = ()
+    correction_options: CorrectionOptions = CorrectionOptions()
+    kl: str = "none"
+    """Estimator of the KL divergence from the reference policy: none, k1, k2 or k3."""
+    kl_weight: float = 0.0
     normalise: str = "token_mean"
     dr_grpo_length: int = 256
     """The constant of `normalise = "dr_grpo"`."""
@@ -77,16 +86,32 @@ class Trainer:
         options: TrainerOptions,
         device: str | torch.device = "cpu",
         clock: Callable[[], float] = time.perf_counter,
+        reference: torch.nn.Module | None = None,
     ) -> None:
         if options.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"unknown training dtype {options.dtype!r}", "Use fp32 or bf16")
         self.model = model
         self.options = options
         self.device = torch.device(device)
-        self.optimizer = make_adamw(model.parameters(), options.learning_rate, options.weight_decay, options.betas)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
+        self._adapters = adapter_names(model)
+        self.optimizer = make_adamw(
+            self.parameters.values(), options.learning_rate, options.weight_decay, options.betas
+        )
         self.optimizer_step = 0
         self.order = torch.Generator().manual_seed(options.seed)
-        self._loss = find_loss(options.loss)
+        self.objective = Objective(
+            options.loss,
+            options.loss_options,
+            options.corrections,
+            options.correction_options,
+            options.kl,
+            options.kl_weight,
+        )
+        if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
+            raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
+        self._reference = reference
         self._clock = clock
 
     def step(
@@ -106,13 +131,17 @@ class Trainer:
             raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
         _check_finite(samples)
         started = self._clock()
-        mu, proximal = self._flatten(samples), None
+        recorded = self._flatten(samples)
         if self.options.loss in NEEDS_PROXIMAL:
-            proximal = self._proximal(samples, temperature, tick)
+            recorded.log_prox_T = self._proximal(samples, temperature, tick)
+        if self.objective.needs_reference:
+            recorded.log_ref_T = self._reference_logprobs(samples, temperature, tick)
+        if version is not None:
+            recorded.lag_T = self._spread([float(max(0, version - s.policy_version)) for s in samples], samples)
         log = m.StepLog(proximal_s=self._clock() - started)
         for epoch in range(self.options.epochs):
             for chosen in self._minibatches(len(samples)):
-                self._minibatch(samples, chosen, mu, proximal, temperature, log, tick)
+                self._minibatch(samples, chosen, recorded, temperature, log, tick)
             if epoch == 0:
                 log.end_of_first_epoch()
         log.total_s = self._clock() - started
@@ -130,8 +159,7 @@ class Trainer:
         self,
         samples: list[TrainSample],
         chosen: list[int],
-        mu: _Flat,
-        proximal: torch.Tensor | None,
+        recorded: _Flat,
         temperature: float,
         log: m.StepLog,
         tick: Callable[[], None],
@@ -140,30 +168,11 @@ class Trainer:
         where = torch.tensor(chosen)
         total = 0.0
         started = self._clock()
-        for batch in self._pack([samples[i] for i in chosen]):
-            flat_T = mu.start_S[where[batch.sample_T]] + batch.offset_T
-            log_pi_T, entropy_T = self._forward(batch, temperature)
-            advantage_T = mu.advantage_T[flat_T].to(self.device)
-            advantage_T = torch.where(advantage_T < 0, advantage_T * self.options.negative_scale, advantage_T)
-            tokens = Tokens(
-                log_pi_T,
-                mu.log_mu_T[flat_T].to(self.device),
-                advantage_T,
-                None if proximal is None else proximal[flat_T].to(self.device),
-            )
-            loss_T, diagnostics = self._loss(tokens, self.options.loss_options)
-            weight_T = token_weights(
-                lengths_S, batch.sample_T.to(self.device), self.options.normalise, self.options.dr_grpo_length
-            )
-            loss = (loss_T * weight_T).sum()
-            if not torch.isfinite(loss):
-                self.optimizer.zero_grad(set_to_none=True)
-                raise NonFiniteLoss(
-                    f"loss is {float(loss)}; the step was not taken", "Lower the learning rate or look at the batch"
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            log.microbatch(tokens, entropy_T, diagnostics["dropped"], batch.input_BL.numel())
+        for adapter, batch in self._pack([samples[i] for i in chosen]):
+            # Held through the backward pass: gradient checkpointing runs the forward pass again there.
+            with active(self.model, adapter):
+                flat_T = recorded.start_S[where[batch.sample_T]] + batch.offset_T
+                total += self._microbatch(batch, flat_T, lengths_S, recorded, temperature, log)
             tick()
         log.gradient_s += self._clock() - started
         rate = self._rate()
@@ -171,28 +180,99 @@ class Trainer:
         self.optimizer_step += 1
         log.optimizer(total, norm, rate)
 
+    def _microbatch(
+        self,
+        batch: Microbatch,
+        flat_T: torch.Tensor,
+        lengths_S: torch.Tensor,
+        recorded: _Flat,
+        temperature: float,
+        log: m.StepLog,
+    ) -> float:
+        """Forward, loss and backward of one microbatch; its part of the minibatch's loss."""
+        log_pi_T, entropy_T = self._forward(batch, temperature)
+        tokens = self._tokens(log_pi_T, batch, flat_T, recorded)
+        loss_T, diagnostics = self.objective(tokens)
+        weight_T = token_weights(
+            lengths_S, batch.sample_T.to(self.device), self.options.normalise, self.options.dr_grpo_length
+        )
+        loss = (loss_T * weight_T).sum()
+        if not torch.isfinite(loss):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteLoss(
+                f"loss is {float(loss)}; the step was not taken", "Lower the learning rate or look at the batch"
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        log.microbatch(tokens, entropy_T, diagnostics, batch.input_BL.numel())
+        return float(loss.detach())
+
+    def _tokens(self, log_pi_T: torch.Tensor, batch: Microbatch, flat_T: torch.Tensor, recorded: _Flat) -> Tokens:
+        def part(values_T: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_T is None else values_T[flat_T].to(self.device)
+
+        advantage_T = recorded.advantage_T[flat_T].to(self.device)
+        return Tokens(
+            log_pi_T,
+            recorded.log_mu_T[flat_T].to(self.device),
+            torch.where(advantage_T < 0, advantage_T * self.options.negative_scale, advantage_T),
+            part(recorded.log_prox_T),
+            batch.sample_T.to(self.device),
+            part(recorded.lag_T),
+            part(recorded.log_ref_T),
+        )
+
     def _rate(self) -> float:
         o = self.options
         progress = self.optimizer_step / o.total_steps if o.total_steps > 0 else 0.0
         return rate_at(self.optimizer_step, o.learning_rate, o.warmup_steps, o.schedule, progress)
 
-    def _pack(self, samples: list[TrainSample]) -> list[Microbatch]:
-        return pack(samples, self.options.token_budget, self.options.tree_tokens)
+    def _pack(self, samples: list[TrainSample]) -> list[tuple[str, Microbatch]]:
+        """Microbatches, each with the adapter that all its samples belong to."""
+        members: dict[str, list[int]] = {}
+        for index, sample in enumerate(samples):
+            members.setdefault(adapter_of(sample.role, self._adapters), []).append(index)
+        packed = []
+        for adapter, indices in members.items():
+            where = torch.tensor(indices)
+            batches = pack([samples[i] for i in indices], self.options.token_budget, self.options.tree_tokens)
+            packed += [(adapter, dataclasses.replace(b, sample_T=where[b.sample_T])) for b in batches]
+        return packed
 
-    def _forward(self, batch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, batch: Microbatch, temperature: float, model: torch.nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = causal_lm(self.model if model is None else model)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bf16"):
-            return batch_logprobs(
-                causal_lm(self.model), batch.to(self.device), temperature, self.options.chunk_elements
-            )
+            return batch_logprobs(chosen, batch.to(self.device), temperature, self.options.chunk_elements)
 
     @torch.no_grad()
-    def _proximal(self, samples: list[TrainSample], temperature: float, tick: Callable[[], None]) -> torch.Tensor:
+    def _proximal(
+        self,
+        samples: list[TrainSample],
+        temperature: float,
+        tick: Callable[[], None],
+        model: torch.nn.Module | None = None,
+    ) -> torch.Tensor:
         starts_S = _starts(samples)
         out_T = torch.zeros(sum(len(s.token_ids) for s in samples))
-        for batch in self._pack(samples):
-            out_T[starts_S[batch.sample_T] + batch.offset_T] = self._forward(batch, temperature)[0].float().cpu()
+        for adapter, batch in self._pack(samples):
+            with active(self.model if model is None else model, adapter):
+                logp_T, _ = self._forward(batch, temperature, model)
+            out_T[starts_S[batch.sample_T] + batch.offset_T] = logp_T.float().cpu()
             tick()
         return out_T
+
+    def _reference_logprobs(
+        self, samples: list[TrainSample], temperature: float, tick: Callable[[], None]
+    ) -> torch.Tensor:
+        """Of the policy that training started from: its own module, or the base under the LoRA adapter."""
+        if self._reference is not None:
+            return self._proximal(samples, temperature, tick, self._reference)
+        with self.model.disable_adapter():  # type: ignore[operator]
+            return self._proximal(samples, temperature, tick)
+
+    def _spread(self, values: list[float], samples: list[TrainSample]) -> torch.Tensor:
+        return torch.tensor(values).repeat_interleave(torch.tensor([len(s.token_ids) for s in samples]))
 
     def logprobs(self, samples: Sequence[TrainSample], temperature: float) -> list[list[float]]:
         """The learner's log-probs of each sample's response tokens: for tests, audits and references."""
@@ -211,10 +291,13 @@ class Trainer:
 class _Flat:
     """The recorded side of a batch, flat over all response tokens."""
 
-    def __init__(self, start_S: torch.Tensor, log_mu_T: torch.Tensor, advantage_T: torch.Tensor) -> None:  # noqa: N803
+    def __init__(self, start_S: torch.Tensor, log_mu_T: torch.Tensor, advantage_T: torch.Tensor) -> None:
         self.start_S = start_S
         self.log_mu_T = log_mu_T
         self.advantage_T = advantage_T
+        self.log_prox_T: torch.Tensor | None = None
+        self.lag_T: torch.Tensor | None = None
+        self.log_ref_T: torch.Tensor | None = None
 
 
 def _starts(samples: list[TrainSample]) -> torch.Tensor:

@@ -20,11 +20,12 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from kbrl_async.durable import file_sha256, is_complete, numbered, remove_folder, write_folder
 from kbrl_async.errors import CheckpointError
-from kbrl_async.learning.durable import file_sha256, is_complete, numbered, remove_folder, write_folder
+from kbrl_async.learning.adapters import active, adapter_names
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import causal_lm, is_lora
-from protocols.records import PolicyVersion
+from protocols.records import AdapterProof, PolicyVersion
 
 PREFIX = "policy-v"
 MANIFEST = "manifest.json"
@@ -53,12 +54,19 @@ def publish(
     def fill(folder: Path) -> None:
         _save_weights(model, kind, folder)
         digest = file_sha256(folder / WEIGHTS[kind])
-        manifest = PolicyVersion(version, parent, step, kind, digest, canary, logprobs, base_model, clock())
+        adapters = {name: _prove(model, name, folder, canary) for name in adapter_names(model)[1:]}
+        manifest = PolicyVersion(version, parent, step, kind, digest, canary, logprobs, base_model, clock(), adapters)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         made.append(manifest)
 
     write_folder(version_folder(directory, version), fill)
     return made[0]
+
+
+def _prove(model: torch.nn.Module, adapter: str, folder: Path, canary: list[int]) -> AdapterProof:
+    with active(model, adapter):
+        logprobs = sequence_logprobs(causal_lm(model), canary)
+    return AdapterProof(file_sha256(folder / adapter / WEIGHTS["lora"]), logprobs)
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -116,7 +124,8 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _save_weights(model: torch.nn.Module, kind: str, folder: Path) -> None:
     if kind == "lora":
         model.save_pretrained(str(folder), safe_serialization=True)  # type: ignore[operator]
-        (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
+        for card in folder.rglob("README.md"):
+            card.unlink()  # peft's empty model card
         return
     save_file(unique_tensors(model), str(folder / WEIGHTS["full"]), metadata={"format": "pt"})
     model.config.save_pretrained(str(folder))  # type: ignore[operator, union-attr]

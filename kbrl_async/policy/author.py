@@ -32,18 +32,23 @@ SLOW = msgspec.structs.replace(CAREFUL, fast=0.0)
 
 
 class Author:
-    """Draws choices; remembers which slips it made, so that a corpus can tell what it holds."""
+    """Draws choices; remembers which slips it made, so that a corpus can tell what it holds.
 
-    def __init__(self, rng: random.Random, habits: Habits) -> None:
+    With `slips` the slips are drawn from a stream of their own: two authors with equal `rng` then write in the same
+    style, whatever slips each makes, so that the second can repair what the first wrote.
+    """
+
+    def __init__(self, rng: random.Random, habits: Habits, slips: random.Random | None = None) -> None:
         self.rng = rng
+        self._slip_rng = slips or rng
         self.habits = habits
         self.slips: list[str] = []
 
     def slip(self, kind: str, right: str, *wrong: str) -> str:
         """`right`, or with the habit's probability one of `wrong`."""
-        if wrong and self.rng.random() < getattr(self.habits, kind):
+        if wrong and self._slip_rng.random() < getattr(self.habits, kind):
             self.slips.append(kind)
-            return self.rng.choice(wrong)
+            return self._slip_rng.choice(wrong)
         return right
 
     def style(self, slow: str, fast: str) -> str:

@@ -49,6 +49,12 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
     batch_tokens: int = 3072
     learning_rate: float = 2e-3
     habits: Habits = Habits()
+    turn_share: float = 0.0
+    """Share of the corpus that answers feedback to an attempt: for runs with refinement turns."""
+    verdict_share: float = 0.0
+    """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
+    shot_share: float = 0.0
+    """Share of the corpus's first turns whose prompt holds worked examples: for prompt_option=raicl."""
 
 
 Progress = Callable[[str, float], None]
@@ -79,7 +85,17 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress) -> SftR
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
     progress("writing the corpus", 0.0)
-    corpus = list(examples(options.seed, options.examples, habits=options.habits, prompt_option=options.prompt_option))
+    corpus = list(
+        examples(
+            options.seed,
+            options.examples,
+            habits=options.habits,
+            prompt_option=options.prompt_option,
+            turn_share=options.turn_share,
+            verdict_share=options.verdict_share,
+            shot_share=options.shot_share,
+        )
+    )
     tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
     pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
     model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options)

@@ -3,6 +3,8 @@
 Owns loading and static validation (a problem is parsed, never executed here). Never touches candidates.
 """
 
+from kbrl_async.problems.audit_file import usable
+from kbrl_async.problems.finding import find_problem
 from kbrl_async.problems.loading import load_file, load_folder, load_problems, load_suite, parse_problem
 
-__all__ = ["load_file", "load_folder", "load_problems", "load_suite", "parse_problem"]
+__all__ = ["find_problem", "load_file", "load_folder", "load_problems", "load_suite", "parse_problem", "usable"]

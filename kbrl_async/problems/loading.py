@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.problems import audit_file
 from protocols.records import Problem
 
 SUITE = Path(__file__).parent / "suite"
@@ -25,10 +26,12 @@ def load_problems(
 ) -> list[Problem]:
     """The problems of `source`: empty for the project's own suite, else a KernelBench folder or one file.
 
-    `levels` and `split` select; nothing selected is a `ProblemError`.
+    `levels` and `split` select; nothing selected is a `ProblemError`. What an audit of them says is in their `flags`.
     """
     path = Path(source).expanduser() if source else SUITE
     problems = [load_file(path, shapes=shapes)] if path.is_file() else load_folder(path, shapes=shapes)
+    folder = None if path == SUITE else path
+    problems = audit_file.with_flags(problems, map(audit_file.read, audit_file.find(folder, shapes)))
     wanted = set(levels)
     chosen = [p for p in problems if (not wanted or p.level in wanted) and split in (None, p.split)]
     if not chosen:

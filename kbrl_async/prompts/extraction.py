@@ -12,7 +12,8 @@ import msgspec
 
 TAGGED = re.compile(r"<KERNEL>\s*(.*?)\s*</KERNEL>", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-MODEL = re.compile(r"^class\s+ModelNew\b.*?def\s+forward\b", re.DOTALL | re.MULTILINE)
+MODEL = re.compile(r"^class\s+ModelNew\b.*?def\s+forward\b|^PLAN\s*=\s*\{", re.DOTALL | re.MULTILINE)
+"""A module, or a launch plan in its place."""
 
 
 class Extraction(msgspec.Struct, frozen=True):

@@ -40,12 +40,29 @@ def none(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
+def best_of_n(rewards: Sequence[float], keep: int = 3, above: float = 0.5) -> list[float]:
+    """1 for the best `keep` samples with a reward above `above`, 0 for the others: with −A·log π this is supervised
+    fine-tuning on the best of n."""
+    ranked = sorted(range(len(rewards)), key=lambda i: -rewards[i])
+    chosen = {i for i in ranked[:keep] if rewards[i] > above}
+    return [float(i in chosen) for i in range(len(rewards))]
+
+
+def reward_weight(rewards: Sequence[float]) -> list[float]:
+    """max(r, 0): with −A·log π, scaled to mean 1 over the batch, this is reward-weighted supervised fine-tuning."""
+    return [max(reward, 0.0) for reward in rewards]
+
+
 BASELINES: dict[str, Baseline] = {
     "leave_one_out": leave_one_out,
     "mean": group_mean,
     "mean_std": group_mean_std,
+    "running_mean": group_mean,
     "none": none,
+    "best_of_n": best_of_n,
+    "reward_weight": reward_weight,
 }
+"""`running_mean` is the book's: the problem's past rewards, and the group's own mean where there are none yet."""
 
 
 def find_baseline(name: str) -> Baseline:
@@ -59,6 +76,16 @@ def batch_scale(advantages: Sequence[float]) -> float:
     """1 / root mean square of all advantages of a batch (they are about 0 in the mean); 1 where all are 0."""
     square = sum(a * a for a in advantages) / max(1, len(advantages))
     return 1.0 / math.sqrt(square) if square > _EPSILON**2 else 1.0
+
+
+def mean_scale(advantages: Sequence[float]) -> float:
+    """1 / mean: makes weights of mean 1 of them; 1 where all are 0."""
+    mean = sum(advantages) / max(1, len(advantages))
+    return 1.0 / mean if mean > _EPSILON else 1.0
+
+
+IMITATES = frozenset({"best_of_n", "reward_weight"})
+"""Baselines under which samples are imitated: a group of equally good ones teaches something."""
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rewards.advantages import batch_scale, find_baseline, is_zero_variance
+from kbrl_async.rewards.advantages import IMITATES, batch_scale, find_baseline, is_zero_variance, mean_scale
 from kbrl_async.rewards.events import (
     IGNORED,
     Admitted,
@@ -50,6 +50,8 @@ STALE = "stale"
 RUN_ENDED = "run_ended"
 ZERO_VARIANCE = "zero_variance"
 TOO_FEW = "too_few_rollouts"
+RUNNING_RATE = 0.3
+"""Weight of a problem's newest group in its running mean reward."""
 
 
 class BookOptions(msgspec.Struct, frozen=True):
@@ -83,6 +85,8 @@ class _Group:
     scored: dict[str, list[TrainSample]] = dataclasses.field(default_factory=dict)
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     batch_id: str = ""
+    running: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Running mean reward of the problem by turn, as it was when the batch was made."""
 
     @property
     def is_complete(self) -> bool:
@@ -131,6 +135,7 @@ class GroupBook:
         self._hold: HoldBegan | None = None
         self._failures: Counter[str] = Counter()
         self._benched: dict[str, float] = {}
+        self._running: dict[str, dict[int, float]] = {}
 
     @classmethod
     def replay(cls, options: BookOptions, events: Iterable[Event]) -> GroupBook:
@@ -188,9 +193,13 @@ class GroupBook:
         """The groups of an outstanding batch, with advantages: the same on every call."""
         chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
         groups = [self._with_advantages(group) for group in chosen]
-        if not self.options.scale_by_std:
+        advantages = [s.advantage for group in groups for s in group.samples]
+        if self.options.baseline in IMITATES:
+            scale = mean_scale(advantages)
+        elif self.options.scale_by_std:
+            scale = batch_scale(advantages)
+        else:
             return groups
-        scale = batch_scale([s.advantage for group in groups for s in group.samples])
         return [msgspec.structs.replace(g, samples=[_scaled(s, scale) for s in g.samples]) for g in groups]
 
     def next_deadline(self) -> float | None:
@@ -285,12 +294,16 @@ class GroupBook:
                 self._next_batch += 1
                 self._hold = None
                 for group_id in event.group_ids:
-                    self._groups[group_id].batch_id = event.batch_id
+                    group = self._groups[group_id]
+                    group.batch_id = event.batch_id
+                    group.running = dict(self._running.get(group.problem_id, {}))
                 return []
             case BatchTrained():
                 batch = self._batches.pop(event.batch_id)
                 self.version = max(self.version, event.version)
                 self.batches_trained += 1
+                for group_id in batch.group_ids:
+                    self._learn_mean(self._groups[group_id])
                 return [self._close(g, GroupOutcome.TRAINED, "", event.at) for g in batch.group_ids]
             case BatchFailed():
                 batch = self._batches.pop(event.batch_id)
@@ -314,9 +327,14 @@ class GroupBook:
                 return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
             reason = next(iter(group.lost.values()), TOO_FEW)
             return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
-        if self.options.filter_zero_variance and all(map(is_zero_variance, _rewards_by_turn(group).values())):
+        if self._teaches_nothing(group):
             return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
         return []
+
+    def _teaches_nothing(self, group: _Group) -> bool:
+        if self.options.baseline in IMITATES:
+            return not any(any(self._baseline(rewards)) for rewards in _rewards_by_turn(group).values())
+        return self.options.filter_zero_variance and all(map(is_zero_variance, _rewards_by_turn(group).values()))
 
     def _close(self, group_id: str, outcome: GroupOutcome, reason: str, at: float) -> Closed:
         group = self._groups.pop(group_id)
@@ -375,9 +393,21 @@ class GroupBook:
         samples = [
             msgspec.structs.replace(sample, advantage=advantage)
             for turn in sorted(by_turn)
-            for sample, advantage in zip(by_turn[turn], self._baseline([s.reward for s in by_turn[turn]]), strict=True)
+            for sample, advantage in zip(by_turn[turn], self._advantages(group, turn, by_turn[turn]), strict=True)
         ]
         return TrainGroup(group.group_id, group.problem_id, group.level, samples)
+
+    def _advantages(self, group: _Group, turn: int, samples: list[TrainSample]) -> list[float]:
+        rewards = [sample.reward for sample in samples]
+        if self.options.baseline == "running_mean" and turn in group.running:
+            return [reward - group.running[turn] for reward in rewards]
+        return self._baseline(rewards)
+
+    def _learn_mean(self, group: _Group) -> None:
+        known = self._running.setdefault(group.problem_id, {})
+        for turn, rewards in _rewards_by_turn(group).items():
+            mean = sum(rewards) / len(rewards)
+            known[turn] = mean if turn not in known else known[turn] + RUNNING_RATE * (mean - known[turn])
 
 
 def rollout_ids(group_id: str, count: int) -> list[str]:

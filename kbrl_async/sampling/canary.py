@@ -23,17 +23,21 @@ def canary_logprobs(causal_lm: torch.nn.Module, ids: list[int]) -> list[float]:
     return values
 
 
-def check_canary(manifest: PolicyVersion, causal_lm: torch.nn.Module, tolerance: float = 0.0) -> float:
+def check_canary(
+    manifest: PolicyVersion, causal_lm: torch.nn.Module, tolerance: float = 0.0, adapter: str = ""
+) -> float:
     """The largest difference from the manifest's log-probs; PolicyMismatch above `tolerance` (0: by dtype)."""
     served = canary_logprobs(causal_lm, manifest.canary_ids)
-    if len(served) != len(manifest.canary_logprobs) or not served:
+    published = manifest.adapters[adapter].canary_logprobs if adapter else manifest.canary_logprobs
+    if len(served) != len(published) or not served:
         raise PolicyMismatch(f"policy v{manifest.version} carries no usable canary", "Publish it again")
-    error = max(abs(a - b) for a, b in zip(served, manifest.canary_logprobs, strict=True))
+    error = max(abs(a - b) for a, b in zip(served, published, strict=True))
     dtype = next(causal_lm.parameters()).dtype
     allowed = tolerance or TOLERANCE.get(dtype, TOLERANCE_DEFAULT)
     if not error <= allowed:
+        shown = f" ({adapter})" if adapter else ""
         raise PolicyMismatch(
-            f"canary log-probs of policy v{manifest.version} differ by {error:.3g} (allowed {allowed:g}): "
+            f"canary log-probs of policy v{manifest.version}{shown} differ by {error:.3g} (allowed {allowed:g}): "
             "the sampler would serve other weights",
             "Check that sampler and learner use the same base model and dtype",
         )

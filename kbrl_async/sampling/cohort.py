@@ -39,6 +39,8 @@ class Stream:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str = ""
+    adapter: str = ""
+    """The role's adapter that it asks for; the main one where the version has none of that name."""
 
 
 @dataclasses.dataclass
@@ -61,8 +63,9 @@ class Cohort:
         activate: Callable[[], None] = lambda: None,
         prefix_tokens: int = 16_384,
         prefill_tokens: int = 4096,
+        adapter: str = "",
     ) -> None:
-        self.version = version
+        self.version, self.adapter = version, adapter
         self.rows: list[Stream] = []
         self._model = causal_lm
         self._device = next(causal_lm.parameters()).device

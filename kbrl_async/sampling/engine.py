@@ -54,9 +54,15 @@ class Engine(Protocol):
         """The version that new sequences get; −1 before the first `load`."""
 
     async def generate(
-        self, request_id: str, prompt: str, params: SamplingParams, purpose: Purpose = Purpose.TRAIN
+        self,
+        request_id: str,
+        prompt: str,
+        params: SamplingParams,
+        purpose: Purpose = Purpose.TRAIN,
+        adapter: str = "",
     ) -> Completion:
-        """One completion. Cancelling the awaiting task frees its row. InfraError when the engine has died."""
+        """One completion, by the policy's adapter of that name where it has one. Cancelling the awaiting task frees its
+        row. InfraError when the engine has died."""
 
     async def load(self, manifest: PolicyVersion, folder: Path) -> None:
         """Serves a published version to new sequences. PolicyMismatch unless its canary agrees (I8)."""

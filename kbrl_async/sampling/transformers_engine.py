@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import itertools
 import queue
 import random
@@ -35,6 +34,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
+from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError
 from kbrl_async.sampling.canary import check_canary
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
@@ -81,9 +81,9 @@ class _Cancel(NamedTuple):
 
 
 class _Serve(NamedTuple):
-    """Run on the engine's thread: makes a cohort, which becomes the one for new sequences."""
+    """Run on the engine's thread: makes a version's cohorts, one an adapter, which take the new sequences."""
 
-    make: Callable[[], Cohort]
+    make: Callable[[], list[Cohort]]
     future: asyncio.Future[None]
 
 
@@ -139,7 +139,12 @@ class TransformersEngine:
         return self._version
 
     async def generate(
-        self, request_id: str, prompt: str, params: SamplingParams, purpose: Purpose = Purpose.TRAIN
+        self,
+        request_id: str,
+        prompt: str,
+        params: SamplingParams,
+        purpose: Purpose = Purpose.TRAIN,
+        adapter: str = "",
     ) -> Completion:
         """One completion of `prompt`, tokenised as it stands (no special tokens added)."""
         check_params(params, purpose)
@@ -151,7 +156,7 @@ class TransformersEngine:
         rng = random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed)
         # A task that is delivered twice runs twice under the same request id; the two must not meet.
         key = f"{request_id}#{next(self._serial)}"
-        stream = Stream(key, list(ids), params, rng, started_at=self._clock())
+        stream = Stream(key, list(ids), params, rng, started_at=self._clock(), adapter=adapter)
         future: asyncio.Future[tuple[Stream, int]] = self._loop.create_future()
         self._inbox.put(_Request(stream, future))
         try:
@@ -190,7 +195,7 @@ class TransformersEngine:
             policy_version=self._version,
             active=sum(len(cohort.rows) for cohort in self._cohorts),
             waiting=len(self._waiting) + self._inbox.qsize(),
-            live_versions=len(self._cohorts),
+            live_versions=len(self._live_versions()),
             decode_steps=c.decode_steps,
             generated_tokens=c.generated_tokens,
             prefill_tokens=c.prefill_tokens,
@@ -211,17 +216,20 @@ class TransformersEngine:
     async def _wait_for_room(self) -> None:
         try:
             async with asyncio.timeout(self._options.load_wait_s):
-                while len(self._cohorts) >= max(2, self._options.max_versions):
+                while len(self._live_versions()) >= max(2, self._options.max_versions):
                     self._cohort_ended.clear()
                     await self._cohort_ended.wait()
                     self._check_alive()
         except TimeoutError as error:
             raise InfraError(
-                f"{len(self._cohorts)} policy versions are still busy after {self._options.load_wait_s:g} s",
+                f"{len(self._live_versions())} policy versions are still busy after {self._options.load_wait_s:g} s",
                 "Lower max_tokens or raise max_versions",
             ) from error
 
-    def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], Cohort]:
+    def _live_versions(self) -> set[int]:
+        return {cohort.version for cohort in self._cohorts}
+
+    def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """Off the engine's thread: a copy of the base with the version's weights, proven by its canary."""
         weights = load_file(str(_verified(folder, manifest)))
         model = copy.deepcopy(self._base)
@@ -230,37 +238,37 @@ class TransformersEngine:
             raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
         model.eval()
         self._canary_error = check_canary(manifest, model, self._options.canary_tolerance)
-        return lambda: self._cohort(manifest.version, model, lambda: None)
+        return lambda: [self._cohort(manifest.version, model, lambda: None)]
 
-    def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], Cohort]:
+    def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """Adapters share the base, so they are added on the engine's thread, between two steps."""
-        _verified(folder, manifest)
-        name = f"policy-v{manifest.version}"
+        for adapter in ("", *manifest.adapters):
+            _verified(folder, manifest, adapter)
+        return lambda: [self._adapter(manifest, folder, adapter) for adapter in ("", *manifest.adapters)]
 
-        def make() -> Cohort:
-            from peft import PeftModel
+    def _adapter(self, manifest: PolicyVersion, folder: Path, adapter: str) -> Cohort:
+        from peft import PeftModel
 
-            with warnings.catch_warnings():
-                # peft asks transformers for a property by its deprecated name.
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-                if self._peft is None:
-                    self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), str(folder), adapter_name=name)
-                else:
-                    self._peft.load_adapter(str(folder), adapter_name=name)
-            self._activate(name)
-            inner = self._peft.get_base_model().eval()
-            self._canary_error = check_canary(manifest, inner, self._options.canary_tolerance)
-            return self._cohort(manifest.version, inner, lambda: self._activate(name))
-
-        return make
+        name, place = adapter_name(manifest.version, adapter), str(folder / adapter)
+        with warnings.catch_warnings():
+            # peft asks transformers for a property by its deprecated name.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            if self._peft is None:
+                self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), place, adapter_name=name)
+            else:
+                self._peft.load_adapter(place, adapter_name=name)
+        self._activate(name)
+        inner = self._peft.get_base_model().eval()
+        self._canary_error = check_canary(manifest, inner, self._options.canary_tolerance, adapter)
+        return self._cohort(manifest.version, inner, lambda: self._activate(name), adapter)
 
     def _activate(self, name: str) -> None:
         if self._peft.active_adapter != name:
             self._peft.set_adapter(name)
 
-    def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None]) -> Cohort:
+    def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None], adapter: str = "") -> Cohort:
         o = self._options
-        return Cohort(version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens)
+        return Cohort(version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens, adapter)
 
     # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -301,12 +309,12 @@ class TransformersEngine:
 
     def _serve(self, message: _Serve) -> None:
         try:
-            cohort = message.make()
+            cohorts = message.make()
         except Exception as error:  # supervisor: goes to the caller of load, the engine stays
             self._settle(message.future, error=error)
             return
-        self._cohorts.append(cohort)
-        self._version = cohort.version
+        self._cohorts += cohorts
+        self._version = cohorts[0].version
         self._retire()
         self._settle(message.future, None)
 
@@ -324,8 +332,10 @@ class TransformersEngine:
         if not self._cohorts or free <= 0 or not self._waiting:
             return
         joining = [self._waiting.popleft().stream for _ in range(min(free, len(self._waiting)))]
-        newest = self._cohorts[-1]
-        self._deliver(newest.join(joining), newest.version)
+        newest = {cohort.adapter: cohort for cohort in self._cohorts if cohort.version == self._version}
+        for adapter, cohort in newest.items():
+            mine = [s for s in joining if (s.adapter if s.adapter in newest else "") == adapter]
+            self._deliver(cohort.join(mine), cohort.version)
 
     def _deliver(self, finished: list[Stream], version: int) -> None:
         for stream in finished:
@@ -335,11 +345,11 @@ class TransformersEngine:
 
     def _retire(self) -> None:
         """Frees the weights of old versions whose last row has left."""
-        ended = [cohort for cohort in self._cohorts[:-1] if not cohort.rows]
+        ended = [cohort for cohort in self._cohorts if cohort.version != self._version and not cohort.rows]
         for cohort in ended:
             self._cohorts.remove(cohort)
             if self._peft is not None:
-                self._peft.delete_adapter(f"policy-v{cohort.version}")
+                self._peft.delete_adapter(adapter_name(cohort.version, cohort.adapter))
         if ended:
             self._call(self._cohort_ended.set)
 
@@ -385,13 +395,17 @@ class TransformersEngine:
             )
 
 
-def _verified(folder: Path, manifest: PolicyVersion) -> Path:
-    path = folder / _WEIGHTS[manifest.kind]
+def adapter_name(version: int, adapter: str) -> str:
+    """`policy-v17`, or `policy-v17-verifier`: the version is in the name, so that no stale one can be served (I8)."""
+    return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
+
+
+def _verified(folder: Path, manifest: PolicyVersion, adapter: str = "") -> Path:
+    path = folder / adapter / _WEIGHTS[manifest.kind]
+    digest = manifest.adapters[adapter].weights_sha256 if adapter else manifest.weights_sha256
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", "Wait for a complete version, or publish it again")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != manifest.weights_sha256:
+    if file_sha256(path) != digest:
         raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Publish the version again")
     return path
 

@@ -9,10 +9,22 @@
 Invariants
 * Candidate code never runs in the zygote, and a child is never used again after candidate code ran in it.
 * A layer that a host lacks is named in `Isolation.missing`, never silently skipped.
+* A child is the first process of a pid namespace of its own: what it starts dies with it (a GPU child starts nothing).
 * A child dies with its zygote, a zygote with its owner, and every wait has a deadline.
 """
 
 from kbrl_async.sandbox.client import Child, Zygote
+from kbrl_async.sandbox.outputs import BadOutput, is_over, read_output, remove_tree
 from kbrl_async.sandbox.wire import Access, Isolation, Limits
 
-__all__ = ["Access", "Child", "Isolation", "Limits", "Zygote"]
+__all__ = [
+    "Access",
+    "BadOutput",
+    "Child",
+    "Isolation",
+    "Limits",
+    "Zygote",
+    "is_over",
+    "read_output",
+    "remove_tree",
+]

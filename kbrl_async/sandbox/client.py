@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -19,6 +20,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -26,9 +28,12 @@ import msgspec
 
 import kbrl_async
 from kbrl_async.errors import InfraError
+from kbrl_async.sandbox.canary import song
+from kbrl_async.sandbox.layers import level
 from kbrl_async.sandbox.wire import (
     Access,
     Exited,
+    Isolation,
     Limits,
     Message,
     Options,
@@ -40,11 +45,18 @@ from kbrl_async.sandbox.wire import (
     send,
 )
 
+_BUBBLEWRAP = (
+    *("bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+    *("--die-with-parent", "--cap-add", "ALL", "--dev-bind", "/", "/", "--proc", "/proc"),
+)
+"""Namespaces, and the right to mount in them; the zygote's children give it up before untrusted code runs."""
+CANARY = "kbrl_async.sandbox.canary"
 _START_S = 60.0
 _ANSWER_S = 10.0
 _STOP_PAUSE_S = 20e-6
 _STOP_YIELDS = 4
-_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
+_WATCH_S = 0.05
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES")
 
 
 def interpreter_paths() -> tuple[str, ...]:
@@ -67,7 +79,8 @@ def interpreter_paths() -> tuple[str, ...]:
 class Zygote:
     """A clean process that forks confined children. Safe to share between threads.
 
-    `profile` is `"kernel"` or `"tool"`; `preload` names modules that hold the entries, imported before any fork.
+    `profile` is `"kernel"`, `"gpu"` or `"tool"`; `preload` names modules that hold the entries, imported before any
+    fork.
     """
 
     def __init__(self, preload: tuple[str, ...], profile: str = "kernel", threads: int = 1) -> None:
@@ -76,6 +89,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._scratch = tempfile.mkdtemp(prefix="kbrl-scratch-")
+        self._is_enclosed = False
         self.missing: tuple[str, ...] = ()
         self.generation = 0
         """Counts the processes that this zygote has had; children of an earlier one are dead."""
@@ -90,6 +104,11 @@ class Zygote:
         self.close()
 
     @property
+    def isolation(self) -> Isolation:
+        """What children have on this host, as one found that was started for it; known once started."""
+        return Isolation(level(self.missing), self.missing)
+
+    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -102,6 +121,22 @@ class Zygote:
         with self._lock:
             self._stop()
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def check(self, within_s: float = 10.0) -> None:
+        """A canary, after a child was killed: a fresh one must be as confined as the first, and compute rightly.
+
+        Raises `InfraError` where it does not, and replaces the zygote's process.
+        """
+        nonce = secrets.token_bytes(16)
+        child = self.spawn(CANARY + ":run", nonce)
+        try:
+            answer = child.receive(1 << 16, within_s)
+        finally:
+            child.close()
+        if answer != msgspec.msgpack.encode(song(self.isolation, nonce)):
+            with self._lock:
+                self._stop()
+            raise InfraError("the sandbox does not work any more after a kill", "It is replaced; see the host's memory")
 
     def spawn(
         self,
@@ -159,11 +194,22 @@ class Zygote:
             return
         self._stop()
         self.generation += 1
+        self.missing = self._launch()
+        if "user namespace" in self.missing and not self._is_enclosed and shutil.which("bwrap"):
+            # Some hosts refuse us namespaces and grant them to bubblewrap: then it makes them, all else is the same.
+            self._stop()
+            self._is_enclosed = True
+            self.missing = self._launch()
+
+    def _launch(self) -> tuple[str, ...]:
+        """Start the process; what its children lack."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for side in (self._channel, theirs):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        options = Options(self._profile, self._preload, interpreter_paths(), self._scratch, self._threads)
-        command = [sys.executable, "-m", "kbrl_async.sandbox.zygote", str(theirs.fileno())]
+        options = Options(self._profile, (*self._preload, CANARY), interpreter_paths(), self._scratch, self._threads)
+        options = msgspec.structs.replace(options, is_enclosed=self._is_enclosed)
+        enclosure = _BUBBLEWRAP if self._is_enclosed else ()
+        command = [*enclosure, sys.executable, "-m", "kbrl_async.sandbox.zygote", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, msgspec.json.encode(options).decode()],
@@ -180,7 +226,7 @@ class Zygote:
             self._stop()
             raise InfraError(f"the sandbox zygote did not start ({error})", "Its own message is on stderr") from error
         assert isinstance(started, Started)
-        self.missing = started.missing
+        return started.missing
 
     def _stop(self) -> None:
         if self._channel is not None:
@@ -198,7 +244,15 @@ def _environment(threads: int) -> dict[str, str]:
     pools = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT"), count)
     root = str(Path(kbrl_async.__file__).parent.parent)
     return (
-        kept | pools | {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive", "HOME": "/"}
+        kept
+        | pools
+        | {
+            "PYTHONPATH": root,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "HOME": "/",
+            "USER": "kbrl",
+        }
     )
 
 
@@ -250,9 +304,27 @@ class Child:
         os.close(self._pidfd)
         self._status = self._zygote.wait(self._pid, self._generation)
 
-    def result(self, within_s: float) -> int | None:
-        """Its exit code (or minus its signal) if it ends in time; else None, and it is killed."""
-        ended = self.has_ended(within_s)
+    def receive(self, max_bytes: int, within_s: float, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
+        """Its next message, empty where it has closed its end; None where none came before its time had ended."""
+        end = time.monotonic() + within_s
+        while (left_s := end - time.monotonic()) > 0 and not is_over():
+            if select.select([self.channel], [], [], min(left_s, _WATCH_S))[0]:
+                try:
+                    return self.channel.recv(max_bytes)
+                except ConnectionError:
+                    return b""
+        return None
+
+    def result(self, within_s: float, is_over: Callable[[], bool] = lambda: False) -> int | None:
+        """Its exit code (or minus its signal) if it ends in time; else None, and it is killed.
+
+        `is_over` is asked now and then; once it is true the child's time has ended.
+        """
+        end = time.monotonic() + within_s
+        ended = False
+        while not ended and (left_s := end - time.monotonic()) > 0 and not is_over():
+            ended = self.has_ended(min(left_s, _WATCH_S))
+        ended = ended or self.has_ended()
         self.close()
         if self._status is None:
             raise InfraError("the sandbox zygote died under its child", "It is restarted at the next call")

@@ -123,6 +123,25 @@ _KERNEL_ONLY = [
     "linkat",
     "mknod",
     "mknodat",
+    # Landlock does not cover who owns a file, its mode, times and attributes: a child may own what it can only read.
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "fchmodat2",
+    "chown",
+    "fchown",
+    "lchown",
+    "fchownat",
+    "utime",
+    "utimes",
+    "futimesat",
+    "utimensat",
+    "setxattr",
+    "lsetxattr",
+    "fsetxattr",
+    "removexattr",
+    "lremovexattr",
+    "fremovexattr",
 ]
 _PRCTL_DENIED = (linux.PR_SET_PDEATHSIG, linux.PR_SET_DUMPABLE)
 
@@ -133,12 +152,13 @@ def seccomp_program(profile: str, threads: int) -> bytes:
 
     program = seccomp.SyscallFilter(defaction=seccomp.ALLOW)
     deny = seccomp.ERRNO(errno.EPERM)
-    for name in [*_ALWAYS, *(_KERNEL_ONLY if profile == "kernel" else ())]:
+    is_kernel = profile in ("kernel", "gpu")
+    for name in [*_ALWAYS, *(_KERNEL_ONLY if is_kernel else ())]:
         try:
             program.add_rule(deny, name)
         except (OSError, ValueError):  # this architecture or library has no such call
             continue
-    if profile == "kernel":
+    if is_kernel:
         program.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
         if threads > 1:
             flag = linux.CLONE_THREAD

@@ -14,13 +14,19 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_THREAD = 0x00010000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 # The three Landlock calls have the same numbers on every architecture.
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_VERSION = 1
+# As has this one.
+_MOUNT_SETATTR = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+MOUNT_ATTR_RDONLY = 1
 _CAPSET = {"x86_64": 126, "aarch64": 91}
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SECCOMP_SET_FILTER, _SECCOMP_TSYNC = 1, 1
 _CAPABILITY_VERSION_3 = 0x20080522
 
 LANDLOCK_EXECUTE, LANDLOCK_WRITE_FILE, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 1, 2, 4, 8
@@ -42,11 +48,25 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
+def enter_pid_namespace(fd: int) -> None:
+    """Later children of this process are born there; it stays where it is itself."""
+    _check(_libc.setns(fd, CLONE_NEWPID), "setns")
+
+
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     _check(
         _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()),
         f"mount {target}",
     )
+
+
+def set_read_only(path: str, *, read_only: bool, recursive: bool = False) -> None:
+    """The mount at `path`, with those below it if asked: nothing in it can be changed, modes and owners included."""
+    attributes = (MOUNT_ATTR_RDONLY, 0) if read_only else (0, MOUNT_ATTR_RDONLY)
+    body = struct.pack("4Q", *attributes, 0, 0)
+    flags = ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
+    size = ctypes.c_size_t(len(body))
+    _check(_libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, body, size), f"mount_setattr {path}")
 
 
 def prctl(option: int, value: int) -> None:
@@ -67,6 +87,17 @@ def seccomp_load(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     _check(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_, 0, 0), "seccomp")
+
+
+def seccomp_load_everywhere(program: bytes) -> None:
+    """`seccomp_load` for every thread of this process. Needs `PR_SET_NO_NEW_PRIVS`."""
+    number = _SECCOMP.get(platform.machine())
+    if number is None:
+        raise OSError(f"seccomp has no known number on {platform.machine()}")
+    code = ctypes.create_string_buffer(program, len(program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
+    if _check(_libc.syscall(number, _SECCOMP_SET_FILTER, _SECCOMP_TSYNC, filter_), "seccomp") > 0:
+        raise OSError("a thread of this process can't be given the seccomp filter")
 
 
 def landlock_abi() -> int:

@@ -21,6 +21,8 @@ class Limits(msgspec.Struct, frozen=True):
     scratch_bytes: int = 16 << 20
     threads: int = 1
     """1: the child can create no thread at all, so nothing can go on behind a call."""
+    processes: int = 320
+    """Processes and threads that a tool and all its children may have at a time."""
     nice: int = 0
     cores: tuple[int, ...] = ()
     """Pinned to these; the child can't change it. Empty: wherever the zygote may run."""
@@ -51,6 +53,8 @@ class Options(msgspec.Struct, frozen=True):
     read: tuple[str, ...]
     scratch: str
     threads: int = 1
+    is_enclosed: bool = False
+    """Bubblewrap has made the namespaces already."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):

@@ -3,7 +3,7 @@
 
 ::
 
-    outer (waits) ── fork ─▶ zygote, pid 1 of its namespaces ── fork ─▶ child ─▶ layers ─▶ entry ─▶ _exit
+    outer (waits) ── fork ─▶ zygote, pid 1 of its namespaces ── fork ─▶ child, pid 1 of its own ─▶ layers ─▶ entry
 """
 
 from __future__ import annotations
@@ -19,9 +19,21 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.sandbox import layers, linux
+from kbrl_async.sandbox import gpu, layers, linux
 from kbrl_async.sandbox.filters import seccomp_program
-from kbrl_async.sandbox.wire import Exited, Isolation, Options, Spawn, Spawned, Started, Wait, receive, send
+from kbrl_async.sandbox.wire import (
+    Access,
+    Exited,
+    Isolation,
+    Limits,
+    Options,
+    Spawn,
+    Spawned,
+    Started,
+    Wait,
+    receive,
+    send,
+)
 
 Entry = Callable[[socket.socket, bytes, list[int], Isolation], None]
 
@@ -31,6 +43,7 @@ class _Server:
         self.channel, self.options, self.missing = channel, options, missing
         self.modules = {name: importlib.import_module(name) for name in options.preload}
         self.program = self._seccomp()
+        self.own_processes = self._pid_namespace()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         gc.collect()
@@ -42,8 +55,24 @@ class _Server:
         except (ImportError, OSError, RuntimeError):
             return None
 
+    def _pid_namespace(self) -> int | None:
+        """Ours, to come back to after each child got one of its own; None where children have to share ours.
+
+        A GPU child stays in ours: the driver looks itself up in the /proc that shows it.
+        """
+        if self.options.profile == "gpu" or "pid namespace" in self.missing:
+            return None
+        ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            linux.unshare(linux.CLONE_NEWPID)
+            linux.enter_pid_namespace(ours)
+        except OSError:
+            self.missing.append("pid namespace of each child")
+            return None
+        return ours
+
     def serve(self) -> None:
-        send(self.channel, Started(tuple(self.missing)))
+        send(self.channel, Started(tuple(self._probe())))
         while True:
             try:
                 message, fds = receive(self.channel)
@@ -54,8 +83,38 @@ class _Server:
             elif isinstance(message, Wait):
                 send(self.channel, Exited(_status(message.pid)))
 
+    def _probe(self) -> list[str]:
+        """What a child will lack on this host, as one that confined itself and ended has found."""
+        reader, writer = os.pipe()
+        pid = self._fork()
+        if pid == 0:
+            isolation = layers.confine(self.options, Limits(), Access(), self.program, self.missing)
+            os.write(writer, msgspec.json.encode(isolation.missing))
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            found = file.read()
+        os.waitpid(pid, 0)
+        missing = msgspec.json.decode(found, type=list[str]) if found else [*self.missing, "confinement"]
+        return [*missing, gpu.OPEN_SURFACE] if self.options.profile == "gpu" else missing
+
+    def _fork(self) -> int:
+        """A child, the first process of a pid namespace of its own: it sees and signals nobody else, and all that it
+        starts dies with it, however it was daemonised.
+        """
+        if self.own_processes is None:
+            return os.fork()
+        linux.unshare(linux.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                linux.enter_pid_namespace(self.own_processes)
+        return pid
+
     def _spawn(self, request: Spawn, fds: list[int]) -> None:
-        pid = os.fork()
+        pid = self._fork()
         if pid == 0:
             self._become_child(request, fds)
         for fd in fds:
@@ -88,8 +147,8 @@ def _status(pid: int) -> int:
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     options = msgspec.json.decode(sys.argv[2], type=Options)
-    missing = layers.enter_namespaces()
-    if "pid namespace" not in missing:
+    missing = [] if options.is_enclosed else layers.enter_namespaces()
+    if "pid namespace" not in missing and not options.is_enclosed:
         inner = os.fork()
         if inner != 0:
             channel.close()
@@ -98,6 +157,9 @@ def main() -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     if "mount namespace" not in missing:
         layers.make_mounts_private()
+        if options.profile == "gpu" and "pid namespace" not in missing:
+            with contextlib.suppress(OSError):
+                layers.mount_proc()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         _Server(channel, options, missing).serve()
 

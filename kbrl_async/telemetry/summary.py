@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ import msgspec
 from rich.console import Group
 from rich.table import Table
 
+from kbrl_async.durable import write_atomically
+from kbrl_async.telemetry import turn_metrics
+from kbrl_async.telemetry.funnel import funnel
 from kbrl_async.telemetry.training_metrics import RolloutStats, outcome_rates
 
 Summary = dict[str, Any]
@@ -76,8 +78,12 @@ def build(
         "busy_total": math.fsum(busy.values()),
         **_rates(first, TENTH_FIELDS, "", "_first"),
         **_rates(last, TENTH_FIELDS, "", "_last"),
+        **turn_metrics.summary(first, last, rollouts),
         **_rates(heldout_before, HELDOUT_FIELDS, "heldout_", "_before"),
         **_rates(heldout_after, HELDOUT_FIELDS, "heldout_", "_after"),
+        **_filtered(heldout_before, "_before"),
+        **_filtered(heldout_after, "_after"),
+        "funnel": funnel(rollout.funnel for rollout in rollouts),
         "best_kernels": best_kernels([*rollouts, *heldout_after]),
     }
 
@@ -91,6 +97,15 @@ def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Se
 def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
     rates = outcome_rates(rollouts)
     return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
+
+
+def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
+    """The held-out rates without the problems that an audit flags; nothing where it flags none."""
+    kept = [r for r in rollouts if not r.flagged]
+    if len(kept) == len(rollouts):
+        return {}
+    problems = len({r.problem_id for r in rollouts if r.flagged})
+    return {**_rates(kept, HELDOUT_FIELDS, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
 
 
 def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
@@ -112,12 +127,7 @@ def _lo(rollout: RolloutStats | None) -> float:
 
 def write(path: Path, summary: Summary) -> None:
     """Put the whole file there in one step, or leave nothing."""
-    fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
 
 
 def read(path: Path) -> Summary:
@@ -143,11 +153,19 @@ def _progress_table(summary: Summary) -> Table:
         table.add_column(heading, justify="right" if justify == "right" else "left")
     for name in TENTH_FIELDS:
         table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+    if "success_rate_first" in summary:
+        for name in ("success_rate", "compile_fix_rate"):
+            table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
     table.add_section()
     table.add_row("held-out problems", "before", "after", style="bold")
     for name in HELDOUT_FIELDS:
         before, after = summary.get(f"heldout_{name}_before"), summary.get(f"heldout_{name}_after")
         table.add_row(name, _shown(name, before), _shown(name, after))
+    if flagged := summary.get("heldout_problems_flagged"):
+        table.add_row(f"without {flagged} flagged problems", "before", "after", style="bold")
+        for name in HELDOUT_FIELDS:
+            values = [summary.get(f"heldout_filtered_{name}_{when}") for when in ("before", "after")]
+            table.add_row(name, *(_shown(name, value) for value in values))
     return table
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.telemetry import turn_metrics
+from kbrl_async.telemetry.funnel import Step
+
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """One scored rollout, reduced to what metrics need."""
@@ -43,6 +46,18 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Time by phase: generate, compile, bench, queue, …"""
     file: str = ""
     """Where the kernel was kept, relative to the run folder."""
+    rollout_id: str = ""
+    """Turns of one rollout share it."""
+    fault: str = ""
+    role: str = "solver"
+    """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
+    flagged: bool = False
+    """An audit holds something against its problem."""
+    funnel: tuple[Step, ...] = ()
+    """The steps that it came to."""
+
+
+VERIFIER = "verifier"
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -71,10 +86,12 @@ def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
 
 
 def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one.
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one,
+    of the rollouts that wrote a kernel.
 
     `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
     """
+    rollouts = [r for r in rollouts if r.role != VERIFIER]
     values: dict[str, float | None] = {
         "reward_mean": mean(r.reward for r in rollouts),
         "format_rate": mean(r.format for r in rollouts),
@@ -89,12 +106,24 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
 
 def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool = True) -> dict[str, float]:
     """TensorBoard tag → value for the rollouts of one update."""
+    if len({r.role for r in rollouts}) > 1:
+        by_role = {f"role_{role}/reward_mean": _role_reward(rollouts, role) for role in {r.role for r in rollouts}}
+        return scalars(kernels(rollouts), per_level=per_level) | by_role
     values = _reward(rollouts) | _rates(rollouts) | _speed(rollouts) | _age(rollouts) | _times(rollouts)
     if per_level:
         values |= _broken_down(rollouts, "level", lambda r: r.level)
     if any(r.turn for r in rollouts):
-        values |= _broken_down(rollouts, "turn", lambda r: r.turn + 1)
+        values |= _broken_down(rollouts, "turn_", lambda r: r.turn + 1) | turn_metrics.scalars(rollouts)
     return values
+
+
+def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
+    """Those that wrote a kernel, all in one role."""
+    return [msgspec.structs.replace(r, role="solver") for r in rollouts if r.role != "verifier"]
+
+
+def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
+    return statistics.fmean(r.reward for r in rollouts if r.role == role)
 
 
 def histograms(rollouts: Sequence[RolloutStats]) -> Histograms:

@@ -5,15 +5,19 @@ its core.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import mmap
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @functools.cache
@@ -21,6 +25,11 @@ def hardware() -> str:
     """Model name and core count from /proc/cpuinfo."""
     names = _cpuinfo("model name") or [platform.processor() or platform.machine()]
     return f"{names[0]} × {os.cpu_count()}"
+
+
+def hardware_of(device: str) -> str:
+    """The name of the processor or the GPU that `device` (`"cpu"`, `"cuda:N"`) is."""
+    return hardware() if device == "cpu" else str(torch.cuda.get_device_name(torch.device(device)))
 
 
 def clock_mhz(core: int) -> float | None:
@@ -50,8 +59,8 @@ def l2_bytes(default: int = 1 << 20) -> int:
 class Flush:
     """Streams through a buffer, so that a timed call finds its private caches cold.
 
-    Default size: twice the L2 cache (0.1 ms). The last-level cache is shared and often tens of MB; emptying
-    it would cost more than most candidates run, and reference and candidate find it in the same state either way.
+    Default size: twice the L2 cache (0.1 ms). The last-level cache is shared and often tens of MB; emptying all of
+    it would cost more than most candidates run: `evict` takes the lines that matter out of it, one by one.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -59,6 +68,55 @@ class Flush:
 
     def __call__(self) -> None:
         self._buffer.add_(1)
+
+
+# clflush [rdi]; add rdi, 64; sub rsi, 64; ja back; mfence; ret
+_EVICT = bytes.fromhex("0fae3f 4883c740 4883ee40 77f3 0faef0 c3".replace(" ", ""))
+
+
+@functools.cache
+def _evictor() -> Callable[[int, int], None] | None:
+    """A few bytes of machine code, as no library offers it; None where the processor or the kernel refuses."""
+    if platform.machine() != "x86_64" or "clflush" not in " ".join(_cpuinfo("flags")[:1]).split():
+        return None
+    try:
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:  # hardened kernels map nothing writable and executable
+        return None
+    page.write(_EVICT)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)(address)
+
+    def evict(start: int, size: int, _page: mmap.mmap = page) -> None:
+        run(start, size)
+
+    return evict
+
+
+def evict(tensors: Iterable[torch.Tensor]) -> bool:
+    """Take the memory of dense tensors out of every cache, the shared last level too (about 50 µs a MB).
+
+    Caches go by physical address: what is evicted here is cold for every process that shares the memory.
+    False where this host can't.
+    """
+    run = _evictor()
+    if run is None:
+        return False
+    for tensor in tensors:
+        if size := tensor.numel() * tensor.element_size():
+            run(tensor.data_ptr(), size)
+    return True
+
+
+@functools.cache
+def keep_heap() -> None:
+    """Blocks of up to 32 MB come from a heap that is never given back: else each comparison of a large output
+    faults its pages in anew, which doubled the time per pair.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has no such thing
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class CoreUse:

@@ -16,7 +16,7 @@ Invariants
   are verdicts (I4).
 """
 
-from kbrl_async.verifying.bench import ZYGOTE_PRELOAD, Bench
+from kbrl_async.verifying.bench import ZYGOTE_PRELOAD, Bench, zygote_for
 from kbrl_async.verifying.options import BenchOptions
 
-__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions"]
+__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions", "zygote_for"]

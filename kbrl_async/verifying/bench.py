@@ -8,20 +8,43 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kbrl_async.errors import InfraError
+from kbrl_async import launch
+from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.sandbox import Zygote
+from kbrl_async.telemetry.stages import StageClock
 from kbrl_async.timing.host import pinned
+from kbrl_async.timing.roofline import RULE, Peaks
 from kbrl_async.verifying.checks import Checker
-from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.floor import Floor
+from kbrl_async.verifying.options import BenchOptions, options_for_gpu, options_for_interpreter
 from kbrl_async.verifying.reference import Reference, References
 from kbrl_async.verifying.report import verdict_of
-from kbrl_async.verifying.session import CandidateFault
+from kbrl_async.verifying.session import CandidateFault, Session
 from kbrl_async.verifying.stopwatch import Stopwatch
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
 
+if TYPE_CHECKING:
+    from kbrl_async.verifying.cuda_stopwatch import CudaStopwatch
+    from kbrl_async.verifying.gpu_health import GpuHealth
+
+_KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
 ZYGOTE_PRELOAD = ("torch", "numpy", "kbrl_async.verifying.runner")
+
+
+CUDA_PRELOAD = ("torch", "numpy", "kbrl_async.verifying.cuda_runner")
+
+
+def zygote_for(device: str) -> Zygote:
+    """A zygote whose children can run on `device` (`"cpu"`, `"cuda"`, `"cuda:N"`)."""
+    if device == "cpu":
+        return Zygote(ZYGOTE_PRELOAD)
+    triton = ("kbrl_async.launch.triton_preload",) if find_spec("triton") else ()
+    return Zygote((*CUDA_PRELOAD, *triton), profile="gpu")
 
 
 def _nothing() -> None:
@@ -41,9 +64,16 @@ class Bench:
     def __init__(self, zygote: Zygote, options: BenchOptions | None = None, seeds: random.Random | None = None) -> None:
         self._zygote = zygote
         self._options = options or BenchOptions()
+        if self._options.device != "cpu":
+            self._options = options_for_gpu(self._options)
         self._rng = seeds or secrets.SystemRandom()
         self._references = References(zygote, self._options, self._rng)
         self._generation = zygote.generation
+        self._health = _health(self._options.device)
+        self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around each measurement, by a bench that shares its device: a quiet window."""
+        self.peaks_again: Callable[[], Peaks] | None = None
+        """Measures the host's peaks once more, before a time is called impossible."""
 
     def close(self) -> None:
         self._references.close()
@@ -66,11 +96,18 @@ class Bench:
         options' cores.
         """
         started = time.time()
+        clock = StageClock()
+        if launch.is_interpreted(candidate.backend, self._options.device):
+            timing = False
+            launch.refuse_what_is_not_interpreted(candidate.source, problem.source)
         self._notice_restart()
+        if self._health is not None:
+            self._health.enter()
         with pinned(self._options.cores):
             reference = self._references.get(problem)
+            clock.ends("reference")
             try:
-                verdict, timed = self._judge(reference, candidate, artifacts, timing, tick)
+                verdict, timed = self._judge(reference, candidate, artifacts, timing, tick, clock)
             except (CandidateFault, PermissionError, OSError) as error:
                 # Candidate faults are caught where the candidate is called: what arrives here is the reference's.
                 self._references.drop(reference)
@@ -78,7 +115,7 @@ class Bench:
             except InfraError:
                 self._references.drop(reference)
                 raise
-        return BenchReport(verdict, timed, started_at=started, finished_at=time.time())
+        return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
 
     def _notice_restart(self) -> None:
         """References die with their zygote; they are made anew."""
@@ -94,18 +131,42 @@ class Bench:
         artifacts: dict[str, Path],
         timing: bool,
         tick: Callable[[], None],
+        clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
-        checker = Checker(self._zygote, reference, self._options, self._rng)
+        options = self._options
+        if launch.is_interpreted(candidate.backend, options.device):
+            options = options_for_interpreter(options)
+        checker = Checker(self._zygote, reference, options, self._rng)
+
+        def after_a_set() -> None:
+            if not clock.has("small_inputs"):
+                clock.ends("small_inputs", Fault.INCORRECT if checker.failed else Fault.OK, "one secret input set")
+            tick()
+
         try:
             checker.start(candidate, artifacts)
             tick()
-            checker.run(tick)
+            checker.run(after_a_set)
             verdict = verdict_of(checker)
-            if verdict.fault is not Fault.OK or not timing:
-                return verdict, None
-            return self._timed(checker, candidate, artifacts, verdict, tick)
+            stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
+            clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
+            timed = None
+            if verdict.fault is Fault.OK and self._health is not None:
+                verdict = self._prove_on_gpu(checker, candidate, tick)
+            if verdict.fault is Fault.OK and timing:
+                verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick)
+                clock.ends("timing", verdict.fault)
+            if verdict.fault is Fault.OK:
+                checker.prove()
+                verdict = verdict_of(checker)
+            return verdict, timed if verdict.fault is Fault.OK else None
         finally:
+            pid = checker.session.host_pid if checker.session is not None else 0
             checker.close()
+            if self._health is not None and checker.fault is not None:
+                self._health.check(pid)
+            if self._health is None and checker.fault is not None and checker.fault.kind in _KILLED:
+                self._zygote.check()
 
     def _timed(
         self,
@@ -119,19 +180,52 @@ class Bench:
         if checker.fault is not None:
             return verdict_of(checker), None
         assert timed is not None
-        if timed.speedup <= self._options.recipe.suspicious:
-            return verdict, timed
+        floor = Floor(checker.reference, self._options.peaks, self.peaks_again)
+        if timed.speedup <= self._options.recipe.suspicious and not floor.is_beaten_by(timed):
+            return verdict, floor.noted(timed)
         checker.restart(candidate, artifacts)
         again = None if checker.fault else self._measure(checker, tick)
         if again is None:
             return verdict_of(checker), None
-        return verdict, min(timed, again, key=lambda t: t.speedup)
+        if proof := floor.evidence(timed, again):
+            checker.fault = CandidateFault("cheating", proof, RULE)
+            return verdict_of(checker), None
+        return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
 
     def _measure(self, checker: Checker, tick: Callable[[], None]) -> Timing | None:
-        twin = checker.reference.twin(self._zygote)
-        stopwatch = Stopwatch(checker, twin, self._options, self._rng, tick)
+        reference = checker.reference
+        twin = reference.twin(self._zygote)
+        stopwatch = self._stopwatch(checker, twin, tick)
         try:
-            return stopwatch.run()
+            with self.quiet():
+                return stopwatch.run()
         finally:
             stopwatch.close()
-            twin.close()
+            reference.release(twin)
+
+    def _stopwatch(self, checker: Checker, twin: Session, tick: Callable[[], None]) -> Stopwatch | CudaStopwatch:
+        if self._health is None:
+            return Stopwatch(checker, twin, self._options, self._rng, tick)
+        from kbrl_async.verifying.cuda_stopwatch import CudaStopwatch
+
+        return CudaStopwatch(checker, twin, self._options, self._rng, tick, self._health.nvml)
+
+    def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Callable[[], None]) -> Verdict:
+        stopwatch = self._stopwatch(checker, checker.reference.session, tick)
+        assert not isinstance(stopwatch, Stopwatch)
+        stopwatch.prove(candidate)
+        return verdict_of(checker)
+
+
+def _health(device: str) -> GpuHealth | None:
+    """None on a CPU. `MissingTool` where the GPU that was asked for is not there."""
+    if device == "cpu":
+        return None
+    import torch
+
+    from kbrl_async.verifying.gpu_health import GpuHealth
+
+    where = torch.device(device)
+    if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        raise MissingTool(f"there is no GPU {device} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
+    return GpuHealth(torch.device("cuda", where.index or 0))

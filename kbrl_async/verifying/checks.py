@@ -4,6 +4,10 @@
 
     start ─▶ for each set, in secret order: write inputs ─▶ call ─▶ freeze ─▶ read and compare outputs,
              compare inputs with the originals, compare the previous output with what it was
+          ─▶ (timing) ─▶ prove: one more call with the candidate's own kernels switched off
+
+One of the calls is recorded (own launches, operators), and after one of them the inputs are overwritten to see whether
+an output shares their memory; which ones is secret.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from pathlib import Path
 
 import torch
 
+from kbrl_async.launch import plan
 from kbrl_async.sandbox import Zygote
-from kbrl_async.verifying import compare, wire
+from kbrl_async.verifying import compare, proof, similarity, wire
 from kbrl_async.verifying.options import BenchOptions
-from kbrl_async.verifying.reference import InputSet, Reference
+from kbrl_async.verifying.reference import Reference
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
+from kbrl_async.verifying.sets import InputSet, follows_inputs
 from protocols.records import Candidate
 
 
@@ -35,8 +41,26 @@ class Checker:
         self.total = len(reference.sets)
         self.worst: compare.Difference | None = None
         self.failed: list[tuple[str, compare.Difference]] = []
+        self.kernelbench: bool | None = None
+        """Whether KernelBench's own comparison passes on every nominal set so far."""
+        self.carries_state = False
+        """The same inputs were answered rightly once and wrongly another time."""
+        self.evidence = ""
+        self._order: list[InputSet] = []
+        self._answers: dict[int, bool] = {}
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
+        self._backend = ""
+        self._is_recorded = False
+        self._trace: wire.Trace | None = None
         self.isolation: tuple[str, tuple[str, ...]] = ("none", ("the candidate was not started",))
+
+    @property
+    def tolerance_note(self) -> str:
+        """What was allowed on the first set, and where equality was asked for."""
+        sets = self.reference.sets
+        exact = sorted({s.name for s in sets if any(tolerance.exact for tolerance in s.tolerances)})
+        note = "; ".join(dict.fromkeys(tolerance.note() for tolerance in sets[0].tolerances))
+        return note + (f"; on {', '.join(exact)} inputs {EXACT_NOTE}" if exact else "")
 
     def close(self) -> None:
         if self.session is not None:
@@ -45,16 +69,19 @@ class Checker:
 
     def start(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """Fork, confine and build the candidate."""
+        # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
+        is_asked = self.options.device == "cpu" and not plan.is_plan(candidate.source)
+        self._backend, self._is_recorded = candidate.backend, is_asked and candidate.backend in proof.RECORDED
+        self._artifacts = list(artifacts.values())
         paths = {key: str(path) for key, path in artifacts.items()}
-        setup = self.reference.setup(candidate.source, "ModelNew", paths)
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
-        fds = (self.reference.weights_fd,)
+        reference, source, limit_s = self.reference, candidate.source, self.options.deadline_s
         try:
-            self.session = Session(self._zygote, setup, fds, self.options.limits, self.options.deadline_s)
+            self._refuse_copied(candidate)
+            self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
-            reference = self.reference
-            self.session.attach(reference.tree, reference.examples, self.options.slots, reference.copies)
+            reference.attach(self.session)
         except CandidateFault as fault:
             self.fault = fault
 
@@ -67,16 +94,54 @@ class Checker:
         """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted."""
         if self.fault is not None or self.session is None:
             return
-        sets = list(self.reference.sets)
-        self._rng.shuffle(sets)
+        order = list(enumerate(self.reference.sets))
+        self._rng.shuffle(order)
+        self._order = [input_set for _, input_set in order if not self._is_first(input_set)]
+        recorded, overwritten = self._rng.randrange(1, len(order)), self._rng.randrange(len(order))
         try:
             self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
-            for number, input_set in enumerate(sets):
-                self._check(number % self.options.slots, input_set)
+            for number, (place, input_set) in enumerate(order):
+                op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
+                slot = number % len(self.session.slots)
+                self._answers[place] = self._check(slot, input_set, op, number == overwritten)
                 tick()
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
         except CandidateFault as fault:
             self.fault = fault
+        self._compare_repeated()
+        if self._trace is not None:
+            self._refuse(proof.of_recorded(self._trace, backend=self._backend))
+
+    def prove(self) -> None:
+        """The last calls of a right candidate: without its own kernels its outputs must be wrong.
+
+        First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
+        switched off from outside, in a call that looks like every other one.
+        """
+        # Not the last calls' inputs: what a candidate keeps from those in a scratch buffer is no answer to these.
+        sets = [s for s in self._order[: len(self._order) // 2] if not s.degenerate]
+        if not self._is_recorded or self.fault is not None or self.session is None:
+            return
+        if not sets:
+            self.evidence += f"; {DEGENERATE_NOTE}"
+            return
+        trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
+        if not is_right and self.session.disarm(self._artifacts):
+            is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
+        self._refuse(proof.of_muted(trace, is_right))
+
+    def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
+        """What its process tells, and whether the outputs are right all the same."""
+        assert self.session is not None
+        try:
+            self.session.call(wire.OP_POISON_ON, 0, self.one_call_s)
+            for place, block in zip(self.session.slots[0], input_set.blocks, strict=True):
+                place.copy_(block)
+            outcome = self.session.call(op, 0, 2 * self.one_call_s)
+            found = self.compare(self.outputs(outcome), input_set.expected, input_set.tolerances)
+        except CandidateFault:  # without its kernels it fails or hangs: it needs them, which is all that is asked here
+            return None, False
+        return outcome.trace, found.wrong == 0
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
@@ -89,24 +154,32 @@ class Checker:
         """For one timed call."""
         return max(self.options.call_floor_s, self.options.call_factor * self.reference.reference_s)
 
-    def _check(self, slot: int, input_set: InputSet) -> None:
+    def _check(self, slot: int, input_set: InputSet, op: int, overwrite: bool) -> bool:
         assert self.session is not None
         places = self.session.slots[slot]
         for place, block in zip(places, input_set.blocks, strict=True):
             place.copy_(block)
-        outcome = self.session.call(wire.OP_RUN, slot, self.call_deadline())
+        outcome = self.session.call(op, slot, self.call_deadline())
         got = self.outputs(outcome)
         if not input_set.mutated:
             self._refuse_mutation(places, input_set.blocks)
-            self._refuse_overwriting()
+            self._refuse_overwriting(slot)
+            if overwrite and not self.reference.aliases:
+                self._refuse_aliasing(slot, outcome, got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
         self._earlier = list(zip(outcome.tensors, got, strict=True))
+        if input_set.name == "nominal":
+            agrees = all(map(compare.kernelbench, got, input_set.expected))
+            self.kernelbench = agrees and self.kernelbench is not False
         if found.wrong == 0:
             self.passed += 1
         else:
             self.failed.append((input_set.name, found))
         if self.worst is None or found.wrong > 0 or found.worst > self.worst.worst:
             self.worst = found
+        if outcome.trace is not None:
+            self._trace, self.evidence = outcome.trace, proof.evidence(outcome.trace)
+        return found.wrong == 0
 
     def outputs(self, outcome: Outcome) -> list[torch.Tensor]:
         """The outputs as tensors of ours, after their structure, types and shapes were found right."""
@@ -119,8 +192,10 @@ class Checker:
                 raise CandidateFault("incorrect", text, "structure")
             if not _same_structure(outcome.tree, reference.out_tree):
                 raise CandidateFault("incorrect", "forward returns another structure than the reference", "structure")
-        for meta, wanted, kind in zip(outcome.tensors, expected, reference.kinds, strict=True):
+        known = zip(outcome.tensors, expected, reference.kinds, reference.strides, strict=True)
+        for meta, wanted, kind, strides in known:
             _check_meta(meta, wanted, kind)
+            _check_layout(meta, strides)
         return [self.session.read(meta) for meta in outcome.tensors]
 
     def compare(
@@ -129,25 +204,56 @@ class Checker:
         found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
         return max(found, key=lambda d: (d.wrong, d.worst), default=compare.Difference(0, 0, 0.0, 0.0))
 
+    def _refuse_copied(self, candidate: Candidate) -> None:
+        if candidate.backend not in proof.OWN_KERNELS:
+            return
+        evidence = similarity.copied_reference(self.reference.problem.source, candidate.source)
+        if evidence:
+            self.evidence = evidence
+            raise CandidateFault(
+                "cheating", "ModelNew is the reference's own code under other names", "reference_copied"
+            )
+
     def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
         for number, (place, block) in enumerate(zip(places, blocks, strict=True)):
-            if not _same_bytes(place, block):
+            if not compare.same_values(place, block):
                 raise CandidateFault("cheating", f"input {number} was changed by forward", "input_mutation")
 
-    def _refuse_overwriting(self) -> None:
+    def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if self.session.copies:  # what could be read again is our own copy
+        if not self._earlier:
             return
-        for meta, value in self._earlier:
-            if not _same_bytes(self.session.read(meta), value):
+        metas = [meta for meta, _ in self._earlier]
+        if self.session.copies:  # what lies in the arena is a copy from before: ask for a new one
+            metas = self.session.call(wire.OP_HELD, slot, self.call_deadline()).tensors
+        for meta, (_, value) in zip(metas, self._earlier, strict=True):
+            if not compare.same_values(self.session.read(meta), value):
                 text = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
                 raise CandidateFault("incorrect", text, "output_overwritten")
 
+    def _refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
+        assert self.session is not None
+        if follows_inputs(self.session, slot, outcome, got):
+            text = "an output shares memory with an input: it changes when the input is overwritten after the call"
+            raise CandidateFault("incorrect", text, "output_alias")
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if torch.equal(a, b):
-        return True
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))  # NaN equals its own bytes
+    def _compare_repeated(self) -> None:
+        """The first set and the last hold the same inputs: one answer right and one wrong is carried state."""
+        answers = {self._answers.get(place) for place, s in enumerate(self.reference.sets) if self._is_first(s)}
+        self.carries_state = answers == {True, False}
+
+    def _is_first(self, input_set: InputSet) -> bool:
+        return input_set.blocks is self.reference.sets[0].blocks
+
+    def _refuse(self, finding: proof.Finding | None) -> None:
+        """Only a candidate that is right so far: a wrong one has its verdict."""
+        if finding is not None and not self.failed and self.fault is None:
+            self.evidence = finding.evidence
+            self.fault = CandidateFault("cheating", finding.text, finding.rule)
+
+
+DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"
+EXACT_NOTE = "equal to the last bit"
 
 
 def _same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
@@ -174,3 +280,9 @@ def _check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
         raise CandidateFault("incorrect", f"the output is {meta.dtype}, the reference {dtype}", "dtype")
     if len(meta.strides) != len(meta.shape):
         raise CandidateFault("cheating", "the output's strides do not fit its shape", "forged_result")
+
+
+def _check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
+    """Elements that share memory were never computed one by one, unless the reference does the same."""
+    if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.strides, strict=True)) and 0 not in wanted:
+        raise CandidateFault("incorrect", f"the output is an expanded view (strides {meta.strides})", "layout")

@@ -1,13 +1,6 @@
-"""Comparing a candidate's output with the reference's: pure functions of tensors.
+"""Comparing a candidate's output with the reference's: pure functions of tensors, on any device.
 
-The tolerance of an element is the largest of
-
-* KernelBench's default, `1e-4 + 1e-4·|expected|` in fp32 (1e-2 in half precision), whose absolute part
-  follows the scale of
-  the outputs: tiny outputs get a tighter one (so that zeros do not pass), large inputs a looser one;
-* four times the error of the reference itself against its fp64 run, as an honest implementation errs as much.
-
-NaN fails unless the reference has it at the same place.
+What is allowed is in `tolerance.py`. NaN fails unless the reference has it at the same place.
 """
 
 from __future__ import annotations
@@ -15,14 +8,9 @@ from __future__ import annotations
 import msgspec
 import torch
 
-_HALF = (torch.float16, torch.bfloat16)
+from kbrl_async.verifying.tolerance import HALF, Tolerance, base, output_scale, tolerance
 
-
-class Tolerance(msgspec.Struct, frozen=True):
-    relative: float
-    absolute: float
-    honest: float = 0.0
-    """Four times the reference's own error against fp64, largest over the output."""
+__all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -38,29 +26,23 @@ class Difference(msgspec.Struct, frozen=True):
     nans: int = 0
 
 
-def tolerance(expected: torch.Tensor, wide: torch.Tensor | None, nominal_scale: float) -> Tolerance:
-    """From one expected output, its fp64 version (None where there is none) and the scale of the nominal output."""
-    base = 1e-2 if expected.dtype in _HALF else 1e-4
-    scale, nominal = output_scale(expected), max(nominal_scale, 1e-30)
-    absolute = base * min(1.0, nominal) * min(max(scale / nominal, 1e-2), 1e6)
-    honest = 0.0
-    if wide is not None and wide.shape == expected.shape:
-        error = (expected.double() - wide.double()).abs()
-        finite = error[torch.isfinite(error)]
-        honest = 4.0 * float(finite.max()) if finite.numel() else 0.0
-    return Tolerance(base, absolute, honest)
+def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """KernelBench's own verdict on two tensors of one shape and dtype, reported beside ours."""
+    if not expected.is_floating_point():
+        return torch.equal(got, expected)
+    figure = base(expected.dtype)
+    return torch.allclose(_wide_enough(got), _wide_enough(expected), rtol=figure, atol=figure)
 
 
-def output_scale(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude; 0 for an empty or integer tensor."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return 0.0
-    low, high = torch.aminmax(tensor)
-    scale = max(abs(float(low)), abs(float(high)))
-    if scale < float("inf"):
-        return scale
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit (so that NaN equals its own bytes)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
@@ -68,18 +50,29 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
     total = expected.numel()
     if total == 0:
         return Difference(0, 0, 0.0, 0.0)
+    if expected.is_complex():
+        got, expected = torch.view_as_real(got), torch.view_as_real(expected)
     if not expected.is_floating_point():
         wrong = got != expected
         error = (got.double() - expected.double()).abs()
         return _difference(wrong, error, torch.zeros_like(error), got, expected)
+    got, expected = _wide_enough(got), _wide_enough(expected)
     error = (got - expected).abs()
-    limit = (expected.abs() * allowed.relative + allowed.absolute).clamp_(min=allowed.honest)
+    if allowed.exact:
+        limit = torch.zeros_like(error)
+    else:
+        limit = (expected.abs() * allowed.relative + allowed.absolute).clamp_(min=allowed.honest)
     passes = error <= limit
     if bool(passes.all()):
         worst = int(error.argmax())
         return Difference(0, total, float(error.flatten()[worst]), float(limit.flatten()[worst]))
     same = (got == expected) | (torch.isnan(got) & torch.isnan(expected))
     return _difference(~(passes | same), error, limit, got, expected)
+
+
+def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision and narrower can't hold small tolerances."""
+    return tensor.float() if tensor.dtype in HALF or tensor.dtype.itemsize == 1 else tensor
 
 
 def _difference(

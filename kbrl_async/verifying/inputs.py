@@ -1,9 +1,10 @@
-"""Secret input sets, made from what the problem's own `get_inputs` draws: pure functions of tensors and a generator.
+"""Secret input sets, made from what the problem's own `get_inputs` draws: pure functions of tensors, on any device.
 
-A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never
-negative stay so.
-Timed calls get convex mixtures of two secret draws, which keep every convex property (positive, in [0, 1], triangular,
-symmetric, rows that sum to 1) and cost one pass over memory.
+A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never negative stay
+so, zeros stay zeros (triangular stays triangular), symmetric stays symmetric, rows that sum to 1 are left alone. So no
+honest candidate that uses what the problem promises is refused.
+Timed calls get convex mixtures of two secret draws, which keep every convex property and cost one pass over memory; one
+of the checked sets is such a mixture too, so that the values of a timed call do not look special.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import random
 import msgspec
 import torch
 
+_SAMPLE = 1 << 16
+
 
 class Kind(msgspec.Struct, frozen=True):
     """One variation of the nominal inputs."""
@@ -20,40 +23,140 @@ class Kind(msgspec.Struct, frozen=True):
     name: str
     scale: float = 1.0
     flip: bool = False
+    shape: str = ""
+    """`"mixed"`, `"spikes"`, `"graded"`, `"binary"`; empty: the values of the draw."""
+    scale_to: float = 0.0
+    """> 0: the scale is secret, between `scale` and this."""
+
+    @property
+    def has_ties(self) -> bool:
+        """Many equal values: which of them an argmax or a sort names first is nobody's duty."""
+        return self.shape in ("spikes", "binary")
+
+    @property
+    def repeats(self) -> bool:
+        """The very inputs of the first set once more: a right answer first and a wrong one later is carried state."""
+        return self.shape == "again"
 
 
+NOMINAL = Kind("nominal")
+# Large is 8 to 10 times, not 64: what a secret factor decides must not change from one draw to the next, and beyond 20
+# times normal values leave the range of expf, where honest kernels differ in what they promise.
 KINDS = (
+    NOMINAL,
     Kind("nominal"),
-    Kind("nominal"),
+    Kind("mixed", shape="mixed"),
     Kind("small", 1e-2),
-    Kind("large", 8.0),
-    Kind("negated", 1.0, True),
+    Kind("large", 8.0, scale_to=10.0),
+    Kind("negated", flip=True),
+    Kind("spikes", 4.0, shape="spikes"),
+    Kind("graded", shape="graded"),
+    Kind("binary", shape="binary"),
+    Kind("repeated", shape="again"),
 )
+_LESS = {"large": Kind("large", 8.0)}
+
+
+_MANY_BYTES = 256 << 20
+_LESS_NEEDED = ("small", "graded")
+
+
+def kinds_for(tensors: list[torch.Tensor]) -> tuple[Kind, ...]:
+    """All kinds; fewer for inputs so large that each set costs seconds and gigabytes."""
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _MANY_BYTES:
+        return KINDS
+    return tuple(kind for kind in KINDS if kind.name not in _LESS_NEEDED and kind is not KINDS[1])
+
+
+def attempts(kind: Kind) -> tuple[Kind, ...]:
+    """What to try for a set, in order, where the reference does not take some values or has no finite answer."""
+    milder = _LESS.get(kind.name)
+    return (kind, milder, NOMINAL) if milder else (kind,) if kind.name == "nominal" else (kind, NOMINAL)
 
 
 def is_continuous(tensor: torch.Tensor) -> bool:
     """Floating point, and not a mask, class label or count in disguise."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.numel() == 0:
         return False
     return not bool((tensor == tensor.round()).all())
 
 
-def vary(tensors: list[torch.Tensor], kind: Kind, rng: random.Random) -> list[torch.Tensor]:
-    """The inputs of a set, from one nominal draw. `flip` negates signed inputs and thins out the others."""
-    if kind.scale == 1.0 and not kind.flip:
-        return [tensor.clone() for tensor in tensors]
+def vary(
+    tensors: list[torch.Tensor], kind: Kind, rng: random.Random, other: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """The inputs of a set, from one nominal draw (and `other`, a second one, for mixtures). Tensors have the problem's
+    shapes, or are flat blocks where only their values are known.
+    """
+    factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
+    weight, seed = rng.uniform(0.2, 0.8), rng.getrandbits(63)
     varied = []
+    for number, tensor in enumerate(tensors):
+        if not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]):
+            varied.append(tensor.clone())
+        elif kind.shape == "mixed":
+            varied.append(tensor.clone() if other is None else torch.lerp(tensor, other[number], weight))
+        elif kind.shape and _sums_to_one(tensor):
+            varied.append(tensor.clone())
+        else:
+            varied.append(_shaped(tensor, kind, seed).mul_(factor))
+    return varied
+
+
+def _shaped(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
+    """Element-wise functions of the values, or symmetric ones of the position: they keep structure, and strides."""
+    changed = tensor.clone()
+    if kind.shape == "spikes":
+        magnitude = tensor.abs()
+        return changed.mul_(magnitude >= _quantile(magnitude, 0.9))
+    if kind.shape == "binary":
+        return changed.copy_((tensor > _quantile(tensor, 0.5)) & (tensor != 0))
+    if kind.shape == "graded":
+        return _grade(changed)
+    if kind.flip and bool((tensor < 0).any()):
+        return changed.neg_()
+    if kind.flip:
+        generator = torch.Generator(tensor.device).manual_seed(seed)
+        return changed.mul_(torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.25)
+    return changed
+
+
+def _quantile(tensor: torch.Tensor, share: float) -> torch.Tensor:
+    """Of a sample that is enough to tell many values from few; stays on the device."""
+    sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+    return sample.sort().values[int(share * (sample.numel() - 1))]
+
+
+def _grade(tensor: torch.Tensor) -> torch.Tensor:
+    """Magnitudes that rise along the rows, from a tenth to four times; along both sides of a square matrix."""
+    if tensor.dim() == 0:
+        return tensor
+    ramp = torch.linspace(0.1, 4.0, tensor.shape[-1], device=tensor.device).to(tensor.dtype)
+    if tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]:
+        ramp = ramp.unsqueeze(-1) * ramp  # one factor an element: symmetric stays symmetric to the last bit
+    return tensor.mul_(ramp)
+
+
+def _sums_to_one(tensor: torch.Tensor) -> bool:
+    """Rows that are distributions: only mixtures keep that."""
+    if tensor.dim() == 0 or tensor.shape[-1] < 2:
+        return False
+    rows = tensor.reshape(-1, tensor.shape[-1])[:64].float().sum(-1)
+    return bool(((rows - 1).abs() < 1e-2).all())
+
+
+def moved(tensors: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
+    """The same inputs, each value of a wide dtype moved by at most one rounding error; half precision stays, because
+    its rounding error is larger than what an honest kernel does with it.
+    """
+    out = []
     for tensor in tensors:
         changed = tensor.clone()
-        if is_continuous(tensor):
-            changed.mul_(kind.scale)
-            if kind.flip and bool((tensor < 0).any()):
-                changed.neg_()
-            elif kind.flip:
-                generator = torch.Generator().manual_seed(rng.getrandbits(63))
-                changed.mul_(torch.rand(changed.shape, generator=generator) < 0.25)
-        varied.append(changed)
-    return varied
+        if is_continuous(tensor) and tensor.dtype.itemsize >= 4:
+            generator = torch.Generator(tensor.device).manual_seed(rng.getrandbits(63))
+            steps = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device)
+            changed.addcmul_(tensor, steps.to(tensor.dtype), value=torch.finfo(tensor.dtype).eps)
+        out.append(changed)
+    return out
 
 
 class Pool:

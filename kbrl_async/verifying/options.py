@@ -6,9 +6,16 @@ import msgspec
 
 from kbrl_async.sandbox import Limits
 from kbrl_async.timing import Recipe
+from kbrl_async.timing.roofline import Peaks
+
+_INTERPRETER_S = 60.0
+_GPU_CANDIDATE_S, _GPU_CALL_S = 15.0, 2.0
+_GPU_HOST_BYTES = 8 << 30
 
 
 class BenchOptions(msgspec.Struct, frozen=True):
+    device: str = "cpu"
+    """`"cpu"` or `"cuda:N"`; the zygote's profile must fit: see `bench.zygote_for`."""
     cores: tuple[int, ...] = ()
     """Children, and the calling thread while it times, are pinned to these. One core: candidates get no
     threads at all.
@@ -30,5 +37,26 @@ class BenchOptions(msgspec.Struct, frozen=True):
     """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
     a child.
     """
+    peaks: Peaks | None = None
+    """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating."""
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     limits: Limits = msgspec.field(default_factory=Limits)
+
+
+def options_for_gpu(options: BenchOptions) -> BenchOptions:
+    """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
+    return msgspec.structs.replace(
+        options,
+        deadline_s=max(options.deadline_s, _GPU_CANDIDATE_S),
+        call_floor_s=max(options.call_floor_s, _GPU_CALL_S),
+        limits=msgspec.structs.replace(options.limits, memory_bytes=max(options.limits.memory_bytes, _GPU_HOST_BYTES)),
+    )
+
+
+def options_for_interpreter(options: BenchOptions) -> BenchOptions:
+    """Triton's interpreter takes half a millisecond for each program instance."""
+    return msgspec.structs.replace(
+        options,
+        deadline_s=max(options.deadline_s, _INTERPRETER_S),
+        call_floor_s=max(options.call_floor_s, _INTERPRETER_S / 10),
+    )

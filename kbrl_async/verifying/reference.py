@@ -9,27 +9,21 @@ import contextlib
 import os
 import random
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.sandbox import Zygote
-from kbrl_async.verifying import compare, inputs, values, wire
+from kbrl_async.verifying import inputs, values, wire
 from kbrl_async.verifying.memory import may_read_children, memory_file, seal
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
+from kbrl_async.verifying.sets import InputSet, SetMaker
 from protocols.records import Problem
 
-
-class InputSet(msgspec.Struct, frozen=True):
-    name: str
-    blocks: list[torch.Tensor]
-    """Inputs as flat memory blocks, the originals: children only get copies."""
-    expected: list[torch.Tensor]
-    tolerances: list[compare.Tolerance]
-    mutated: bool
-    """The reference itself changes its inputs."""
+if TYPE_CHECKING:
+    from kbrl_async.verifying.cuda_spares import Spares
 
 
 class Reference:
@@ -38,18 +32,11 @@ class Reference:
     def __init__(self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random) -> None:
         self.problem, self._options, self._rng = problem, options, rng
         self.seed = rng.getrandbits(31)
-        self.weights_fd, self._draw_fd = memory_file("weights"), memory_file("draws")
         self.uses = 0
-        self.copies = options.copy_outputs or not may_read_children()
-        setup = wire.Setup(problem.source, "Model", self.seed)
-        fds = (self.weights_fd, self._draw_fd)
         try:
-            self.session = Session(zygote, setup, fds, options.limits, options.reference_deadline_s)
+            self.session = self._begin(zygote)
         except CandidateFault as fault:
-            os.close(self.weights_fd)
-            os.close(self._draw_fd)
             raise ProblemError(f"the reference of {problem.problem_id} fails: {fault.text[:300]}") from fault
-        seal(self.weights_fd)
         self.ready = self.session.ready
         try:
             self.refresh()
@@ -57,9 +44,28 @@ class Reference:
             self.close()
             raise
 
+    def _begin(self, zygote: Zygote) -> Session:
+        """The reference child, its weights published."""
+        options = self._options
+        self.copies = options.copy_outputs or not may_read_children()
+        self.weights_fd, self._draw_fd = memory_file("weights"), memory_file("draws")
+        setup = wire.Setup(self.problem.source, "Model", self.seed)
+        fds = (self.weights_fd, self._draw_fd)
+        try:
+            session = Session(zygote, setup, fds, options.limits, options.reference_deadline_s)
+        except CandidateFault:
+            self._close_files()
+            raise
+        seal(self.weights_fd)
+        return session
+
     def close(self) -> None:
         self.session.close()
-        for fd in (self.weights_fd, self._draw_fd):
+        self._close_files()
+
+    def _close_files(self) -> None:
+        files, self.weights_fd, self._draw_fd = (self.weights_fd, self._draw_fd), -1, -1
+        for fd in files:  # once only: the numbers may be another file's by the second time
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -68,13 +74,24 @@ class Reference:
         ready = self.ready
         return wire.Setup(source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights)
 
+    def open(self, zygote: Zygote, source: str, entry: str, artifacts: dict[str, str], deadline_s: float) -> Session:
+        """A child with this reference's weights; `attach` gives it its arena."""
+        setup = self.setup(source, entry, artifacts)
+        return Session(zygote, setup, (self.weights_fd,), self._options.limits, deadline_s)
+
+    def attach(self, session: Session) -> None:
+        session.attach(self.tree, self.examples, self._options.slots, self.copies)
+
+    def release(self, twin: Session) -> None:
+        """A twin is needed no more."""
+        twin.close()
+
     def twin(self, zygote: Zygote) -> Session:
         """A fresh child of the reference with the history of a candidate that was just checked: only such
         two can be timed against each other, because an older process has another heap and other page tables."""
-        setup, limits = self.setup(self.problem.source, "Model", {}), self._options.limits
-        session = Session(zygote, setup, (self.weights_fd,), limits, self._options.reference_deadline_s)
+        session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
         try:
-            session.attach(self.tree, self.examples, self._options.slots, self.copies)
+            self.attach(session)
             session.call(wire.OP_POISON_ON, 0, self._options.reference_deadline_s)
             for number, input_set in enumerate(self.sets):
                 slot = number % self._options.slots
@@ -103,44 +120,18 @@ class Reference:
 
     def _prepare(self) -> None:
         draws = [self._draw() for _ in range(max(2, self._options.pool))]
-        self.session.attach(self.tree, self.examples, self._options.slots, self.copies)
+        self._attach_own(draws)
         self.pool = inputs.Pool(draws)
-        self.sets: list[InputSet] = []
-        self.reference_s = 0.0
-        self.nominal_scales: list[float] = []
-        for number, kind in enumerate(inputs.KINDS):
-            draw = draws[number % len(draws)]
-            made = self._make_set(kind, inputs.vary(draw, kind, self._rng))
-            if made is None:
-                made = self._make_set(inputs.KINDS[0], self._draw())
-            if made is None:
-                raise ProblemError(f"the reference of {self.problem.problem_id} gives no finite output")
-            self.sets.append(made)
+        maker = SetMaker(self, self.problem.problem_id, self._rng)
+        self.sets: list[InputSet] = maker.make(draws, self._draw)
+        self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
+        self.strides, self.aliases = maker.strides, maker.aliases
 
-    def _make_set(self, kind: inputs.Kind, blocks: list[torch.Tensor]) -> InputSet | None:
-        """None where the reference does not accept these inputs, or answers with values that are not finite."""
-        try:
-            outcome, expected = self._run(wire.OP_RUN, blocks)
-        except CandidateFault:
-            if kind.name == "nominal":
-                raise
-            return None
-        if kind.name != "nominal" and not all(_is_finite(tensor) for tensor in expected):
-            return None
-        self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9) if self.sets else outcome.elapsed_ns / 1e9
-        self.out_tree = outcome.tree
-        self.kinds = [meta.kind for meta in outcome.tensors]
-        mutated = any(not torch.equal(a, b) for a, b in zip(self.session.slots[0], blocks, strict=True))
-        if not self.nominal_scales:
-            self.nominal_scales = [compare.output_scale(tensor) for tensor in expected]
-        wide = self._wide(blocks)
-        tolerances = [
-            compare.tolerance(tensor, wide[i] if wide else None, self.nominal_scales[i])
-            for i, tensor in enumerate(expected)
-        ]
-        return InputSet(kind.name, blocks, expected, tolerances, mutated)
+    def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
+        self.attach(self.session)
 
-    def _run(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
+    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
+        """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
         for slot, block in zip(self.session.slots[0], blocks, strict=True):
             slot.copy_(block)
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)
@@ -150,16 +141,6 @@ class Reference:
         """Copies of the outputs of a call of the reference."""
         return [self.session.read(meta) for meta in outcome.tensors]
 
-    def _wide(self, blocks: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        try:
-            return self._run(wire.OP_DOUBLE, blocks)[1]
-        except CandidateFault:  # a reference that has no fp64 version has no honest error either
-            return None
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
 
 class References:
     """A small LRU of references, one per problem source."""
@@ -167,6 +148,7 @@ class References:
     def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random) -> None:
         self._zygote, self._options, self._rng = zygote, options, rng
         self._kept: OrderedDict[str, Reference] = OrderedDict()
+        self._spares: Spares | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -180,12 +162,23 @@ class References:
                 reference.close()
                 raise
         if reference is None:
-            reference = Reference(self._zygote, problem, self._options, self._rng)
+            reference = self._make(problem)
         reference.uses += 1
         self._kept[problem.source] = reference
         while len(self._kept) > self._options.references:
             self._kept.popitem(last=False)[1].close()
         return reference
+
+    def _make(self, problem: Problem) -> Reference:
+        if self._options.device == "cpu":
+            return Reference(self._zygote, problem, self._options, self._rng)
+        from kbrl_async.verifying.cuda_reference import CudaReference, make_room
+        from kbrl_async.verifying.cuda_spares import Spares
+
+        make_room(self._kept)
+        if self._spares is None:
+            self._spares = Spares(self._zygote, self._options.limits, self._options.device)
+        return CudaReference(self._zygote, problem, self._options, self._rng, self._spares)
 
     def drop(self, reference: Reference) -> None:
         """Its child is in doubt: forget it."""
@@ -195,3 +188,5 @@ class References:
     def close(self) -> None:
         while self._kept:
             self._kept.popitem()[1].close()
+        if self._spares is not None:
+            self._spares.close()

@@ -21,6 +21,18 @@ _RULE_HINTS = {
     "tensor_subclass": "Return plain tensors.",
     "shape": "Allocate the output with the reference's shape.",
     "dtype": "Allocate the output with the reference's dtype.",
+    "layout": "Write every element of the output into memory of its own.",
+    "structure": "Return what the reference returns: the same number of tensors in the same containers.",
+    "output_alias": "Allocate the output; never return an input or a view of one.",
+    "state_carried": "Depend on nothing that an earlier call left behind: no accumulating buffers, no cached results.",
+    "no_own_kernel": "Launch your own kernel in forward, without a fallback to torch.",
+    "decoy_kernel": "Let your own kernel compute the result; torch may only do sub-steps.",
+    "reference_copied": "Write a kernel of your own: the reference's code earns nothing.",
+    "wrong_when_timed": "Compute every call in full: timed calls are checked like all others.",
+    "side_stream": "Let torch's current stream wait for every stream that you use, before forward returns.",
+    "forged_time": "Do not replace functions of the bench; work only inside forward.",
+    "tampered": "Do not replace functions of Python, torch or the launcher.",
+    "forged_result": "Let forward return its result; write to no file descriptor.",
 }
 
 
@@ -31,6 +43,12 @@ class Findings(Protocol):
     worst: Difference | None
     failed: list[tuple[str, Difference]]
     isolation: tuple[str, tuple[str, ...]]
+    kernelbench: bool | None
+    carries_state: bool
+    evidence: str
+
+    @property
+    def tolerance_note(self) -> str: ...
 
 
 def clean(text: str) -> str:
@@ -48,6 +66,9 @@ def verdict_of(found: Findings) -> Verdict:
     elif found.failed:
         fault = Fault.INCORRECT
         message, hint = _explain(found)
+        if found.carries_state:
+            rule, hint = "state_carried", _RULE_HINTS["state_carried"]
+            message = f"the same inputs were answered rightly once and wrongly another time. {message}"
     level, missing = found.isolation
     worst = found.worst
     return Verdict(
@@ -57,11 +78,21 @@ def verdict_of(found: Findings) -> Verdict:
         message,
         hint,
         rule,
+        clean(found.evidence or message),
         max_abs_error=None if worst is None else worst.worst,
         tolerance=None if worst is None else worst.allowed,
         isolation=level,
         isolation_missing=list(missing),
+        kernelbench=_kernelbench(found),
+        tolerance_note=found.tolerance_note,
     )
+
+
+def _kernelbench(found: Findings) -> bool | None:
+    """Its comparison knows no rules, but a run that ended or has another shape is wrong there too."""
+    if found.fault is not None and found.fault.kind != "cheating" and found.kernelbench is None:
+        return False
+    return found.kernelbench
 
 
 def _explain(found: Findings) -> tuple[str, str]:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from kbrl_async import launch
+from kbrl_async.launch import plan
 from kbrl_async.sandbox import Isolation
-from kbrl_async.verifying import values, wire
+from kbrl_async.verifying import trace, values, wire
 
 _FILE = "candidate.py"
 _M_PERTURB = -6
@@ -38,31 +39,35 @@ _ = torch.ones(8, 8) @ torch.ones(8, 8)  # loads what the first product loads, b
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the child. `fds`: the weights file, and for a reference a file for drawn inputs."""
-    _mute()
+    mute()
     channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
     setup = wire.decode_setup(payload)
     try:
-        runner = _Runner(channel, setup, fds)
+        runner = Runner(channel, setup, fds)
     except BaseException as error:
-        channel.send(wire.encode(_failure(error)))
+        channel.send(wire.encode(failure(error)))
         return
     runner.serve()
 
 
-def _mute() -> None:
+def mute() -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
 
 
-def _seed(seed: int) -> None:
+def seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 
 
-class _Runner:
+class Runner:
+    """`cuda_runner` has the one for a GPU."""
+
+    device = "cpu"
+
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int]) -> None:
         torch.set_grad_enabled(False)
         self.channel, self.fds, self.seed = channel, fds, setup.seed
@@ -72,15 +77,19 @@ class _Runner:
         self.copy_to = -1
         self.arena: mmap.mmap | None = None
         self.double: torch.nn.Module | None = None
-        launch.prepare(setup.artifacts, "cpu")
-        self.module = _load(setup.source)
-        _seed(setup.seed)
+        launch.prepare(setup.artifacts, self.device)
+        self.module: Any = plan.load(setup.source) or _load(setup.source)
+        seed(setup.seed)
         init = self._init(setup)
         args, kwargs = values.arguments(init)
-        _seed(setup.seed)
-        self.model: torch.nn.Module = getattr(self.module, setup.entry)(*args, **kwargs)
+        seed(setup.seed)
+        self.model = self._construct(getattr(self.module, setup.entry), args, kwargs)
         self._take_weights(setup)
         channel.send(wire.encode(self._ready(setup, init)))
+
+    def _construct(self, model: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.nn.Module:
+        made: torch.nn.Module = model(*args, **kwargs)
+        return made
 
     def _init(self, setup: wire.Setup) -> Any:
         if setup.init is None:
@@ -96,6 +105,8 @@ class _Runner:
     def _take_weights(self, setup: wire.Setup) -> None:
         own = self.model.state_dict() if isinstance(self.model, torch.nn.Module) else {}
         given = dict(zip((name for name, _ in setup.weights), self._read([m for _, m in setup.weights]), strict=True))
+        if isinstance(self.model, plan.PlanModule):
+            self.model.take_weights(given)
         for name, tensor in own.items():
             if name in given and given[name].shape == tensor.shape:
                 tensor.copy_(given[name])
@@ -121,22 +132,51 @@ class _Runner:
                 else:
                     self._order(wire.decode_order(data), fds)
             except BaseException as error:
-                self.channel.send(wire.encode(_failure(error)))
+                self.channel.send(wire.encode(self.failure(error)))
+
+    def failure(self, error: BaseException) -> wire.Failed:
+        return failure(error)
 
     def _go(self, op: int, slot: int, nonce: int) -> None:
-        if op >= wire.OP_POISON_ON:
+        if op in (wire.OP_POISON_ON, wire.OP_POISON_OFF):
             _libc.mallopt(_M_PERTURB, _POISON if op == wire.OP_POISON_ON else 0)
             self.channel.send(wire.encode(wire.Done(nonce, ["V", None], [])))
             return
+        found: wire.Trace | None = None
         if op == wire.OP_RUN:
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
             self.last = self.model(*self.slots[slot])
         elif op == wire.OP_DOUBLE:
             self.last = self._double(slot)
+        elif op in (wire.OP_TRACE, wire.OP_MUTED):
+            self.held[0], self.held[1] = self.held[1], self.last
+            self.last = None
+            self.last, found = self._traced(slot, op == wire.OP_MUTED)
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(self.last, tensors)
-        self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors))))
+        tree = values.flatten(self.held[1] if op == wire.OP_HELD else self.last, tensors)
+        self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors), found)))
+
+    def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
+        """One recorded run; after a muted one an ordinary run on the same inputs, to know what the answer was."""
+        given = self.slots[slot]
+        if not muted:
+            return trace.recorded(lambda: self.model(*given))
+        inputs: list[torch.Tensor] = []
+        shapes: list[torch.Tensor] = []
+        answer: list[torch.Tensor] = []
+        values.flatten(given, inputs)
+        values.flatten(self.held[1], shapes)
+        saved = [tensor.clone() for tensor in inputs]
+        watch = trace.Watch({tuple(tensor.shape) for tensor in shapes})
+        result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
+        outputs: list[torch.Tensor] = []
+        tree = values.flatten(result, outputs)
+        result = values.restore(tree, [tensor.clone() for tensor in outputs])  # an output may be an input
+        for tensor, before in zip(inputs, saved, strict=True):
+            tensor.copy_(before)
+        values.flatten(self.model(*given), answer)
+        return result, trace.answered(found, watch, answer)
 
     def _places(self, tensors: list[torch.Tensor]) -> list[wire.TensorMeta]:
         if self.copy_to < 0:
@@ -148,10 +188,10 @@ class _Runner:
 
     def _double(self, slot: int) -> Any:
         if self.double is None:
-            _seed(self.seed)
+            seed(self.seed)
             init = self._init(wire.Setup("", "", 0))
             args, kwargs = values.arguments(init)
-            self.double = type(self.model)(*args, **kwargs)
+            self.double = self._construct(type(self.model), args, kwargs)
             self.double.load_state_dict(self.model.state_dict())
             self.double.double()
         wide = [_widen(item) for item in self.slots[slot]]
@@ -159,11 +199,12 @@ class _Runner:
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            _seed(order.seed)
+            seed(order.seed)
             tensors: list[torch.Tensor] = []
             tree = values.flatten(list(self.module.get_inputs()), tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, values.save(self.fds[1], tensors))))
             return
+        assert isinstance(order, wire.Attach), "the other orders are for a GPU"
         self.arena = mmap.mmap(fds[0], order.size)
         os.close(fds[0])
         self.copy_to = order.copy_to
@@ -189,7 +230,7 @@ def _load(source: str) -> types.ModuleType:
     return module
 
 
-def _failure(error: BaseException) -> wire.Failed:
+def failure(error: BaseException) -> wire.Failed:
     text = str(error)
     out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]

@@ -14,6 +14,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,9 +23,9 @@ from kbrl_async.errors import InfraError
 from kbrl_async.sandbox import Access, Child, Isolation, Limits, Zygote
 from kbrl_async.timing.host import process_time_ns, waited_ns
 from kbrl_async.verifying import values, wire
+from kbrl_async.verifying.disarm import disarm
 from kbrl_async.verifying.memory import read_memory
 
-_ENTRY = "kbrl_async.verifying.runner:main"
 _SLACK = 8
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
@@ -38,7 +39,7 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
         super().__init__(text)
 
 
-def _no_meter() -> tuple[int, int]:
+def no_meter() -> tuple[int, int]:
     return 0, 0
 
 
@@ -49,24 +50,25 @@ class Outcome(msgspec.Struct, frozen=True):
     """Both as the meter says: see `timing.host.CoreUse`."""
     tree: wire.Tree
     tensors: list[wire.TensorMeta]
+    trace: wire.Trace | None = None
 
 
 class Session:
     """One runner child. Raises `CandidateFault` for what its code did, `InfraError` for what the host did."""
 
+    entry = "kbrl_async.verifying.runner:main"
+    confined_within_s = 10.0
+
     def __init__(
         self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits, deadline_s: float
     ) -> None:
-        access = Access(read=tuple(setup.artifacts.values()))
-        self._child: Child = zygote.spawn(_ENTRY, wire.encode(setup), fds, limits, access)
+        self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
         self._arena: mmap.mmap | None = None
         self.slots: list[list[torch.Tensor]] = []
         self.copies = False
         try:
-            confined = self._reply(10.0)
-            if not isinstance(confined, wire.Confined):
-                raise InfraError("a sandbox child did not confine itself", "See the zygote's message on stderr")
+            confined = self._confined()
             self.isolation = Isolation(confined.level, confined.missing)
             ready = self._reply(deadline_s)
             if not isinstance(ready, wire.Ready):
@@ -75,6 +77,16 @@ class Session:
         except BaseException:
             self._child.close()
             raise
+
+    def _spawn(self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits) -> Child:
+        access = Access(read=tuple(setup.artifacts.values()))
+        return zygote.spawn(self.entry, wire.encode(setup), fds, limits, access)
+
+    def _confined(self) -> wire.Confined:
+        confined = self._reply(self.confined_within_s)
+        if not isinstance(confined, wire.Confined):
+            raise InfraError("a sandbox child did not confine itself", "See the zygote's message on stderr")
+        return confined
 
     @property
     def host_pid(self) -> int:
@@ -114,10 +126,18 @@ class Session:
         data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
         return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
 
-    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = _no_meter) -> Outcome:
+    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         """One call; the child is frozen afterwards until the next one, so that its outputs stand still."""
         nonce = secrets.randbits(64)
-        order = wire.GO.pack(op, slot, nonce)
+        elapsed, waited, used, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
+        if not isinstance(done, wire.Done) or done.nonce != nonce:
+            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace)
+
+    def _exchange(
+        self, order: bytes, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
+    ) -> tuple[int, int, int, wire.Reply]:
+        """Wall time, what the meter says, and the answer; the child is frozen."""
         channel = self._child.channel
         waited, used = meter()
         used_before = process_time_ns(self.host_pid)
@@ -131,14 +151,16 @@ class Session:
             self._overdue(deadline_s)
         done = self._take()
         self._frozen = self._child.freeze()
-        if not isinstance(done, wire.Done) or done.nonce != nonce:
-            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
-        return Outcome(elapsed, waited_after - waited, used_after - used, done.tree, done.tensors)
+        return elapsed, waited_after - waited, used_after - used, done
 
     def thaw(self) -> None:
         if self._frozen:
             self._child.thaw()
             self._frozen = False
+
+    def disarm(self, artifacts: list[Path]) -> int:
+        """Switch the kernels of these shared objects off in the frozen child, for good; how many functions."""
+        return disarm(self.host_pid, artifacts) if self._frozen else 0
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output. `CandidateFault` where nothing can be read there."""
@@ -163,6 +185,8 @@ class Session:
             block.copy_(flat)
             return
         if not read_memory(self.host_pid, place, block.data_ptr(), size):
+            if self._child.has_ended(0.2):  # after its answer: by itself, or with its zygote, which is no fault of its
+                self._ended()
             raise CandidateFault("illegal_access", "the output tensor points to memory that can't be read", "output")
 
     def _readable(self, deadline_s: float) -> bool:

@@ -11,12 +11,24 @@ call, measured for both children, is subtracted.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import time
 from collections.abc import Callable
 
-from kbrl_async.timing import Measured, Pair, measure, widened
-from kbrl_async.timing.host import CoreUse, Flush, clock_mhz, hardware, taken_by_others
+from kbrl_async.timing import Measured, Pair, measure
+from kbrl_async.timing.host import (
+    CoreUse,
+    Flush,
+    clock_mhz,
+    evict,
+    hardware,
+    keep_heap,
+    process_time_ns,
+    taken_by_others,
+)
+from kbrl_async.timing.load import Snapshot, Watch, snapshot
 from kbrl_async.verifying import wire
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.options import BenchOptions
@@ -39,6 +51,7 @@ class Stopwatch:
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
         self._reference = twin
         self._candidate = checker.session
+        keep_heap()
         self._flush = Flush(options.recipe.flush_bytes)
         self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
         self._slot = 0
@@ -54,12 +67,23 @@ class Stopwatch:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output
             # One overhead for both: two noisy ones would turn into a speedup for short calls.
             self._empty = min(self._empty_ns(s) for s in (self._reference, self._candidate))
-            measured = measure(self._pair_of_times, self._options.recipe)
+            self._watch = Watch(
+                self._snapshot,
+                cores=len(self._options.cores) or os.cpu_count() or 1,
+                patience_s=self._options.recipe.patience_s,
+            )
+            measured = measure(self._pair_of_times, self._options.recipe, self._watch.clock)
         except CandidateFault as fault:
             if self._checker.fault is not fault:  # the reference's own
                 raise
             return None
         return self._timing(measured)
+
+    def _snapshot(self) -> Snapshot:
+        children = (self._reference.host_pid, self._candidate.host_pid)
+        return snapshot(
+            self._options.cores, own_s=lambda: time.process_time() + sum(map(process_time_ns, children)) / 1e9
+        )
 
     def _empty_ns(self, session: Session) -> float:
         calls = [session.call(wire.OP_EMPTY, 0, self._checker.one_call_s) for _ in range(_EMPTY_CALLS)]
@@ -78,6 +102,7 @@ class Stopwatch:
         others = [taken_by_others(s.elapsed_ns, s.waited_ns, s.used_ns) for s in samples]
         share = sum(others) / sum(s.elapsed_ns for s in samples)
         is_polluted = sum(others) > _POLLUTED_NS and share > _POLLUTED_SHARE
+        self._watch.pair(is_polluted)
         return Pair(reference, candidate, share, is_polluted)
 
     def _net_ns(self, sample: Outcome) -> float:
@@ -99,6 +124,7 @@ class Stopwatch:
 
     def _call(self, session: Session) -> Outcome:
         self._flush()
+        self._evicted = evict(session.slots[self._slot])
         return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
 
     def _call_candidate(self) -> Outcome:
@@ -121,10 +147,11 @@ class Stopwatch:
             raise
 
     def _timing(self, measured: Measured) -> Timing:
-        interval, cores = widened(measured.interval, self._options.recipe.placement), self._options.cores
+        interval, cores = measured.interval, self._options.cores
         overhead = self._empty / 1000
         way = "copied outputs" if self._candidate.copies else "frozen child"
-        method = f"paired, cold L2, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
+        cold = "cold caches" if self._evicted else "cold L2"
+        method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
         return Timing(
             measured.n,
             interval.median,
@@ -137,5 +164,8 @@ class Stopwatch:
             measured.stopped,
             hardware(),
             clock_mhz(cores[0] if cores else 0),
-            load=measured.load,
+            load=max(measured.load, self._watch.load().share or 0.0),
+            resolution=measured.share,
+            rejected=measured.rejected,
+            spent_s=measured.spent_s,
         )

@@ -27,7 +27,8 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Tree:
     if isinstance(value, tuple):
         return ["U", [flatten(item, tensors) for item in value]]
     if isinstance(value, dict):
-        return ["D", {str(key): flatten(item, tensors) for key, item in value.items()}]
+        # In the order of the keys: which of them a candidate writes first must not matter.
+        return ["D", {str(key): flatten(value[key], tensors) for key in sorted(value, key=str)}]
     raise TypeError(
         f"a {type(value).__name__} can't be handed over: only tensors, numbers, strings and containers of them"
     )
@@ -82,22 +83,31 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def layout(tensors: list[torch.Tensor], start: int = 0) -> tuple[list[TensorMeta], int]:
+def layout(tensors: list[torch.Tensor], start: int = 0, alignment: int = _ALIGNMENT) -> tuple[list[TensorMeta], int]:
     """Places for dense tensors one after another from `start`, aligned; and the end."""
     metas = []
     for tensor in tensors:
         metas.append(describe(tensor, start))
-        size = tensor.numel() * tensor.element_size()
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+        start += padded(tensor.numel() * tensor.element_size(), alignment)
     return metas, start
 
 
+def padded(size: int, alignment: int = _ALIGNMENT) -> int:
+    """`size` bytes, rounded up."""
+    return -(-size // alignment) * alignment
+
+
 def view(buffer: Any, meta: TensorMeta) -> torch.Tensor:
-    """The tensor that `meta` places in `buffer`, sharing memory."""
+    """The tensor that `meta` places in `buffer`, sharing memory. `buffer`: bytes, or a tensor of bytes anywhere."""
     dtype = dtype_of(meta.dtype)
     count = 1
     for size in meta.shape:
         count *= size
+    if isinstance(buffer, torch.Tensor):
+        size = count * dtype.itemsize
+        if not 0 <= meta.place <= buffer.numel() - size:
+            raise ValueError("a tensor lies outside of its arena")
+        return buffer[meta.place : meta.place + size].view(dtype).as_strided(meta.shape, meta.strides)
     if count == 0:
         return torch.empty(meta.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=meta.place).as_strided(meta.shape, meta.strides)

@@ -16,6 +16,11 @@ GO = struct.Struct("<BBQ")
 
 OP_RUN, OP_EMPTY, OP_DOUBLE = 1, 2, 3
 OP_POISON_ON, OP_POISON_OFF = 4, 5
+OP_TRACE, OP_MUTED, OP_HELD = 16, 17, 18
+"""One recorded run; one with the candidate's own kernels switched off; the outputs of the run before the last again."""
+OP_CAPTURE, OP_REPLAY, OP_EVENT, OP_FREE, OP_EVENTS = 32, 33, 34, 35, 36
+"""On a GPU: make a graph of one forward over each of `slot` slots; time them `slot` times over; time one ordinary
+forward; give back memory that is needed no more; time `slot` ordinary forwards, one after the other."""
 
 Tree = Any
 """`["T", i]` tensor i · `["V", plain]` · `["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
@@ -43,6 +48,9 @@ class Setup(msgspec.Struct, frozen=True):
     """Constructor arguments; None where the source's own `get_init_inputs` is asked (reference)."""
     init_tensors: list[TensorMeta] = []
     weights: list[tuple[str, TensorMeta]] = []
+    device: str = "cpu"
+    weights_bytes: int = 0
+    """On a GPU: size of the arena whose descriptor travels along."""
 
 
 class Confined(msgspec.Struct, frozen=True, tag="confined"):
@@ -63,10 +71,44 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     tensors: list[TensorMeta]
 
 
+class Trace(msgspec.Struct, frozen=True):
+    """What one run consisted of, as the child tells it: (count, nanoseconds of CPU time) by name."""
+
+    launches: dict[str, tuple[int, int]] = {}
+    """Own kernels."""
+    ops: dict[str, tuple[int, int]] = {}
+    """ATen operators outside of own kernels."""
+    inside: dict[str, tuple[int, int]] = {}
+    """ATen operators called by own kernels."""
+    answered: str = ""
+    """With own kernels off: the ATen operator whose result already was the answer."""
+    tampered: str = ""
+    """A function of the runner, of torch or of a clock that the candidate replaced."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     nonce: int
     tree: Tree
     tensors: list[TensorMeta]
+    trace: Trace | None = None
+
+
+class Captured(msgspec.Struct, frozen=True, tag="captured"):
+    nonce: int
+    kernels: dict[str, int] = {}
+    """Kernels of one forward by name, as the child tells it."""
+    refused: str = ""
+    """Why forward can't be timed as a graph; empty where it can."""
+
+
+class Timed(msgspec.Struct, frozen=True, tag="timed"):
+    nonce: int
+    elapsed_ns: float
+    """Between two events, summed over repetitions, as the child tells it; `Session` measures the wall itself."""
+    empty_ns: float = 0.0
+    """Between two events with nothing in between."""
+    stream_ns: float = 0.0
+    """Of an ordinary forward, up to the end of its own stream: `elapsed_ns` waits for every stream."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -89,10 +131,25 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     slots: list[list[TensorMeta]]
     copy_to: int = -1
     """≥ 0: copy outputs to this offset inside the call, because the host lets nobody read a child's memory."""
+    outs: list[list[TensorMeta]] = []
+    """On a GPU: where the outputs of a timed forward over each slot go."""
 
 
-Reply = Confined | Ready | Drawn | Done | Failed
-Order = Draw | Attach
+class Export(msgspec.Struct, frozen=True, tag="export"):
+    """Copy what was described last (weights, drawn inputs) into the arena whose descriptor travels along."""
+
+    size: int
+
+
+class Mute(msgspec.Struct, frozen=True, tag="mute"):
+    """Replay the graph of slot 0 with these kernels left out, and time it."""
+
+    nonce: int
+    kernels: list[str]
+
+
+Reply = Confined | Ready | Drawn | Done | Captured | Timed | Failed
+Order = Draw | Attach | Export | Mute
 encode = msgspec.msgpack.Encoder().encode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 decode_order = msgspec.msgpack.Decoder(Order).decode

@@ -43,6 +43,7 @@ class Broker:
         self.malformed = 0
         """Messages that were none and have been dropped."""
         self._scheduled = False
+        self._alerted: set[tuple[str, str]] = set()
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -209,10 +210,23 @@ class Broker:
         while not self._done.done():
             await asyncio.sleep(self.options.metrics_s)
             try:
+                self._alert()
                 self._metrics.write(self._line())
             except Exception as error:  # as in `_turn`: `run` raises it
                 if not self._done.done():
                     self._done.set_exception(error)
+
+    def _alert(self) -> None:
+        """Say once what nobody can do; it ends as `no_worker` if nobody comes."""
+        unserved = set(self.ledger.unserved)
+        for stage, needs in sorted(unserved - self._alerted):
+            log.warning(
+                f"no worker can do backend {needs} at stage {stage}",
+                waiting=self.ledger.tasks.queues[stage].waiting(needs),
+                ends_after_s=self.options.ledger.no_worker_s,
+                cure=f"start a worker of that stage on a host that has what {needs} needs",
+            )
+        self._alerted = unserved
 
     def _line(self) -> dict[str, object]:
         stats = self.ledger.stats(self._clock())

@@ -41,7 +41,7 @@ async def main(stop: asyncio.Event) -> None:
     async def train(task: Task, frames: list[bytes]) -> Outcome:
         batch = batches.decode(frames[0])
         members = [groups.decode(frame) for frame in frames[1:]]
-        report = await loop.run_in_executor(pool, learning.train, batch, members, worker.progress)
+        report = await loop.run_in_executor(pool, learning.train, batch, members, worker.breathe)
         tokens = int(report.metrics.get("tokens", 0))
         return Outcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
 
@@ -52,6 +52,7 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.TRAIN],
         1,
         train,
+        caps=service.quiet_caps(),
         policy_version=learning.version,
         wedge_s=120.0,
     )

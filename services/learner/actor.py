@@ -19,6 +19,7 @@ from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.policy.making import SmallPolicyOptions, ensure_small_policy
 from kbrl_async.problems import load_problems
 from kbrl_async.prompts import render_prompt
+from kbrl_async.prompts.roles import CORRECTOR, VERIFIER
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
 from services.runtime.service import Service
 
@@ -51,8 +52,12 @@ class Learning:
         torch.set_num_threads(config.learner.threads or len(service.layout.learner))
         torch.manual_seed(config.seed)
         device = service.device
-        model = load_model(ModelOptions(str(base), device=device, lora_rank=config.lora_rank))
-        trainer = Trainer(model, trainer_options(config, device), device)
+        model = load_model(
+            ModelOptions(str(base), device=device, lora_rank=config.lora_rank, adapters=role_adapters(config))
+        )
+        trainer = Trainer(
+            model, trainer_options(config, device), device, reference=reference_model(config, base, device)
+        )
         learning = cls(service, trainer, base, canary_ids(config, load_tokenizer(str(base))))
         learning._resume()
         return learning
@@ -88,7 +93,7 @@ class Learning:
                 f"{batch.batch_id} is for policy version {batch.index} and the learner has {self.version}",
                 "The run's checkpoints and its journal belong to different states; restore both or start a new run",
             )
-        metrics = self._trainer.step(groups, batch.temperature, tick)
+        metrics = self._trainer.step(groups, batch.temperature, tick, self.version)
         self._progress = checkpoints.Progress(
             version=self.version + 1,
             last_batch_id=batch.batch_id,
@@ -122,6 +127,18 @@ class Learning:
         versions.collect_garbage(self._service.policies, KEPT_VERSIONS + self._service.config.max_staleness)
 
 
+def role_adapters(config: Config) -> tuple[str, ...]:
+    """Roles with an adapter of their own; the solver's is the main one."""
+    return (VERIFIER, CORRECTOR) if config.agents.adapters else ()
+
+
+def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.Module | None:
+    """The frozen policy that a KL penalty is taken against; None where there is none, or the LoRA base serves."""
+    if config.learner.kl == "none" or config.learner.kl_weight == 0 or config.lora_rank:
+        return None
+    return load_model(ModelOptions(str(base), device=device)).requires_grad_(False).eval()
+
+
 def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
     """The model that training starts from: the project's own small one (made now, if need be) or the configured one."""
     config = service.config
@@ -139,6 +156,9 @@ def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str |
         steps=sft.steps,
         batch_tokens=sft.batch_tokens,
         learning_rate=sft.lr,
+        turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
+        verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
+        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
     )
     shown = -1.0
 
@@ -166,7 +186,8 @@ def cache_folder(config: Config) -> Path:
 def canary_ids(config: Config, tokenizer: Any) -> list[int]:
     """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
     problem = load_problems(config.problems or "")[0]
-    ids: list[int] = tokenizer.encode(render_prompt(config.prompt_option, problem), add_special_tokens=False)
+    prompt = render_prompt(config.prompt_option, problem, config.backend)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     return ids[:CANARY_TOKENS]
 
 
@@ -180,7 +201,19 @@ def trainer_options(config: Config, device: str) -> TrainerOptions:
     learner = config.learner
     return TrainerOptions(
         loss=config.loss,
-        loss_options=LossOptions(clip_low=learner.clip_low, clip_high=learner.clip_high, tv_delta=learner.dppo_delta),
+        loss_options=LossOptions(
+            clip_low=learner.clip_low,
+            clip_high=learner.clip_high,
+            dual_clip=learner.dual_clip,
+            tv_delta=learner.dppo_delta,
+        ),
+        corrections=tuple(config.corrections),
+        kl=learner.kl,
+        kl_weight=learner.kl_weight,
+        normalise=learner.normalise,
+        dr_grpo_length=config.max_tokens,
+        schedule=learner.schedule,
+        total_steps=config.max_steps * learner.epochs * learner.minibatches,
         negative_scale=learner.negative_scale,
         learning_rate=config.learning_rate,
         warmup_steps=learner.warmup_steps,

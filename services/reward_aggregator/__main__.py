@@ -20,12 +20,14 @@ SLOTS = 128
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.problems import load_problems
+    from kbrl_async.problems import load_problems, usable
+    from kbrl_async.rewards.curriculum import CurriculumOptions
     from kbrl_async.rewards.groups import BookOptions
     from protocols.messages import Stage
     from services.reward_aggregator.actor import Aggregator
     from services.reward_aggregator.board import Board
     from services.reward_aggregator.campaign import Campaign, Plan
+    from services.reward_aggregator.examples import open_prompts
     from services.reward_aggregator.journal import Journal
     from services.runtime.producer import Producer
     from services.runtime.service import Service
@@ -35,13 +37,26 @@ async def main(stop: asyncio.Event) -> None:
     config = service.config
     shapes = "gpu" if config.backend in ("cuda", "cuda-nvrtc", "triton") else "cpu"
     problems = load_problems(config.problems or "", levels=config.levels, shapes=shapes)
+    learnable = usable(problems) if config.exclude_audited else problems
     plan = Plan(
-        training=[problem for problem in problems if problem.split != "heldout"],
+        training=[problem for problem in learnable if problem.split != "heldout"],
         heldout=[problem for problem in problems if problem.split == "heldout"],
         eval_samples=config.eval_samples,
         group_size=config.group_size,
         seed=config.seed,
-        book=BookOptions(config.batch_size, config.max_steps, config.max_staleness, baseline=config.advantage),
+        book=BookOptions(
+            config.batch_size,
+            config.max_steps,
+            config.max_staleness,
+            baseline=config.advantage,
+            scale_by_std=config.learner.scale_advantages,
+        ),
+        curriculum=CurriculumOptions(
+            config.curriculum.kind,
+            config.curriculum.window,
+            config.curriculum.compile_above,
+            config.curriculum.correct_above,
+        ),
     )
     campaign = Campaign(plan)
     service.pin(service.layout.shared)
@@ -50,7 +65,8 @@ async def main(stop: asyncio.Event) -> None:
             campaign.apply(entry)
         board = Board(service, campaign)
         async with Producer(service.addresses.submit) as producer:
-            aggregator = Aggregator(service, campaign, journal, producer, board)
+            prompts = await open_prompts(service, stop)
+            aggregator = Aggregator(service, campaign, journal, producer, board, prompts=prompts)
             worker = Worker(
                 service.addresses.work, service.worker_id, [Stage.SCORE, Stage.TRAINED], SLOTS, aggregator.handle
             )

@@ -18,13 +18,27 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 
-from kbrl_async.prompts import render_prompt
+from kbrl_async.prompts import Feedback, feedback_of, render_prompt, render_turn
+from kbrl_async.prompts.roles import SOLVER, VERIFIER, render_verifier, role_of
+from kbrl_async.rewards.curriculum import STAGES
 from kbrl_async.rewards.events import Admitted, BatchMade, Change
 from kbrl_async.rewards.groups import rollout_ids
-from kbrl_async.rewards.presets import find_preset
+from kbrl_async.rewards.presets import Preset, find_preset
+from kbrl_async.rewards.turns import goes_on, split_turn_id, turn_id, with_returns
 from kbrl_async.telemetry.logs import bound
+from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.messages import Stage, Status, Task
-from protocols.records import Problem, Purpose, RolloutRequest, SamplingParams, TrainBatch, UpdateReport
+from protocols.records import (
+    Frame,
+    Problem,
+    Purpose,
+    RolloutRequest,
+    SamplingParams,
+    TrainBatch,
+    TrainSample,
+    UpdateReport,
+)
+from services.reward_aggregator import dialogues
 from services.reward_aggregator.board import Board
 from services.reward_aggregator.campaign import (
     AFTER,
@@ -35,12 +49,16 @@ from services.reward_aggregator.campaign import (
     RolloutEnded,
     batch_frames,
 )
+from services.reward_aggregator.dialogues import TurnTaken, best_turn
+from services.reward_aggregator.examples import FirstPrompt, FirstPrompts
 from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.scoring import decode, score
+from services.reward_aggregator.scoring import Scored, decode, score, score_prediction, turn_options
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.worker import Outcome
 
+AUTO = "auto"
+"""The reward preset that goes from stage1 to stage3 by itself."""
 IDLE_S = 0.5
 """The pump looks at deadlines at least this often."""
 
@@ -56,6 +74,7 @@ class Aggregator:
         producer: Producer,
         board: Board,
         clock: Callable[[], float] = time.monotonic,
+        prompts: FirstPrompts | None = None,
     ) -> None:
         self._service = service
         self._config = service.config
@@ -64,8 +83,11 @@ class Aggregator:
         self._producer = producer
         self._board = board
         builder = self._config.dataset_builder
-        self._preset = find_preset(builder.reward_preset, builder.reward_weights)
+        stages = STAGES if builder.reward_preset == AUTO else (builder.reward_preset,)
+        self._presets = [find_preset(stage, builder.reward_weights) for stage in stages]
         self._sampling = SamplingParams(self._config.max_tokens, self._config.temperature)
+        self._turns = turn_options(self._config)
+        self._prompts = prompts or FirstPrompts(self._config.prompt_option, self._config.backend)
         self._started = clock() - campaign.clock
         self._clock = clock
         self._wake = asyncio.Event()
@@ -89,20 +111,85 @@ class Aggregator:
         return Outcome()
 
     def _scored(self, task: Task, frames: list[bytes]) -> None:
-        scored = score(decode(frames), self._preset) if task.status == Status.OK else None
-        if task.group_id in (BEFORE, AFTER):
-            stats = self._board.keep_kernel(scored) if scored else None
-            evaluated = Evaluated(task.group_id, task.task_id, stats, self.now)
-            self._campaign.apply(evaluated)
-            self._journal.append([evaluated])
-            return
+        rollout_id, turn = split_turn_id(task.task_id)
+        if turn != len(self._campaign.dialogues.turns(rollout_id)):
+            return  # a late copy of a turn that was taken long ago
+        record = decode(frames) if task.status == Status.OK else []
+        scored = self._score(task.group_id, rollout_id, record) if record else None
         if scored is None:
-            reason = task.status if task.status != Status.OK else "infra_error"
-            self._change(self._campaign.book.lost(task.group_id, task.task_id, reason, self.now))
+            self._broken_off(task, rollout_id)
             return
-        change = self._campaign.book.scored(task.group_id, task.task_id, [scored.sample], self.now)
-        self._change(change, RolloutEnded(task.task_id, task.group_id, self._board.keep_kernel(scored)))
-        self._service.log.debug("scored", reward=round(scored.sample.reward, 3), fault=scored.fault)
+        stats = self._board.keep_kernel(scored)
+        self._prompts.learn(next(frame for frame in record if isinstance(frame, RolloutRequest)), scored)
+        scores = [*(t.score for t in self._campaign.dialogues.turns(rollout_id)), scored.turn_score]
+        if goes_on(scores, self._turns):
+            self._take_turn(task.group_id, scored, stats, record)
+        elif task.group_id in (BEFORE, AFTER):
+            self._evaluated(task.group_id, rollout_id, stats)
+        else:
+            self._end_rollout(task.group_id, rollout_id, [scored.sample], stats)
+        self._service.log.debug("scored", reward=round(scored.sample.reward, 3), fault=scored.fault, turn=turn)
+
+    def _score(self, group_id: str, rollout_id: str, record: list[Frame]) -> Scored | None:
+        taken = self._campaign.dialogues.turns(rollout_id)
+        is_prediction = self._config.mode == "agents" and role_of(len(taken)) == VERIFIER
+        return score_prediction(record, taken[-1].category) if is_prediction else score(record, self._preset(group_id))
+
+    def _preset(self, group_id: str) -> Preset:
+        """All rollouts of a group are paid alike, whenever they end."""
+        if len(self._presets) == 1:
+            return self._presets[0]
+        return self._presets[STAGES.index(self._campaign.stage_of(group_id))]
+
+    def _take_turn(self, group_id: str, scored: Scored, stats: RolloutStats, record: list[Frame]) -> None:
+        request = next(frame for frame in record if isinstance(frame, RolloutRequest))
+        rollout_id, sample = request.rollout_id, scored.sample
+        feedback = feedback_of(record, self._config.backend)
+        refined = render_turn(self._config.prompt_option, request.problem, feedback, self._config.backend)
+        entry = TurnTaken(rollout_id, group_id, sample, stats, scored.turn_score, refined, self.now, feedback.category)
+        if self._config.mode == "agents":
+            entry = self._for_next_role(entry, request, feedback)
+        entry = entry if request.purpose is Purpose.TRAIN else dialogues.without_tokens(entry, keep_prompt=True)
+        self._campaign.apply(entry)
+        self._journal.append([entry])
+        self._generate(rollout_id, group_id, request.problem, request.purpose)
+
+    def _for_next_role(self, entry: TurnTaken, request: RolloutRequest, feedback: Feedback) -> TurnTaken:
+        """What the verifier, or the corrector, is asked after this turn (mode=agents)."""
+        if request.role != VERIFIER:
+            question = render_verifier(self._config.prompt_option, request.problem, feedback.kernel)
+            has_failed = feedback.category not in ("slow", "fast")
+            return msgspec.structs.replace(entry, prompt=question, repair=entry.prompt if has_failed else "")
+        dialogues, problem_id = self._campaign.dialogues, request.problem.problem_id
+        judged = dialogues.turns(request.rollout_id)[-1]
+        prompt = dialogues.failure_of_another(request.rollout_id, problem_id) or judged.repair
+        first = render_prompt(self._config.prompt_option, request.problem, self._config.backend)
+        return msgspec.structs.replace(entry, prompt=prompt or first, category="")
+
+    def _evaluated(self, phase: str, rollout_id: str, last: RolloutStats | None) -> None:
+        """A held-out rollout ended; with several turns its best one counts."""
+        turns = [*(t.stats for t in self._campaign.dialogues.turns(rollout_id)), *([last] if last else [])]
+        entry = Evaluated(phase, rollout_id, best_turn(turns) if turns else None, self.now)
+        self._campaign.apply(entry)
+        self._journal.append([entry])
+
+    def _end_rollout(
+        self, group_id: str, rollout_id: str, last: list[TrainSample], stats: RolloutStats | None = None
+    ) -> None:
+        earlier = [t.sample for t in self._campaign.dialogues.turns(rollout_id)]
+        samples = with_returns([*earlier, *last], self._turns)
+        change = self._campaign.book.scored(group_id, rollout_id, samples, self.now)
+        self._change(change, *([RolloutEnded(rollout_id, group_id, stats)] if stats else []))
+
+    def _broken_off(self, task: Task, rollout_id: str) -> None:
+        """Infrastructure failed (I4): the turns before this one count, the rollout goes no further."""
+        if task.group_id in (BEFORE, AFTER):
+            self._evaluated(task.group_id, rollout_id, None)
+        elif self._campaign.dialogues.turns(rollout_id):
+            self._end_rollout(task.group_id, rollout_id, [])
+        else:
+            reason = task.status if task.status != Status.OK else "infra_error"
+            self._change(self._campaign.book.lost(task.group_id, rollout_id, reason, self.now))
 
     def _trained(self, task: Task, frames: list[bytes]) -> None:
         if task.status != Status.OK:
@@ -122,7 +209,10 @@ class Aggregator:
             return
         for entry in more:
             self._campaign.apply(entry)
+        seen = len(self._campaign.notes)
         self._campaign.note(change.event, change.closed)
+        for note in self._campaign.notes[seen:]:
+            self._service.log.info("curriculum", change=note)
         self._journal.append([*more, change.event], [group.group_id for group in change.closed])
         for group in change.closed:
             self._service.log.debug("group ended", group=group.group_id, outcome=group.outcome, reason=group.reason)
@@ -191,20 +281,29 @@ class Aggregator:
                 self._generate(rollout_id, phase, problem, Purpose.EVAL)
 
     def _generate(self, rollout_id: str, group_id: str, problem: Problem, purpose: Purpose) -> None:
+        """Ask for the rollout's next turn: its first one, or the one that the last turn's feedback leads to."""
+        taken = self._campaign.dialogues.turns(rollout_id)
+        first = FirstPrompt(taken[-1].prompt) if taken else self._prompts.make(problem, purpose)
         request = RolloutRequest(
             rollout_id,
             group_id,
             problem,
-            render_prompt(self._config.prompt_option, problem),
+            first.text,
             self._config.backend,
             self._sampling,
             purpose,
+            len(taken),
             admitted_version=self._campaign.book.version,
             admitted_at=time.time(),
+            role=role_of(len(taken)) if self._config.mode == "agents" else SOLVER,
+            examples=first.examples,
+            index_version=first.version,
         )
         max_lag = self._config.max_staleness if purpose is Purpose.TRAIN else -1
         frames = [msgspec.msgpack.encode(request)]
-        self._submit(self._producer.submit(rollout_id, Stage.GENERATE, frames, group_id, max_lag))
+        task_id = turn_id(rollout_id, len(taken))
+        needs = self._config.backend
+        self._submit(self._producer.submit(task_id, Stage.GENERATE, frames, group_id, max_lag, needs))
 
     def _train(self, batch: BatchMade) -> None:
         header = TrainBatch(batch.batch_id, batch.index, self._config.temperature, batch.group_ids)

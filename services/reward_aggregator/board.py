@@ -7,7 +7,8 @@ import time
 import msgspec
 
 from kbrl_async.config import config_hash
-from kbrl_async.config.rundir import SUMMARY_FILE, write_atomically
+from kbrl_async.config.rundir import SUMMARY_FILE
+from kbrl_async.durable import write_atomically
 from kbrl_async.telemetry import summary, system_metrics, training_metrics
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.system_metrics import SystemSample, Tail

@@ -17,18 +17,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.rewards.events import Admitted, BatchMade, BatchTrained, Closed, Event
+from kbrl_async.prompts.roles import VERIFIER
+from kbrl_async.rewards.curriculum import BatchRates, Curriculum, CurriculumOptions
+from kbrl_async.rewards.events import Admitted, BatchFailed, BatchMade, BatchTrained, Closed, Event, Lost
 from kbrl_async.rewards.events import Scored as BookScored
 from kbrl_async.rewards.groups import BookOptions, GroupBook
+from kbrl_async.rewards.turns import turn_id
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import GroupOutcome, Problem, TrainGroup
+from services.reward_aggregator import dialogues
+from services.reward_aggregator.dialogues import Dialogues, TurnTaken
 
 BEFORE, AFTER = "eval-before", "eval-after"
 
 
 class RolloutEnded(msgspec.Struct, frozen=True, tag="rollout_ended"):
-    """The numbers of a scored training rollout; written together with the book's own event."""
+    """The numbers of a training rollout's last turn; written together with the book's own event."""
 
     rollout_id: str
     group_id: str
@@ -44,7 +49,7 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
     at: float = 0.0
 
 
-Entry = Event | RolloutEnded | Evaluated
+Entry = Event | RolloutEnded | TurnTaken | Evaluated
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -56,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     group_size: int
     seed: int
     book: BookOptions
+    curriculum: CurriculumOptions = CurriculumOptions()
 
 
 class Campaign:
@@ -71,6 +77,12 @@ class Campaign:
         self.first_result: float | None = None
         self.last_update = 0.0
         self.clock = 0.0
+        self.dialogues = Dialogues()
+        self.curriculum = Curriculum(plan.curriculum, plan.training, plan.seed)
+        self.notes: list[str] = []
+        """What the curriculum has changed, newest last."""
+        self._stages: dict[str, str] = {}
+        self._batches: dict[str, list[str]] = {}
         self._open: dict[str, dict[str, RolloutStats]] = {}
         self._problems = {problem.problem_id: problem for problem in plan.training}
 
@@ -100,8 +112,15 @@ class Campaign:
     def has_ended(self) -> bool:
         return self.has_trained and not self.awaited(BEFORE) and not self.awaited(AFTER)
 
+    def stage_of(self, group_id: str) -> str:
+        """The stage of rewards that all rollouts of this group are paid by: that of its admission."""
+        return self._stages.get(group_id, self.curriculum.stage)
+
     def next_problem(self, now: float) -> Problem:
-        """Every training problem once in random order, then again: a function of the admitted count and the seed."""
+        """Every training problem once in random order, then again; or what another curriculum draws. A function of the
+        admitted count, the seed and what was observed."""
+        if self.plan.curriculum.kind != "uniform":
+            return self.curriculum.pick(self.book.counts["admitted"], self.book.benched(now))
         count, n = self.book.counts["admitted"], len(self.plan.training)
         order = random.Random(f"{self.plan.seed}.{count // n}").sample(self.plan.training, n)
         benched = self.book.benched(now)
@@ -130,7 +149,7 @@ class Campaign:
     def batch_stats(self, batch: BatchMade) -> list[RolloutStats]:
         """The rollouts of an outstanding batch, with their age and advantage."""
         advantages = {
-            sample.rollout_id: (sample.advantage, batch.index - sample.policy_version)
+            turn_id(sample.rollout_id, sample.turn): (sample.advantage, batch.index - sample.policy_version)
             for group in self.book.train_groups(batch.batch_id)
             for sample in group.samples
         }
@@ -148,10 +167,15 @@ class Campaign:
         if isinstance(entry, Evaluated):
             self._at(entry.at)
             self.evaluated[entry.phase].setdefault(entry.rollout_id, entry.stats)
+            self.dialogues.forget(entry.rollout_id)
             return []
-        if isinstance(entry, RolloutEnded):
-            self.rollouts.append(entry.stats)
-            self._open.setdefault(entry.group_id, {})[entry.rollout_id] = entry.stats
+        if isinstance(entry, TurnTaken):
+            self.dialogues.apply(entry)
+        if isinstance(entry, RolloutEnded | TurnTaken):
+            if entry.group_id not in self.evaluated:
+                self.rollouts.append(entry.stats)
+                self.curriculum.observe(entry.stats.problem_id, entry.stats.turn, entry.stats.correct)
+                self._open.setdefault(entry.group_id, {})[turn_id(entry.rollout_id, entry.stats.turn)] = entry.stats
             return []
         return self._forget(self.book.apply(self._noted(entry)))
 
@@ -162,10 +186,18 @@ class Campaign:
 
     def _noted(self, event: Event) -> Event:
         self._at(event.at, is_result=not isinstance(event, Admitted))
+        if isinstance(event, Admitted):
+            self._stages[event.group_id] = self.curriculum.stage
+        if isinstance(event, BookScored | Lost):
+            self.dialogues.forget(event.rollout_id)
         if isinstance(event, BatchTrained):
             self.updates += 1
             self.last_update = event.at
+            self._learn(event)
+        if isinstance(event, BatchFailed):
+            self._batches.pop(event.batch_id, None)
         if isinstance(event, BatchMade):
+            self._batches[event.batch_id] = event.group_ids
             self._age(event)
         return event
 
@@ -178,23 +210,36 @@ class Campaign:
         versions = [s.policy_version for g in batch.group_ids for s in self._open.get(g, {}).values()]
         self.max_staleness = max([self.max_staleness, *(batch.index - version for version in versions)])
 
+    def _learn(self, event: BatchTrained) -> None:
+        """Tell the curriculum of a batch, before its groups are forgotten."""
+        groups = self._batches.pop(event.batch_id, [])
+        stats = [s for group_id in groups for s in self._open.get(group_id, {}).values() if s.role != VERIFIER]
+        if stats:
+            n = len(stats)
+            rates = BatchRates(sum(s.compiled for s in stats) / n, sum(s.correct for s in stats) / n)
+            self.notes += self.curriculum.batch_trained(rates)
+
     def _forget(self, closed: list[Closed]) -> list[Closed]:
         for group in closed:
             self._open.pop(group.group_id, None)
+            self._stages.pop(group.group_id, None)
+            self.dialogues.forget_group(group.group_id)
         return closed
 
 
-def without_tokens(event: Event) -> Event:
+def without_tokens(entry: Entry) -> Entry:
     """What must stay of a scored rollout once its group has ended: its reward and version, not its tokens (I10)."""
-    if not isinstance(event, BookScored):
-        return event
-    samples = [msgspec.structs.replace(s, prompt_ids=[], token_ids=[], logprobs=[]) for s in event.samples]
-    return msgspec.structs.replace(event, samples=samples)
+    if isinstance(entry, TurnTaken):
+        return dialogues.without_tokens(entry)
+    if not isinstance(entry, BookScored):
+        return entry
+    samples = [msgspec.structs.replace(s, prompt_ids=[], token_ids=[], logprobs=[]) for s in entry.samples]
+    return msgspec.structs.replace(entry, samples=samples)
 
 
 def group_of(entry: Entry) -> str:
     """The group that an entry's tokens belong to; empty for all entries that carry none."""
-    return entry.group_id if isinstance(entry, BookScored) else ""
+    return entry.group_id if isinstance(entry, BookScored | TurnTaken) else ""
 
 
 def batch_frames(groups: Sequence[TrainGroup]) -> list[bytes]:

@@ -65,5 +65,5 @@ class Journal:
 
     def _strip(self, group_id: str) -> None:
         found = self._db.execute("SELECT id, entry FROM entries WHERE group_id = ?", (group_id,)).fetchall()
-        slim = [(msgspec.msgpack.encode(without_tokens(self._decoder.decode(blob))), row) for row, blob in found]  # type: ignore[arg-type]
+        slim = [(msgspec.msgpack.encode(without_tokens(self._decoder.decode(blob))), row) for row, blob in found]
         self._db.executemany("UPDATE entries SET entry = ?, group_id = '' WHERE id = ?", slim)

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kbrl_async.config.schema import Config
+from kbrl_async.prompts.roles import predicted, prediction_reward
 from kbrl_async.rewards.parts import RewardParts, parts_of
 from kbrl_async.rewards.presets import Preset, reward_of
+from kbrl_async.rewards.turns import TurnOptions, TurnScore
+from kbrl_async.telemetry.funnel import STEPS, Step
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import (
+    INFRASTRUCTURE_FAULTS,
     BenchReport,
     BuildReport,
     Candidate,
@@ -37,6 +42,20 @@ class Scored(msgspec.Struct, frozen=True):
     candidate: Candidate | None
     timing: Timing | None
 
+    @property
+    def turn_score(self) -> TurnScore:
+        return TurnScore(self.sample.reward, self.stats.correct, self.stats.speedup_lo)
+
+
+def turn_options(config: Config) -> TurnOptions:
+    """How many turns a rollout takes, and what they are worth."""
+    if config.mode == "single_turn":
+        return TurnOptions()
+    if config.mode == "agents":  # each role earns its own reward only
+        return TurnOptions(config.max_turns, gamma=0.0)
+    t = config.turns
+    return TurnOptions(config.max_turns, config.gamma, t.returns, t.stop, t.stop_speedup, t.patience)
+
 
 def decode(frames: Sequence[bytes]) -> list[Frame]:
     """The record's frames, one per stage that worked on it."""
@@ -56,20 +75,38 @@ def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
     timing = bench.timing if isinstance(bench, BenchReport) else None
     reward = reward_of(parts, preset)
     return Scored(
-        sample=TrainSample(
-            request.rollout_id,
-            generation.prompt_ids,
-            generation.token_ids,
-            generation.logprobs,
-            0.0,
-            reward,
-            generation.policy_version,
-            request.turn,
-        ),
-        stats=_stats(request, generation, parts, timing, reward, stage_seconds(record)),
+        sample=_sample(request, generation, reward),
+        stats=_stats(request, generation, parts, timing, reward, stage_seconds(record), steps_of(record)),
         fault=parts.fault,
         candidate=generation.candidate,
         timing=timing,
+    )
+
+
+def score_prediction(record: Sequence[Frame], actual: str) -> Scored | None:
+    """The reward of a verifier's turn: how well it foresaw the real verdict of the turn before, `actual`."""
+    request = next(frame for frame in record if isinstance(frame, RolloutRequest))
+    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
+    if generation is None or generation.fault in INFRASTRUCTURE_FAULTS:
+        return None
+    guess = predicted(generation.text)
+    reward = prediction_reward(guess, actual)
+    parts = RewardParts(Fault.OK, format=float(bool(guess)))
+    stats = _stats(request, generation, parts, None, reward, stage_seconds(record), steps_of(record))
+    return Scored(_sample(request, generation, reward), stats, Fault.OK, None, None)
+
+
+def _sample(request: RolloutRequest, generation: Generation, reward: float) -> TrainSample:
+    return TrainSample(
+        request.rollout_id,
+        generation.prompt_ids,
+        generation.token_ids,
+        generation.logprobs,
+        0.0,
+        reward,
+        generation.policy_version,
+        request.turn,
+        request.role,
     )
 
 
@@ -80,10 +117,12 @@ def _stats(
     timing: Timing | None,
     reward: float,
     seconds: dict[str, float],
+    steps: tuple[Step, ...],
 ) -> RolloutStats:
     return RolloutStats(
         problem_id=request.problem.problem_id,
         level=request.problem.level,
+        flagged=bool(request.problem.flags),
         reward=reward,
         format=parts.format > 0,
         compiled=parts.compile > 0,
@@ -98,7 +137,22 @@ def _stats(
         tokens=len(generation.token_ids),
         policy_version=generation.policy_version,
         seconds=seconds,
+        funnel=steps,
+        rollout_id=request.rollout_id,
+        fault=parts.fault.value,
+        role=request.role,
     )
+
+
+def steps_of(record: Sequence[Frame]) -> tuple[Step, ...]:
+    """The steps of the funnel that the rollout came to, in order."""
+    steps = []
+    for frame in record:
+        if isinstance(frame, Generation):
+            steps.append(Step("format", frame.candidate is not None))
+        elif isinstance(frame, BuildReport | BenchReport):
+            steps += [Step(stage.name, stage.fault is Fault.OK, stage.seconds) for stage in frame.stages]
+    return tuple(step for step in steps if step.name in STEPS)
 
 
 def stage_seconds(record: Sequence[Frame]) -> dict[str, float]:

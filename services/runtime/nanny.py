@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import NoReturn
 
 from kbrl_async.errors import KbrlError
@@ -52,7 +53,20 @@ def run_service(name: str, main: Main, prepare: Callable[[], object] = lambda: N
         prepare()
     except KbrlError as error:
         sys.exit(_report(error))
-    sys.exit(Nanny(name, _own_command()).run())
+    sys.exit(Nanny(name, _own_command(), on_end=_restore_clocks).run())
+
+
+def _restore_clocks() -> None:
+    """A child that locked a GPU's clock and was killed has left a note in the run's folder."""
+    folder = Path(os.environ.get("KBRL_RUN_DIR", ""), "locks")
+    if "KBRL_RUN_DIR" not in os.environ or not any(folder.glob("locked-clock-*.json")):
+        return
+    from kbrl_async.timing.clocks import restore_notes  # rarely needed, and the nanny stays light
+
+    try:
+        restore_notes(folder)
+    except KbrlError as error:
+        _report(error)
 
 
 def _own_command() -> list[str]:
@@ -145,6 +159,7 @@ class Nanny:
         window_s: float = CRASH_WINDOW_S,
         first_wait_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._name = name
         self._command = command
@@ -152,6 +167,7 @@ class Nanny:
         self._window_s = window_s
         self._first_wait_s = first_wait_s
         self._clock = clock
+        self._on_end = on_end
         self._crashes: deque[float] = deque()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_at: float | None = None
@@ -161,6 +177,7 @@ class Nanny:
             signal.signal(number, self._on_signal)
         while True:
             code = self._run_once()
+            self._on_end()
             if code in FINAL_CODES:
                 return code
             if self._stop_at is not None:

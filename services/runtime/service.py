@@ -19,7 +19,9 @@ import msgspec
 from kbrl_async.config import Config, Endpoints, ensure_run, load_run
 from kbrl_async.config.layout import CpuLayout, available_cores, cpu_layout
 from kbrl_async.telemetry import logs
+from protocols.messages import SHARES
 from services.runtime.addresses import addresses
+from services.runtime.quiet import shared_resources
 
 
 def choose_run() -> None:
@@ -62,6 +64,12 @@ class Service(msgspec.Struct, frozen=True):
     @property
     def artifacts(self) -> Path:
         return self.run_dir / "artifacts"
+
+    def quiet_caps(self) -> dict[str, str]:
+        """Caps of a process that stands still when a bench asks: what it shares with the benches, if anything."""
+        if self.name not in self.config.timing_bench.shares_with:
+            return {}
+        return {SHARES: ",".join(shared_resources(self.device))}
 
     def pin(self, cores: list[int]) -> None:
         """Binds this process, and what it starts, to `cores`."""

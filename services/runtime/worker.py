@@ -6,6 +6,9 @@ withholds beats once nobody has called `progress` for so long while work is in f
     handler returns Outcome ─▶ Result, again until its Ack      InfraError ─▶ Nack (tried elsewhere, never scored)
     handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
     any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
+
+Quiet windows: a worker whose caps say that it shares something stands still when a bench asks. Jobs start through its
+gate, and a thread that works for long calls `breathe` between its steps. A bench asks through `quiet_windows`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from protocols import messages as msg
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
 from services.runtime.channel import Channel
 from services.runtime.meters import LoadMeter
+from services.runtime.quiet import Gate, QuietWindows
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -91,6 +95,10 @@ class Worker:
         self._channel: Channel | None = None
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
+        self._begun: set[str] = set()
+        """Leases whose handler has begun; it may end before the work does, see `finish`."""
+        self.gate = Gate(clock, self._say, lambda: self._begun.isdisjoint(self.session.running))
+        self._windows: dict[str, QuietWindows] = {}
 
     # ── for the actor ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -135,6 +143,18 @@ class Worker:
         """The work moves on; may be called from any thread."""
         self._last_progress = self._clock()
 
+    def breathe(self) -> None:
+        """Between two steps of long work, from its thread: counts as progress, waits while a quiet window is open."""
+        self.progress()
+        self.gate.breathe()
+        self.progress()
+
+    def quiet_windows(self, resource: str) -> QuietWindows:
+        """For a bench: how its thread asks for quiet windows on `resource`. Call it on the loop, once `run` runs."""
+        if resource not in self._windows:
+            self._windows[resource] = QuietWindows(resource, self._clock, self._say)
+        return self._windows[resource]
+
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Count the time inside as work; for actors made with `auto_busy=False`."""
         return self.meter.busy()
@@ -174,14 +194,22 @@ class Worker:
         self._perform(self.session.tick(now, load, alive=alive))
 
     def _is_wedged(self, now: float) -> bool:
-        if self._wedge_s is None or not self.session.running:
+        if self._wedge_s is None or not self.session.running or not self.gate.is_open:
             return False
         return now - self._last_progress > self._wedge_s
 
     def _received(self, message: msg.Message, payload: list[bytes]) -> None:
         self._perform(self.session.handle(message, payload, self._clock()))
+        if isinstance(message, msg.Pause | msg.Resume):
+            self.gate.handle(message)
+        elif isinstance(message, msg.QuietGrant) and message.resource in self._windows:
+            self._windows[message.resource].handle(message)
         if isinstance(message, msg.Ack):
             self._wake.set()
+
+    def _say(self, message: msg.Message) -> None:
+        if self._channel is not None and self.session.epoch:
+            self._channel.send(message, [])
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -215,6 +243,8 @@ class Worker:
     async def _work(self, task: msg.Task, frames: list[bytes]) -> None:
         try:
             async with self._running_now:
+                await self.gate.opened()
+                self._begun.add(task.lease_id)
                 with self.meter.busy() if self._auto_busy else contextlib.nullcontext():
                     outcome = await self._handler(task, frames)
         except InfraError as error:
@@ -227,6 +257,8 @@ class Worker:
                 self.finish(task, outcome)
         finally:
             del self._jobs[task.lease_id]
+            self._begun &= self.session.running.keys()
+            self.gate.look()
 
     async def _leave(self, helpers: list[asyncio.Task[None]]) -> None:
         assert self._channel is not None

@@ -39,9 +39,10 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.GENERATE],
         service.config.sampler.slots,
         sampling.generate,
+        caps=service.quiet_caps(),
         wedge_s=60.0,
     )
-    sampling.progress = worker.progress
+    sampling.progress = worker.breathe
     watcher = asyncio.create_task(sampling.watch(WATCH_S))
     try:
         work = asyncio.create_task(worker.run(stop))

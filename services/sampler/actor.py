@@ -10,6 +10,7 @@ import msgspec
 from kbrl_async.learning import versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.prompts import extract
+from kbrl_async.prompts.roles import VERIFIER
 from kbrl_async.sampling.engine import Completion, Engine
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from kbrl_async.telemetry.logs import bound
@@ -71,8 +72,10 @@ class Sampling:
         if task.policy_version > self._engine.policy_version:
             await self.catch_up()
         with bound(task_id=task.task_id, group_id=task.group_id):
-            done = await self._engine.generate(task.lease_id, request.prompt, request.sampling, request.purpose)
-            generation = to_generation(done, request.backend, self._service.worker_id)
+            done = await self._engine.generate(
+                task.lease_id, request.prompt, request.sampling, request.purpose, request.role
+            )
+            generation = to_generation(done, request, self._service.worker_id)
             self._service.log.debug("generated", policy_version=done.policy_version, tokens=len(done.token_ids))
         next_stage = Stage.SCORE if generation.candidate is None else Stage.COMPILE
         frame = msgspec.msgpack.encode(generation)
@@ -82,9 +85,14 @@ class Sampling:
         await self._engine.close()
 
 
-def to_generation(done: Completion, backend: str, worker_id: str) -> Generation:
-    """The sampler's frame: the completion and the candidate in it, if there is one."""
-    found = extract(done.text)
+def to_generation(done: Completion, request: RolloutRequest, worker_id: str) -> Generation:
+    """The sampler's frame: the completion and the candidate in it, if one was asked for and there is one."""
+    if request.role == VERIFIER:
+        candidate, problem, fault = None, "", Fault.OK
+    else:
+        found = extract(done.text)
+        candidate = Candidate(found.source, request.backend) if found.source else None
+        problem, fault = found.problem, Fault.OK if found.source else Fault.FORMAT_ERROR
     return Generation(
         policy_version=done.policy_version,
         prompt_ids=done.prompt_ids,
@@ -92,9 +100,9 @@ def to_generation(done: Completion, backend: str, worker_id: str) -> Generation:
         logprobs=done.logprobs,
         text=done.text,
         finish_reason=done.finish_reason,
-        candidate=Candidate(found.source, backend) if found.source else None,
-        fault=Fault.OK if found.source else Fault.FORMAT_ERROR,
-        message=found.problem,
+        candidate=candidate,
+        fault=fault,
+        message=problem,
         worker_id=worker_id,
         started_at=done.started_at,
         finished_at=done.finished_at,

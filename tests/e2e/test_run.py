@@ -48,6 +48,19 @@ def _tensorboard_has_both_parts(run: Run) -> None:
         assert list((run.path / "tensorboard" / part).glob("events.out.*"))
 
 
+def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> None:
+    run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "eval_samples=1", "sft.steps=150")
+    assert run.wait(200) == 0, run.tail()
+    summary = run.summary()
+    assert_counters_add_up(summary)
+    assert summary["groups_trained"] == 4
+    assert summary["avg_turns"] == 3
+    assert summary["rollouts"] >= 2 * 2 * 4 * 3
+    assert 0 <= summary["success_rate_last"] <= 1
+    turns = {line["turn"] for line in run.log("reward_aggregator") if line["event"] == "scored"}
+    assert turns == {0, 1, 2}
+
+
 def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
     run = start_run("max_steps=3", "max_staleness=0", "eval_samples=0")
     assert run.wait(180) == 0, run.tail()

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+
+from kbrl_async.building import ArtifactStore, Builder
+from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying.bench import zygote_for
+from protocols.records import BenchReport, Candidate, Fault, Problem
+
+Evaluate = Callable[..., BenchReport]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +22,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this host"))
+
+
+@pytest.fixture(scope="session")
+def gpu_bench() -> Iterator[Bench]:
+    with zygote_for("cuda:0") as zygote, contextlib.closing(Bench(zygote, BenchOptions(device="cuda:0"))) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="session")
+def gpu_builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as builder:
+        yield builder
+
+
+@pytest.fixture(scope="session")
+def judge(gpu_bench: Bench, gpu_builder: Builder) -> Evaluate:
+    """From source to report. Backend `""`: neither checked nor built, and no kernel of its own is asked for."""
+
+    def run(problem: str, source: str, backend: str = "", *, timing: bool = False) -> BenchReport:
+        posed, candidate = Problem("L1/01_test", 1, "test", problem), Candidate(source, backend)
+        if not backend:
+            return gpu_bench.evaluate(posed, candidate, {}, timing=timing)
+        built = gpu_builder.build(candidate, posed)
+        assert built.fault is Fault.OK, built.message
+        paths = {key: gpu_builder.store.path(address) for key, address in built.artifacts.items()}
+        found = {key: path for key, path in paths.items() if path is not None}
+        return gpu_bench.evaluate(posed, candidate, found, timing=timing)
+
+    return run

@@ -32,6 +32,7 @@ STAGE_AFTER = {
 OPTIONS = LedgerOptions(
     heartbeat_s=1.0,
     generate=StageOptions(ttl_s=4.0, queue_limit=6),
+    no_worker_s=6.0,
     compile=StageOptions(ttl_s=4.0, queue_limit=1),
     bench=StageOptions(ttl_s=3.0),
     score=StageOptions(ttl_s=4.0, max_losses=None),
@@ -46,6 +47,7 @@ WORKERS = {
     "aggregator": (["score", "trained"], 4),
     "learner": (["train"], 1),
 }
+CAPS = {"farm-1": {"backends": "c"}, "farm-2": {"backends": "c, triton"}}
 picks = st.integers(min_value=0, max_value=10_000)
 names = st.sampled_from(sorted(WORKERS))
 
@@ -54,7 +56,9 @@ class SimulatedWorker:
     def __init__(self, worker_id: str, incarnation: int) -> None:
         stages, slots = WORKERS[worker_id]
         self.route = f"{worker_id}#{incarnation}".encode()
-        self.session = WorkerSession(worker_id, str(incarnation), stages, slots, random.Random(incarnation))
+        self.session = WorkerSession(
+            worker_id, str(incarnation), stages, slots, random.Random(incarnation), CAPS.get(worker_id)
+        )
 
 
 class Pipeline(RuleBasedStateMachine):
@@ -129,6 +133,8 @@ class Pipeline(RuleBasedStateMachine):
         worker = self.ledger.pool.by_route[route]
         assert len(worker.leases) <= min(worker.slots, worker.credit)
         assert not worker.suspect
+        offered = CAPS.get(worker.worker_id, {}).get("backends")
+        assert not live.needs or offered is None or live.needs in offered
         written = self.written_by.get(task.task_id, -1)
         if task.stage in ("compile", "bench") and live.max_lag >= 0 and written >= 0:
             assert self.ledger.policy_version - written <= live.max_lag
@@ -190,10 +196,11 @@ class Pipeline(RuleBasedStateMachine):
         stage=st.sampled_from(["generate", "generate", "compile", "train"]),
         group=st.integers(0, 9),
         lag=st.integers(-1, 2),
+        needs=st.sampled_from(["", "c", "triton", "nobody builds this"]),
     )
-    def submit(self, stage: str, group: int, lag: int) -> None:
+    def submit(self, stage: str, group: int, lag: int, needs: str) -> None:
         self.submissions += 1
-        submit = msg.Submit(f"t:{self.submissions}", stage, f"g{group}", lag)
+        submit = msg.Submit(f"t:{self.submissions}", stage, f"g{group}", lag, needs)
         self.groups[submit.task_id] = submit.group_id
         self._perform_producer(self.producer.submit(submit, [b"x"], self.now))
 
@@ -320,6 +327,13 @@ class Pipeline(RuleBasedStateMachine):
         assert ended == set(self.ledger.tasks.ended)
 
     @invariant()
+    def nobody_is_idle_while_a_task_waits_that_they_can_do(self) -> None:
+        for stage, queue in self.ledger.tasks.queues.items():
+            for needs, lane in queue.lanes.items():
+                free = self.ledger.pool.has_free(stage, needs)
+                assert not free or all(task.excluded for task in lane.values())
+
+    @invariant()
     def an_acknowledged_task_is_known_or_its_group_is_retired(self) -> None:
         for task_id in self.acked:
             known = task_id in self.ledger.tasks.live or self.ended[task_id] == 1
@@ -328,7 +342,9 @@ class Pipeline(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
             return
-        for _ in range(80):
+        for _ in range(600):  # one after the other, what nobody builds waits for its end in a queue of one
+            if not self.ledger.tasks.live and not self.producer.pending:
+                break
             self._settle(1)
             for worker in self.workers.values():
                 for task in list(worker.session.running.values()):

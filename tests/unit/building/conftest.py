@@ -41,3 +41,10 @@ def candidate() -> object:
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def warm_builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """One for all tests that need a confined Python: it takes seconds to start."""
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
+        yield made

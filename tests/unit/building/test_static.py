@@ -37,8 +37,8 @@ def test_a_kernel_must_be_launched(candidate: Make) -> None:
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, "no_kernel")
 
 
-def test_the_source_must_be_a_literal(candidate: Make) -> None:
-    report = static_check(candidate(replace=("c_kernel(SOURCE", "c_kernel(SOURCE + ''")))
+def test_the_source_must_be_known_without_a_run(candidate: Make) -> None:
+    report = static_check(candidate(replace=("c_kernel(SOURCE", "c_kernel(str(torch.rand(1))")))
     assert report is not None
     assert report.rule == "kernel_source"
 
@@ -52,11 +52,15 @@ def test_the_function_must_be_defined(candidate: Make) -> None:
 @pytest.mark.parametrize(
     ("forward", "rule"),
     [
-        ("y = torch.softmax(x, -1)", "library_call"),
-        ("y = nn.functional.relu(x)", "library_call"),
-        ("y = x @ x", "library_call"),
-        ("y = x.matmul(x)", "library_call"),
-        ("y = self.kernel.weight.sum()", "library_call"),
+        ("from torch import compile as c", "import"),
+        ("from torch import os", "import"),
+        ("from functools import sys", "import"),
+        ("import kbrl_async.launch", "import"),
+        ("from kbrl_async.launch import proof", "import"),
+        ("import numpy", "import"),
+        ("x.numpy()", "forbidden_name"),
+        ("c_kernel.__globals__", "forbidden_name"),
+        ("(lambda: x).__closure__", "forbidden_name"),
         ("import os", "import"),
         ("from torch.utils import cpp_extension", "import"),
         ("eval('1')", "forbidden_name"),
@@ -75,11 +79,12 @@ def test_tripwires_fire(candidate: Make, forward: str, rule: str) -> None:
     assert report.hint
 
 
-def test_calling_a_held_library_module_is_a_library_call(candidate: Make) -> None:
+@pytest.mark.parametrize(
+    "call", ["torch.softmax(x, -1)", "nn.functional.relu(x)", "x @ x", "x.matmul(x)", "self.linear(x)"]
+)
+def test_a_library_call_is_left_to_the_bench_which_sees_what_really_runs(candidate: Make, call: str) -> None:
     held = ("self.kernel =", "self.linear = nn.Linear(2, 2); self.kernel =")
-    report = static_check(candidate(forward="y = self.linear(x)", replace=held))
-    assert report is not None
-    assert report.rule == "library_call"
+    assert static_check(candidate(forward=f"y = {call}", replace=held)) is None
 
 
 def test_reading_a_held_module_is_allowed(candidate: Make) -> None:

@@ -14,7 +14,7 @@ from kbrl_async.rewards.presets import PRESETS
 
 ROOT = Path(__file__).parents[3]
 SWITCH = "true or false"
-LOSSES = "one of cispo, decoupled, dppo_tv, grpo, ppo, reinforce, tis"
+LOSSES = "one of a3po, cispo, decoupled, dppo_tv, grpo, gspo, ppo, reinforce, tis"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -200,8 +200,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["mode=multi_turn"], "mode=multi_turn is not supported yet (command line)"),
-        (["max_turns=4"], "max_turns=4 needs mode=multi_turn"),
+        (["mode=multi_turn", "max_turns=1"], "mode=multi_turn needs at least two turns (command line)"),
+        (["max_turns=3"], "max_turns=3 needs mode=multi_turn"),
+        (["turns.stop=correct"], "turns.* needs mode=multi_turn"),
         (["timing_bench.min_pairs=99"], "timing_bench.min_pairs=99 is above"),
         (["timing_bench.cap_s=9"], "leaves nothing of timing_bench.deadline_s"),
         (["name=../x"], "cannot be the folder of a run"),
@@ -250,7 +251,7 @@ def test_leases_are_given_by_stage() -> None:
 
 
 def test_every_reward_preset_that_can_be_chosen_exists() -> None:
-    assert set(KEYS["dataset_builder.reward_preset"].choices) <= set(PRESETS)
+    assert set(KEYS["dataset_builder.reward_preset"].choices) - {"auto"} <= set(PRESETS)
 
 
 def test_reward_weights_are_those_that_were_given() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning import checkpoints, versions
 from kbrl_async.learning.checkpoints import Progress
-from kbrl_async.learning.durable import MARKER, write_folder
 from kbrl_async.learning.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup

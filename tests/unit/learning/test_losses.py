@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.corrections import icepop_mask, tis_weight
+from kbrl_async.learning.corrections import tis_weight
 from kbrl_async.learning.losses import (
     LOSSES,
     LossOptions,
@@ -32,6 +32,7 @@ def tokens(pi: list[float], mu: list[float], advantage: list[float], prox: list[
         torch.tensor(mu).log(),
         torch.tensor(advantage),
         None if prox is None else torch.tensor(prox).log(),
+        torch.arange(len(pi)),
     )
 
 
@@ -113,10 +114,9 @@ def test_dppo_gradient_agrees_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(loss, (at,))
 
 
-def test_corrections_truncate_and_mask() -> None:
+def test_a_truncated_weight_is_the_ratio_up_to_its_cap() -> None:
     log_pi, log_mu = torch.tensor([0.9, 0.5, 0.1]).log(), torch.tensor([0.1, 0.5, 0.9]).log()
     assert tis_weight(log_pi, log_mu).tolist() == pytest.approx([2.0, 1.0, 1 / 9])
-    assert icepop_mask(log_pi, log_mu).tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from kbrl_async.policy.author import CAREFUL, SLOW, Author, Habits
@@ -14,6 +15,7 @@ from kbrl_async.policy.specs import HELDOUT, SPECS, difficulty, random_spec
 from kbrl_async.policy.tokenizer import train_tokenizer
 from kbrl_async.problems import load_suite, parse_problem
 from kbrl_async.prompts import extract, render_prompt
+from kbrl_async.prompts.roles import OUTCOMES
 
 SUITE = {problem.problem_id: problem for problem in load_suite()}
 
@@ -90,3 +92,23 @@ def test_bucketing_loses_and_doubles_nothing() -> None:
     tokenizer = train_tokenizer((e.answer for e in corpus), 1024)
     pairs = tokenize(corpus, tokenizer)
     assert sorted(bucketed(pairs, 0)) == sorted(pairs)
+
+
+def test_second_turns_repair_what_the_first_got_wrong_more_often_than_not() -> None:
+    made = list(examples(0, 400, habits=Habits(), prompt_option="compact", turn_share=0.5, verdict_share=0.2))
+    turns = [e for e in made if "### Feedback: " in e.prompt]
+    verdicts = [e for e in made if e.prompt.endswith("### Verdict\n")]
+    first = [e for e in made if "### Attempt" not in e.prompt]
+    assert 150 < len(turns) < 250
+    assert 40 < len(verdicts) < 130
+    assert all(e.answer.strip() in OUTCOMES for e in verdicts)
+    assert sum(not e.slips for e in turns) / len(turns) > 0.5 > sum(not e.slips for e in first) / len(first)
+
+
+def test_a_repair_keeps_the_style_of_what_it_repairs() -> None:
+    broken = Author(random.Random(3), msgspec.structs.replace(CAREFUL, syntax=1.0, fast=0.5), slips=random.Random(1))
+    mended = Author(random.Random(3), msgspec.structs.replace(CAREFUL, fast=0.5), slips=random.Random(2))
+    spec = SPECS["L1/13_softmax"]
+    first, second = spec.answer(broken).kernel, spec.answer(mended).kernel
+    assert first != second
+    assert sum(a == b for a, b in zip(first, second, strict=False)) >= len(second) - 2

@@ -397,3 +397,58 @@ BookMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestBook = BookMachine.TestCase
+
+
+def test_a_running_mean_compares_with_the_problems_past_and_is_the_same_after_a_replay() -> None:
+    options = BookOptions(1, 3, 0, baseline="running_mean", scale_by_std=False)
+    book, events = GroupBook(options), []
+
+    def play(rewards: list[float]) -> list[float]:
+        admitted = book.admit("L1/a", 1, 2, 0.0).event
+        group_id = admitted.group_id
+        changes = [Change(admitted, [])]
+        for rollout_id, reward in zip(rollout_ids(group_id, 2), rewards, strict=True):
+            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, reward, book.version)
+            changes.append(book.scored(group_id, rollout_id, [sample], 0.0))
+        made = book.poll(0.0)
+        advantages = [s.advantage for s in book.train_groups(made.event.batch_id)[0].samples]
+        changes += [made, book.trained(made.event.batch_id, book.version + 1, 0.0)]
+        events.extend(change.event for change in changes)
+        return advantages
+
+    assert play([0.0, 1.0]) == pytest.approx([-0.5, 0.5])
+    assert play([1.0, 0.8]) == pytest.approx([0.5, 0.3])
+    assert GroupBook.replay(options, events)._running == book._running == {"L1/a": {0: pytest.approx(0.62)}}
+
+
+def imitate(baseline: str, *groups: list[float]) -> tuple[GroupBook, list[list[float]]]:
+    """The advantages of one batch of these groups; groups that teach nothing are not in it."""
+    book = GroupBook(BookOptions(1, 9, 0, baseline=baseline))
+    found = []
+    for rewards in groups:
+        group_id = book.admit("L1/a", 1, len(rewards), 0.0).event.group_id
+        for rollout_id, reward in zip(rollout_ids(group_id, len(rewards)), rewards, strict=True):
+            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, reward, book.version)
+            book.scored(group_id, rollout_id, [sample], 0.0)
+        made = book.poll(0.0).event
+        if made is not None:
+            found.append([s.advantage for s in book.train_groups(made.batch_id)[0].samples])
+            book.trained(made.batch_id, book.version + 1, 0.0)
+    return book, found
+
+
+def test_best_of_n_imitates_the_three_best_that_are_good_enough() -> None:
+    _, advantages = imitate("best_of_n", [0.6, 0.9, 0.7, 0.1, 0.8], [0.6, 0.1, 0.2])
+    assert [[a > 0 for a in group] for group in advantages] == [[False, True, True, False, True], [True, False, False]]
+    assert sum(advantages[0]) / 5 == pytest.approx(1.0)
+
+
+def test_a_group_without_a_good_sample_is_filtered_and_one_of_equally_good_ones_is_not() -> None:
+    book, advantages = imitate("best_of_n", [0.1, 0.2], [0.9, 0.9])
+    assert len(advantages) == 1
+    assert book.counts[GroupOutcome.FILTERED] == 1
+
+
+def test_reward_weights_have_mean_one_and_are_never_negative() -> None:
+    _, advantages = imitate("reward_weight", [0.5, -1.0, 1.5])
+    assert advantages[0] == pytest.approx([0.75, 0.0, 2.25])

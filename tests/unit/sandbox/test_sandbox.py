@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from kbrl_async.errors import InfraError
 from kbrl_async.sandbox import Access, Isolation, Limits, Zygote, layers, linux
 from kbrl_async.sandbox.tool import Command
 
@@ -83,10 +85,49 @@ def test_a_missing_layer_is_named_and_lowers_the_level(monkeypatch: pytest.Monke
     missing = layers.enter_namespaces()
     assert "user namespace" in missing
     assert "network namespace" in missing
-    assert layers._level(missing) == "reduced"
-    assert layers._level([*missing, "landlock", "seccomp"]) == "none"
-    assert layers._level([]) == "full"
+    assert layers.level(missing) == "reduced"
+    assert layers.level([*missing, "landlock", "seccomp"]) == "none"
+    assert layers.level([]) == "full"
 
 
 def test_isolation_names_what_is_missing() -> None:
     assert Isolation("reduced", ("landlock",)).missing == ("landlock",)
+
+
+def test_the_canary_sings_after_a_kill(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    assert tool(zygote, tmp_path, "kill -9 $$; while true; do true; done", within_s=0.2) is None
+    before = zygote.generation
+    zygote.check()
+    assert zygote.generation == before
+
+
+def test_a_silent_canary_is_ours_to_blame_and_the_zygote_is_replaced(tmp_path: os.PathLike[str]) -> None:
+    with Zygote(("kbrl_async.sandbox.tool",), profile="tool") as sick:
+        sick.missing = ("something it did not lack at its start",)
+        with pytest.raises(InfraError, match="does not work any more"):
+            sick.check()
+        assert tool(sick, tmp_path, "true") == 0
+        sick.check()
+
+
+def test_where_namespaces_are_refused_bubblewrap_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(zygote: Zygote) -> tuple[str, ...]:
+        launched.append(zygote._is_enclosed)
+        return () if zygote._is_enclosed else ("user namespace",)
+
+    monkeypatch.setattr(Zygote, "_launch", launch)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with Zygote(()) as zygote:
+        assert (launched, zygote.isolation.level) == ([False, True], "full")
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not on this host")
+def test_inside_bubblewrap_everything_is_the_same(tmp_path: os.PathLike[str]) -> None:
+    enclosed = Zygote(("kbrl_async.sandbox.tool",), profile="tool")
+    enclosed._is_enclosed = True
+    with enclosed:
+        assert enclosed.isolation == Isolation("full")
+        assert tool(enclosed, tmp_path, "[ $$ = 1 ] && echo x > file && ! chmod 755 /usr && ! cat /etc/passwd") == 0
+        enclosed.check()

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kbrl_async.rewards.curriculum import CurriculumOptions
 from kbrl_async.rewards.events import BatchMade, Scored
 from kbrl_async.rewards.groups import BookOptions, rollout_ids
 from kbrl_async.telemetry.training_metrics import RolloutStats
@@ -196,3 +197,26 @@ def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> Non
         driver.campaign.note(change.event, change.closed)  # type: ignore[arg-type]
     assert driver.campaign.book.counts[GroupOutcome.FAILED] == 1
     assert not driver.campaign.rollouts
+
+
+def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> None:
+    driver = Driver(Campaign(msgspec.structs.replace(plan(max_batches=9), curriculum=CurriculumOptions(window=1))))
+    driver.evaluate(BEFORE)
+    first = [driver.admit(), driver.admit()]
+    late = driver.admit()
+    for group in first:
+        problem_id = driver.campaign.book.group_problem(group)
+        for number, rollout_id in enumerate(rollout_ids(group, GROUP)):
+            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, float(number), 0)
+            change = driver.campaign.book.scored(group, rollout_id, [sample], driver.now)
+            compiled = msgspec.structs.replace(stats(problem_id), compiled=True)
+            driver._apply(RolloutEnded(rollout_id, group, compiled))
+            driver._note(change)
+    driver.train(driver.batch())
+    assert driver.campaign.notes == ["stage1 → stage2: compiled 100% over the last 1 batches"]
+    assert driver.campaign.stage_of(late) == "stage1"
+    assert driver.campaign.stage_of(driver.admit()) == "stage2"
+    again = Campaign(driver.campaign.plan)
+    for entry in driver.entries:
+        again.apply(entry)
+    assert (again.notes, again.stage_of(late)) == (driver.campaign.notes, "stage1")

@@ -11,6 +11,7 @@ from kbrl_async.config.schema import Config, DatasetBuilder
 from kbrl_async.learning.losses import find_loss
 from kbrl_async.prompts import TEMPLATES
 from kbrl_async.rewards.advantages import find_baseline
+from kbrl_async.rewards.curriculum import STAGES
 from kbrl_async.rewards.presets import find_preset
 
 
@@ -28,13 +29,13 @@ def test_every_baseline_can_be_found(name: str) -> None:
     assert callable(find_baseline(name))
 
 
-@pytest.mark.parametrize("name", choices(DatasetBuilder, "reward_preset"))
+@pytest.mark.parametrize("name", sorted({*choices(DatasetBuilder, "reward_preset"), *STAGES} - {"auto"}))
 def test_every_reward_preset_can_be_found(name: str) -> None:
     assert find_preset(name).weights
 
 
 def test_every_prompt_option_is_a_template() -> None:
-    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto"} == set(TEMPLATES)
+    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto", "raicl"} == set(TEMPLATES)
 
 
 def test_every_backend_is_built_by_somebody() -> None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kbrl_async.rewards.presets import find_preset
+from kbrl_async.telemetry.training_metrics import outcome_rates
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -19,7 +20,7 @@ from protocols.records import (
     Timing,
     Verdict,
 )
-from services.reward_aggregator.scoring import decode, score, stage_seconds
+from services.reward_aggregator.scoring import decode, score, score_prediction, stage_seconds
 
 STAGE3 = find_preset("stage3")
 REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))
@@ -82,3 +83,19 @@ def test_the_seconds_of_each_stage_and_of_waiting_between_them_are_kept() -> Non
 def test_frames_survive_the_wire() -> None:
     record: list[Frame] = [REQUEST, WRITTEN, BUILT, TIMED]
     assert decode([msgspec.msgpack.encode(frame) for frame in record]) == record
+
+
+def test_a_prediction_is_paid_by_the_real_verdict_and_counts_as_no_kernel() -> None:
+    asked = msgspec.structs.replace(REQUEST, role="verifier", turn=1)
+    said = msgspec.structs.replace(WRITTEN, candidate=None, text="compile\n")
+    scored = score_prediction([asked, said], "compile")
+    assert scored is not None
+    assert (scored.sample.reward, scored.sample.turn, scored.stats.role) == (1.0, 1, "verifier")
+    assert score_prediction([asked, said], "fast").sample.reward == 0.0  # type: ignore[union-attr]
+    assert "correct_rate" not in outcome_rates([scored.stats])
+
+
+def test_a_lost_prediction_is_no_reward() -> None:
+    lost = msgspec.structs.replace(WRITTEN, fault=Fault.INFRA_ERROR)
+    assert score_prediction([REQUEST, lost], "fast") is None
+    assert score_prediction([REQUEST], "fast") is None

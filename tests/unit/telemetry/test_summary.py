@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -86,6 +87,19 @@ def test_heldout_problems_are_shown_before_and_after() -> None:
     assert made["heldout_speedup_mean_before"] is None
     assert made["heldout_speedup_mean_after"] == pytest.approx(3.0)
     assert built([])["heldout_correct_rate_before"] is None
+
+
+def test_heldout_scores_are_shown_with_and_without_flagged_problems() -> None:
+    flagged = msgspec.structs.replace(kernel("zeros", 3.0, 2.0), flagged=True)
+    made = built([], heldout_before=[wrong(), flagged], heldout_after=[wrong(), flagged])
+    assert (made["heldout_correct_rate_after"], made["heldout_filtered_correct_rate_after"]) == (0.5, 0.0)
+    assert made["heldout_problems_flagged"] == 1
+    assert "without 1 flagged problems" in printed(made)
+
+
+def test_nothing_is_filtered_where_nothing_is_flagged() -> None:
+    made = built([], heldout_before=[wrong()], heldout_after=[wrong()])
+    assert not [name for name in made if "heldout_filtered" in name or "flagged" in name]
 
 
 def test_busy_fractions_are_added_up() -> None:

@@ -58,7 +58,7 @@ def test_levels_are_broken_down() -> None:
 def test_turns_are_broken_down_where_there_are_several() -> None:
     second = RolloutStats(problem_id="x", level=1, reward=0.8, turn=1)
     values = training_metrics.scalars([BROKEN, second])
-    assert (values["turn1/reward_mean"], values["turn2/reward_mean"]) == (0.05, 0.8)
+    assert (values["turn_1/reward_mean"], values["turn_2/reward_mean"]) == (0.05, 0.8)
     assert not [tag for tag in training_metrics.scalars(ALL) if tag.startswith("turn")]
 
 

@@ -41,7 +41,7 @@ def candidate(*, top: str = "", init: str = "", forward: str = "") -> str:
 
 def test_the_template_without_an_attack_is_correct(evaluate: Evaluate) -> None:
     verdict = evaluate(candidate()).verdict
-    assert (verdict.fault, verdict.passed, verdict.total) == (Fault.OK, 5, 5)
+    assert (verdict.fault, verdict.passed, verdict.total) == (Fault.OK, 10, 10)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_a_kernel_never_needs_is_refused(evaluate: Evaluate, attack: str) -
     assert verdict.fault is Fault.RUNTIME_ERROR
     assert any(
         word in verdict.message
-        for word in ("Permission", "not permitted", "unavailable", "start new thread", "not allowed")
+        for word in ("Permission", "not permitted", "Read-only", "unavailable", "start new thread", "not allowed")
     )
 
 
@@ -235,48 +235,32 @@ def test_the_input_itself_is_no_answer(evaluate: Evaluate) -> None:
     assert evaluate(candidate(forward="y = x")).verdict.fault is Fault.INCORRECT
 
 
-def test_an_output_that_was_never_written_is_wrong(evaluate: Evaluate) -> None:
-    zero = "import torch, torch.nn as nn\nclass Model(nn.Module):\n    def forward(self, x): return x * 0\n"
-    zero += "def get_inputs(): return [torch.randn(700, 700)]\ndef get_init_inputs(): return []"
-    lazy = (
-        "import torch, torch.nn as nn\nclass ModelNew(nn.Module):\n    def forward(self, x): return torch.empty_like(x)"
-    )
-    assert evaluate(lazy, problem=zero).verdict.fault is Fault.INCORRECT
-
-
 def test_a_lazy_subclass_is_cheating(evaluate: Evaluate) -> None:
     verdict = evaluate(candidate(top="class Lazy(torch.Tensor): pass", forward="y = y.as_subclass(Lazy)")).verdict
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "tensor_subclass")
 
 
 def test_right_when_checked_and_wrong_when_timed_is_cheating(evaluate: Evaluate) -> None:
-    report = evaluate(candidate(forward="if self.calls > 6: y = torch.zeros_like(y)"), timing=True)
+    report = evaluate(candidate(forward="if self.calls > 12: y = torch.zeros_like(y)"), timing=True)
     assert (report.verdict.fault, report.verdict.rule) == (Fault.CHEATING, "wrong_when_timed")
     assert report.timing is None
 
 
-@pytest.mark.parametrize("name", ["small", "large", "negated"])
-def test_inputs_are_not_only_nominal(evaluate: Evaluate, name: str) -> None:
-    conditions = {"small": "x.abs().max() < 0.5", "large": "x.abs().max() > 8", "negated": "False"}
-    verdict = evaluate(candidate(forward=f"if {conditions[name]}: y = y * 0")).verdict
-    assert verdict.passed == (5 if name == "negated" else 4)
-
-
-def test_the_expected_outputs_are_not_in_the_process(evaluate: Evaluate) -> None:
-    attack = """
-        import gc
-        for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and thing.shape == x.shape and thing is not x:
-                if torch.equal(thing, y):
-                    raise ValueError("found it")
-    """
-    # y itself is not tracked by gc as a container, so that only a second copy could be found
-    assert (
-        "found it"
-        not in evaluate(
-            candidate(forward=attack.replace("thing is not x", "thing is not x and thing is not y"))
-        ).verdict.message
-    )
+@pytest.mark.parametrize(
+    ("name", "condition"),
+    [
+        ("small", "0 < x.abs().max() < 0.5"),
+        ("large", "x.abs().std() > 3 and (x == 0).float().mean() < 0.5"),
+        ("spikes", "(x == 0).float().mean() > 0.7"),
+        ("graded", "x[:, -4:].std() > 4 * x[:, :4].std()"),
+        ("binary", "bool(((x == 0) | (x == 1)).all())"),
+    ],
+)
+def test_inputs_are_not_only_nominal(evaluate: Evaluate, name: str, condition: str) -> None:
+    verdict = evaluate(candidate(forward=f"if {condition}: y = y * 0")).verdict
+    assert verdict.fault is Fault.INCORRECT
+    assert verdict.message.partition("wrong: ")[2] == f"{name}."
+    assert verdict.passed == verdict.total - 1
 
 
 def test_every_verdict_says_how_isolated_it_was(evaluate: Evaluate) -> None:

@@ -95,7 +95,7 @@ def _kill_and_wait(pid: int) -> None:
 
 def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> None:
     with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
-        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c")
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
         assert zygote.pid is not None
         _kill_and_wait(zygote.pid)
@@ -104,7 +104,7 @@ def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> No
 
 def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_the_next_call_works() -> None:
     with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
-        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c")
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
         victims = [zygote.pid]
 
@@ -123,7 +123,7 @@ def test_few_references_are_kept(zygote: Zygote) -> None:
     with contextlib.closing(Bench(zygote, BenchOptions(references=2))) as bench:
         for number in range(4):
             problem = Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}")
-            bench.evaluate(problem, Candidate(NEW, "c"), {}, timing=False)
+            bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False)
         assert bench.references_kept == 2
 
 
@@ -131,14 +131,14 @@ def test_secrets_are_drawn_again_after_some_candidates(zygote: Zygote) -> None:
     with contextlib.closing(Bench(zygote, BenchOptions(reuse=2))) as bench:
         problem = Problem("L1/1", 1, "x", WEIGHTS)
         for _ in range(5):
-            assert bench.evaluate(problem, Candidate(NEW, "c"), {}, timing=False).verdict.fault is Fault.OK
+            assert bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False).verdict.fault is Fault.OK
 
 
 def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
     slow = NEW.replace("return self.linear(x)", "[self.linear(x) for _ in range(200)]; return self.linear(x)")
     timing = evaluate(slow, problem=WEIGHTS, timing=True).timing
     assert timing is not None
-    assert timing.hi < 0.5
+    assert timing.hi < 1
     assert timing.n >= 1
     assert timing.hardware
     assert timing.method
@@ -146,13 +146,13 @@ def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
 
 def test_timing_calls_the_tick(bench: Bench) -> None:
     ticks: list[int] = []
-    bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c"), {}, tick=lambda: ticks.append(1))
+    bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch"), {}, tick=lambda: ticks.append(1))
     assert len(ticks) > 10
 
 
 def test_outputs_are_copied_inside_the_call_where_memory_can_not_be_read(zygote: Zygote) -> None:
     with contextlib.closing(Bench(zygote, BenchOptions(copy_outputs=True))) as bench:
-        report = bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "c"), {})
+        report = bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch"), {})
         assert report.verdict.fault is Fault.OK
         assert report.timing is not None
         assert "copied outputs" in report.timing.method

@@ -1,6 +1,7 @@
-"""Folders that exist whole or not at all: written under a temporary name, flushed, renamed, then marked.
+"""Files and folders that exist whole or not at all: written under a temporary name, flushed, renamed.
 
-A folder without its `COMPLETE` marker is a crash's leftover; readers never look at it, and the next writer removes it.
+A folder is marked as well: one without its `COMPLETE` marker is a crash's leftover; readers never look at it, and the
+next writer removes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ from pathlib import Path
 from kbrl_async.errors import DiskFull
 
 MARKER = "COMPLETE"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path`: readers, and whoever comes after a crash, see the old or the new text, never a part."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:

@@ -1,0 +1,3 @@
+#pragma once
+#include <kbrl/dispatch.h>
+#include <kbrl/python.h>

@@ -1,0 +1,261 @@
+"""`kbrl bench`: the time of one candidate, as carefully as this host can; or the bench against itself.
+
+Exit codes: 0 done · 1 the candidate is wrong, or `--aa` claimed more than 1 % of speedups that are not there ·
+2 wrong usage · 3 our fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from kbrl_async.errors import KbrlError, ProblemError, UserError
+
+if TYPE_CHECKING:
+    from kbrl_async.funnel import Result
+    from kbrl_async.funnel.verifier import VerifyOptions
+    from kbrl_async.timing import Recipe
+    from kbrl_async.timing.resolution import Report
+    from kbrl_async.verifying import BenchOptions
+    from protocols.records import Problem, Timing
+
+NAME = "bench"
+HELP = "time one kernel carefully, or report what this host's bench can tell apart"
+OUR_FAULT = 3
+MAX_FALSE = 0.01
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    one, self_test = parser.add_argument_group("one kernel"), parser.add_argument_group("the bench against itself")
+    one.add_argument("--problem", metavar="FILE|ID", help="a problem file, or an id such as L1/13_softmax or 1/13")
+    one.add_argument("--candidate", metavar="FILE", help="a Python file with ModelNew, or a model's answer; - is stdin")
+    one.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
+    one.add_argument("--problems", metavar="DIR", default="", help="where ids are looked up; default: our suite")
+    one.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        choices=("compile", "compile-max-autotune"),
+        help="also compare with torch.compile; takes a minute for the first time",
+    )
+    self_test.add_argument("--aa", action="store_true", help="a reference against itself, by kernel length")
+    self_test.add_argument("--ab", action="store_true", help="the same slowed by 0.5 to 20 %%: is the truth inside?")
+    self_test.add_argument("--pairs", type=int, default=100, help="A/A measurements in all, and A/B ones; default: 100")
+    self_test.add_argument("--beside", action="store_true", help="other methods on the same kernels")
+    self_test.add_argument("--plot", metavar="FILE", type=Path, help="error by kernel length, as SVG")
+    self_test.add_argument("--no-save", action="store_true", help="do not keep the report for later runs")
+    parser.add_argument("--cap", type=float, metavar="S", help="seconds that one measurement may take")
+    parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_usage(args)
+    try:
+        return _self_test(args) if args.aa or args.ab else _one(args)
+    except KbrlError as error:
+        if isinstance(error, UserError) and not isinstance(error, ProblemError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return OUR_FAULT
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    tests_itself = args.aa or args.ab
+    if tests_itself and (args.problem or args.candidate):
+        raise UserError("--aa and --ab test the bench itself", "Leave out --problem and --candidate")
+    if not tests_itself and not (args.problem and args.candidate):
+        raise UserError("kbrl bench needs --problem and --candidate, or --aa", "See 'kbrl bench --help'")
+    if args.pairs < 1 or (args.cap is not None and args.cap <= 0):
+        raise UserError("nothing would be measured", "Give --pairs 1 or more and --cap above 0")
+
+
+# ── one kernel ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _one(args: argparse.Namespace) -> int:
+    from kbrl_async.funnel.reading import guess_backend
+    from kbrl_async.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
+    from kbrl_async.problems import find_problem
+    from kbrl_async.timing import Recipe
+    from kbrl_async.verifying.baselines import Baselines
+
+    text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
+    device = choose_device(args.backend or guess_backend(text), args.device)
+    problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
+    careful = Recipe(max_pairs=200, cap_s=args.cap or 5.0, resolution=0.01, looks=10, warmup=10, warmup_s=0.025)
+    options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        verifier = stack.enter_context(Verifier(device, options))
+        with Console(stderr=True).status(f"timing {args.candidate} against {problem.problem_id} …"):
+            result = verifier.verify(problem, text, args.backend)
+            if result.timing is not None and args.baseline and device == "cpu":
+                baselines = stack.enter_context(Baselines(verifier.bench(device)))
+                remember = _remember(problem.source, hardware_of(device))
+                timing, missing = baselines.beside(problem, result.timing, tuple(args.baseline), remember)
+                result = msgspec.structs.replace(result, timing=timing)
+    if result.timing is not None:
+        result = msgspec.structs.replace(result, timing=_with_flops(result.timing, problem, options))
+    if args.baseline and device != "cpu":
+        missing = dict.fromkeys(
+            args.baseline, "on a GPU a bench has one baseline, the option `baseline` of BenchOptions"
+        )
+    _tell_one(args, result, missing)
+    return result.exit_code
+
+
+def _with_flops(timing: Timing, problem: Problem, options: VerifyOptions) -> Timing:
+    """The fraction of the roofline by bytes and flops; as it is, by bytes alone, where flops can't be counted."""
+    from kbrl_async.timing.roofline import fraction
+    from kbrl_async.verifying.floor import counted
+
+    work = counted(problem)
+    peaks = None if options.bench is None else options.bench.peaks
+    if work is None or peaks is None:
+        return timing
+    return msgspec.structs.replace(timing, roofline=fraction(work, peaks, timing.candidate_ms))
+
+
+def _remember(source: str, hardware: str) -> Callable[[str, Timing], None]:
+    """Keeps what a baseline took as a prior for later sessions, which measure it anew."""
+    import torch
+
+    from kbrl_async.timing import baselines, resolution
+
+    priors = baselines.Priors(resolution.cache_folder() / "baseline-priors.json")
+
+    def remember(name: str, timing: Timing) -> None:
+        key = baselines.prior_key(source, hardware, {"torch": torch.__version__}, name)
+        priors.put(key, baselines.Prior(timing.candidate_ms, timing.reference_ms))
+
+    return remember
+
+
+def _tell_one(args: argparse.Namespace, result: Result, missing: dict[str, str]) -> None:
+    if args.json:
+        print(msgspec.json.encode({**result.document(), "missing_baselines": missing}).decode())
+        return
+    from kbrl_async.cli.verify import show
+
+    console = Console()
+    show(result, console)
+    timing = result.timing
+    if timing is not None:
+        for line in timing_lines(timing):
+            console.print(line, markup=False, highlight=False)
+    for name, why in missing.items():
+        console.print(f"no baseline {name}: {why}", markup=False)
+
+
+def timing_lines(timing: Timing) -> list[str]:
+    """What a reward rests on, in words."""
+    roof = "" if timing.roofline is None else f"; {100 * timing.roofline:.0f} % of the roofline"
+    lines = [
+        f"{timing.candidate_ms:.4f} ms against {timing.reference_ms:.4f} ms{roof}",
+        f"{timing.n} pairs in {timing.spent_s:.2f} s, {timing.rejected} set aside; stopped: {timing.stopped}; "
+        f"load by others {timing.load or 0:.2f}; widened by ±{100 * timing.resolution:.2f} %",
+    ]
+    for name, (speedup, lo, hi) in timing.baselines.items():
+        lines.append(f"over {name}: {speedup:.3f}× ({lo:.3f} … {hi:.3f})")
+    return lines
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}", "Give a Python file with ModelNew") from None
+
+
+def _cores(args: argparse.Namespace, device: str) -> tuple[int, ...]:
+    """One core for a CPU bench; a GPU bench keeps what it has."""
+    if device.startswith("cuda"):
+        return ()
+    lent = sorted(os.sched_getaffinity(0))
+    if args.core is not None and args.core not in lent:
+        raise UserError(f"this host lends no core {args.core}", f"Choose among {','.join(map(str, lent))}")
+    return (lent[-1] if args.core is None else args.core,)
+
+
+def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOptions:
+    from kbrl_async.funnel.verifier import default_bench
+    from kbrl_async.timing import resolution, roofline
+
+    folder, hardware = resolution.cache_folder(), hardware_of(device)
+    report = resolution.load(folder / resolution.file_name(hardware), hardware)
+    if report is not None:
+        recipe = msgspec.structs.replace(recipe, resolved=report.points())
+    probe = roofline.cuda_peaks if device.startswith("cuda") else roofline.cpu_peaks
+    peaks = roofline.peaks(folder, hardware, probe)
+    made = default_bench(_cores(args, device))
+    return msgspec.structs.replace(made, device=device, recipe=recipe, peaks=peaks)
+
+
+def hardware_of(device: str) -> str:
+    if not device.startswith("cuda"):
+        from kbrl_async.timing.host import hardware
+
+        return hardware()
+    import torch
+
+    return torch.cuda.get_device_name(torch.device(device))
+
+
+# ── the bench against itself ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _self_test(args: argparse.Namespace) -> int:
+    from kbrl_async.cli import bench_show
+    from kbrl_async.timing import resolution
+
+    console = Console(stderr=args.json)
+    report = measured_report(args, Console(stderr=True))
+    path = resolution.cache_folder() / resolution.file_name(report.hardware)
+    is_kept = bool(report.rows) and not args.no_save and report.is_quiet
+    if is_kept:
+        resolution.save(report, path)
+    if args.plot:
+        bench_show.plot(report, args.plot)
+    bench_show.show(report, console)
+    if args.json:
+        print(msgspec.json.encode(report).decode())
+    if is_kept:
+        console.print(f"kept in {path}: timings on this host are widened by it", markup=False)
+    elif report.rows and not report.is_quiet:
+        console.print("not kept: others loaded this host, and their noise hides what was looked for", markup=False)
+    return 1 if report.false_faster > MAX_FALSE else 0
+
+
+def measured_report(args: argparse.Namespace, console: Console) -> Report:
+    from kbrl_async.cli import bench_cases, bench_runs
+    from kbrl_async.funnel.verifier import VerifyOptions, choose_device, default_bench, open_bench
+    from kbrl_async.timing import Recipe
+
+    device = choose_device("c" if args.device == "auto" else "", args.device)
+    # What no sampling removes is what is being measured here: nothing may widen the intervals.
+    recipe = Recipe(placement=0.0)
+    if args.cap:
+        recipe = msgspec.structs.replace(recipe, cap_s=args.cap, max_pairs=max(30, int(400 * args.cap)))
+    cores = _cores(args, device)
+    options = msgspec.structs.replace(default_bench(cores), device=device, recipe=recipe, references=16)
+    chosen = bench_cases.cases(device)
+    others: dict[str, dict[str, float]] = {}
+    with console.status("starting …") as status, open_bench(device, VerifyOptions(bench=options)) as bench:
+        runs = bench_runs.aa(bench, chosen, args.pairs, status.update, random.Random()) if args.aa else {}
+        truths = bench_runs.ab(bench, device, max(1, args.pairs // 5), status.update) if args.ab else {}
+        if args.beside:
+            for case in chosen:
+                status.update(f"other methods: {case.name}")
+                others[case.name] = bench_runs.beside(case, device, max(3, args.pairs // 20), recipe.cap_s)
+    return bench_runs.report(hardware_of(device), runs, truths, others)

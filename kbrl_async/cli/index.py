@@ -1,0 +1,172 @@
+"""`kbrl index`: build an index of worked examples, and ask it what it would show for a problem, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kbrl_async.errors import UserError
+from kbrl_async.problems import load_file, load_problems
+
+if TYPE_CHECKING:
+    from kbrl_async.retrieval import Manifest, Retrieved
+
+NAME = "index"
+HELP = "build or query an index of worked examples (prompt_option=raicl)"
+DENSE = "BAAI/bge-code-v1"
+BACKENDS = {"triton_only": frozenset({"triton"}), "cuda_only": frozenset({"cuda", "cuda-nvrtc"})}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    build = actions.add_parser("build", help="make an index; a killed build goes on where it was")
+    build.add_argument(
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help="GPUMODE/KernelBook, SakanaAI/AI-CUDA-Engineer-Archive, their .jsonl or .parquet files, a folder of "
+        "kernels, or a run folder",
+    )
+    build.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the index")
+    only = build.add_mutually_exclusive_group()
+    only.add_argument("--triton-only", action="store_true", help="keep Triton kernels only")
+    only.add_argument("--cuda-only", action="store_true", help="keep CUDA kernels only")
+    build.add_argument(
+        "--model",
+        metavar="NAME",
+        help="embedder: lexical (needs no download), or a model of sentence-transformers such as BAAI/bge-code-v1 or "
+        "nomic-ai/nomic-embed-code; default: BAAI/bge-code-v1 with a GPU and sentence-transformers, else lexical",
+    )
+    build.add_argument(
+        "--sakana-levels", metavar="1,2,3", default="1,2,3", help="levels of the AI-CUDA-Engineer-Archive to take"
+    )
+    build.add_argument("--include-incorrect", action="store_true", help="take its incorrect kernels, too")
+    build.set_defaults(action=_build)
+    query = actions.add_parser("query", help="show what would be retrieved for a problem")
+    query.add_argument("file", metavar="FILE", type=Path, help="a problem file")
+    query.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index")
+    query.add_argument("-k", type=int, default=3, help="examples; default 3")
+    query.add_argument("--backend", default="", help="prefer kernels of this backend")
+    query.add_argument(
+        "--problems", metavar="FOLDER", default="", help="where held-out problems are; default: our suite"
+    )
+    query.add_argument("--why", action="store_true", help="show the parts of each score, and what the rules kept out")
+    query.set_defaults(action=_query)
+
+
+def run(args: argparse.Namespace) -> int:
+    action: Callable[[argparse.Namespace], int] = args.action
+    return action(args)
+
+
+# ── build ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _build(args: argparse.Namespace) -> int:
+    from kbrl_async.retrieval import BuildOptions, SourceOptions, build_index, open_source
+
+    chosen = next((backends for name, backends in BACKENDS.items() if getattr(args, name)), frozenset[str]())
+    wanted = SourceOptions(chosen, _levels(args.sakana_levels), args.include_incorrect)
+    sources = [open_source(place, wanted, _problem_sources) for place in args.sources]
+    options = BuildOptions(embedder=args.model or default_model())
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        manifest = build_index(sources, args.output, options, _Shown(bars))
+    _report(console, manifest, args.output)
+    return 0
+
+
+def default_model() -> str:
+    """A dense model where there is a GPU to run it on, and the package that loads it."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        return "lexical"
+    import torch
+
+    return DENSE if torch.cuda.is_available() else "lexical"
+
+
+class _Shown:
+    """One bar per phase."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, phase: str, done: int, total: int | None) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bars.add_task(phase, total=total)
+        self._bars.update(self._tasks[phase], completed=done, total=total)
+
+
+def _levels(text: str) -> frozenset[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--sakana-levels {text} is no list of levels", "Write such as 1,2,3")
+    return frozenset(int(part) for part in text.split(","))
+
+
+def _problem_sources(setting: str) -> Mapping[str, str]:
+    return {problem.problem_id: problem.source for problem in load_problems(setting)}
+
+
+def _report(console: Console, manifest: Manifest, output: Path) -> None:
+    table = Table()
+    for heading in ("source", "rows", "kept", "left out"):
+        table.add_column(heading)
+    for source in manifest.sources:
+        reasons = "\n".join(f"{count} {reason}" for reason, count in source.skipped.items())
+        table.add_row(source.name, str(source.rows), str(source.kept), reasons)
+    console.print(table)
+    size = sum(manifest.files.values()) / 1e6
+    console.print(
+        f"{manifest.count} examples, {manifest.kind}, {manifest.embedder} in {manifest.dimension} dimensions, "
+        f"{size:.1f} MB in {output}"
+    )
+
+
+# ── query ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _query(args: argparse.Namespace) -> int:
+    from kbrl_async.retrieval import Query, Retriever
+
+    problem = load_file(args.file)
+    heldout = [(p.problem_id, p.source) for p in load_problems(args.problems) if p.split == "heldout"]
+    retriever = Retriever.open(args.index, heldout)
+    found = retriever.retrieve(Query(problem.source, problem.problem_id, args.backend, k=args.k))
+    console = Console()
+    _show_hits(console, found, args.why)
+    if args.why:
+        _show_refusals(console, found)
+    console.print(f"index {found.version}")
+    return 0
+
+
+def _show_hits(console: Console, found: Retrieved, why: bool) -> None:
+    table = Table()
+    parts = list(found.hits[0].parts) if found.hits and why else []
+    for heading in ("example", "backend", "speedup", "score", *parts):
+        table.add_column(heading)
+    for hit in found.hits:
+        speedup = f"{hit.speedup:.2f}×" if hit.speedup is not None else ""
+        values = [f"{hit.parts[part]:+.3f}" for part in parts]
+        name = f"{hit.entry.uid} {hit.entry.problem_id}".strip()
+        table.add_row(name, hit.entry.backend, speedup, f"{hit.score:.3f}", *values)
+    console.print(table)
+    if not found.hits:
+        console.print("nothing may be shown for this problem")
+
+
+def _show_refusals(console: Console, found: Retrieved) -> None:
+    for rule, count in found.refused.most_common():
+        console.print(f"{count} kept out: {rule}")
+    for refusal in found.nearest_refused:
+        console.print(f"  {refusal.uid}  similarity {refusal.similarity:.3f}, {refusal.rule}")

@@ -1,0 +1,179 @@
+"""`kbrl verify`: one candidate through the whole funnel, or every candidate of a KernelBench run folder.
+
+Exit codes: 0 the candidate is correct · 1 it is not · 2 wrong usage · 3 our fault: the host or the problem failed.
+With `--run`: 0 every candidate has its verdict, whatever it is · 3 some have none, and why is in `kbrl_results.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+
+from kbrl_async.errors import KbrlError, ProblemError, UserError
+
+if TYPE_CHECKING:
+    from kbrl_async.funnel import Result
+    from kbrl_async.funnel.runs import Written
+
+NAME = "verify"
+HELP = "build, check and time one candidate, or all of a KernelBench run folder"
+OUR_FAULT = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    one, folder = parser.add_argument_group("one candidate"), parser.add_argument_group("a run folder")
+    one.add_argument("--problem", metavar="FILE|ID", help="a problem file, or an id such as L1/13_softmax or 1/13")
+    one.add_argument("--candidate", metavar="FILE", help="a Python file with ModelNew, or a model's answer; - is stdin")
+    one.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
+    one.add_argument(
+        "--response",
+        action=argparse.BooleanOptionalAction,
+        help="the file is a model's answer; default: looked at its text",
+    )
+    one.add_argument("--json", action="store_true", help="one JSON document on stdout instead of a table")
+    folder.add_argument("--run", metavar="DIR", type=Path, help="level_L_problem_P_sample_S_kernel.py files to verify")
+    folder.add_argument("--workers", type=int, default=1, help="candidates verified at once, each on a core of its own")
+    folder.add_argument("--overwrite", action="store_true", help="replace the eval_results.json that is there")
+    parser.add_argument(
+        "--problems", metavar="DIR", default="", help="where ids are looked up; default: the project's suite"
+    )
+    parser.add_argument(
+        "--timing", action=argparse.BooleanOptionalAction, default=True, help="time what is correct (default)"
+    )
+    parser.add_argument("--device", default="auto", help="where kernels run: cpu, cuda or cuda:N; default: auto")
+    parser.add_argument("--sanitize", action="store_true", help="also run under sanitizers; slower")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_usage(args)
+    try:
+        return _run_folder(args) if args.run else _one(args)
+    except KbrlError as error:
+        if isinstance(error, UserError) and not isinstance(error, ProblemError):
+            raise
+        if args.json:
+            _print_json(_failure(error))
+        print(f"error: {error}", file=sys.stderr)
+        return OUR_FAULT
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    if args.run and (args.problem or args.candidate):
+        raise UserError("--run verifies a whole folder", "Leave out --problem and --candidate, or --run")
+    if not args.run and not (args.problem and args.candidate):
+        raise UserError("kbrl verify needs --problem and --candidate, or --run DIR", "See 'kbrl verify --help'")
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers} verifies nothing", "Give 1 or more")
+
+
+def _one(args: argparse.Namespace) -> int:
+    from kbrl_async.funnel import verify
+
+    candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
+    console = Console(stderr=True)
+    with console.status(f"verifying {args.candidate} against {args.problem} …"):
+        result = verify(
+            args.problem,
+            candidate,
+            args.backend,
+            timing=args.timing,
+            device=args.device,
+            problems=args.problems,
+            response=args.response,
+            sanitize=args.sanitize,
+        )
+    if args.json:
+        _print_json(result.document())
+    else:
+        show(result)
+    return result.exit_code
+
+
+def show(result: Result, console: Console | None = None) -> None:
+    """Every stage, then what came of it."""
+    console = console or Console()
+    stages = Table(title=f"{result.problem_id} · {result.backend or 'no backend'}", title_justify="left")
+    for heading, justify in (("stage", "left"), ("result", "left"), ("seconds", "right"), ("", "left")):
+        stages.add_column(heading, justify="right" if justify == "right" else "left")
+    for stage in result.stages:
+        outcome = stage.fault.value.replace("_", " ")
+        stages.add_row(stage.name.replace("_", " "), outcome, f"{stage.seconds:.3f}", stage.detail)
+    console.print(stages)
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for name, text in result.rows():
+        facts.add_row(name, text)
+    console.print(facts, markup=False)
+
+
+def _run_folder(args: argparse.Namespace) -> int:
+    from kbrl_async.funnel.kernelbench import problems_root
+    from kbrl_async.funnel.runs import RunFolder, RunOptions
+
+    options = RunOptions(args.backend, args.device, args.timing, args.sanitize, args.workers, args.overwrite)
+    folder = RunFolder(args.run, problems_root(args.problems, os.environ), options)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(
+            "verifying", total=len(folder.samples), completed=len(folder.samples) - len(folder.todo)
+        )
+        written = folder.verify(lambda _outcome: progress.advance(bar))
+    failed = [outcome for outcome in written.outcomes if outcome.result is None]
+    if args.json:
+        _print_json(_run_document(written))
+    else:
+        _show_run(written)
+    return OUR_FAULT if failed else 0
+
+
+def _run_document(written: Written) -> dict[str, Any]:
+    counts = Counter(o.result.fault.value if o.result else "no_verdict" for o in written.outcomes)
+    return {"version": 1, "candidates": len(written.outcomes), "faults": dict(counts), "files": written.files}
+
+
+def _show_run(written: Written) -> None:
+    table = Table()
+    for heading in ("level", "problem", "sample", "verdict", "speedup", "what"):
+        table.add_column(heading, overflow="fold")
+    for outcome in written.outcomes:
+        result = outcome.result
+        place = (str(outcome.level), str(outcome.problem), str(outcome.sample))
+        if result is None:
+            table.add_row(*place, "no verdict", "", escape(outcome.error))
+            continue
+        timing = result.timing
+        speedup = "" if timing is None else f"{timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f})"
+        what = result.verdict.rule or result.verdict.message[:80]
+        table.add_row(*place, result.fault.value.replace("_", " "), speedup, escape(what))
+    console = Console()
+    console.print(table)
+    correct = sum(outcome.result is not None and outcome.result.ok for outcome in written.outcomes)
+    console.print(
+        f"{correct} of {len(written.outcomes)} are correct; written: {', '.join(written.files)}", markup=False
+    )
+    for path in written.kept:
+        console.print(f"{path} was there before and is unchanged; --overwrite replaces it", markup=False)
+
+
+def _failure(error: KbrlError) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "ok": False,
+        "fault": "infra_error",
+        "exit_code": OUR_FAULT,
+        "error": {"kind": type(error).__name__, "cause": error.cause, "cure": error.cure},
+    }
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(msgspec.json.encode(document).decode())

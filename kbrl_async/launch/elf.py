@@ -1,0 +1,46 @@
+"""Reading a shared object's symbols: what it defines, and what it leaves to others. 64-bit little-endian ELF only."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_DYNSYM, _LOAD, _FUNCTION = 11, 1, 2
+
+
+def functions(data: bytes) -> list[int]:
+    """File offsets of the functions that a shared object exports. `struct.error` or `ValueError` where it is none."""
+    header = _HEADER.unpack_from(data)
+    program_at, program_count = header[5], header[10]
+    loads = [_SEGMENT.unpack_from(data, program_at + i * _SEGMENT.size) for i in range(program_count)]
+    offsets: set[int] = set()
+    for _, info, index, value in _dynamic_symbols(data):
+        if info & 15 == _FUNCTION and index != 0:
+            offsets.update(value - s[3] + s[2] for s in loads if s[0] == _LOAD and s[3] <= value < s[3] + s[6])
+    return sorted(offsets)
+
+
+def needed_names(data: bytes) -> list[str]:
+    """Names that a shared object leaves to others to define."""
+    return sorted({name for name, _, index, _ in _dynamic_symbols(data) if index == 0 and name})
+
+
+def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Name, info, section index and address of each."""
+    header = _HEADER.unpack_from(data)
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        raise ValueError("no 64-bit little-endian ELF file")
+    section_at, section_count = header[6], header[12]
+    sections = [_SECTION.unpack_from(data, section_at + i * _SECTION.size) for i in range(section_count)]
+    for section in sections:
+        if section[1] != _DYNSYM:
+            continue
+        names_at = sections[section[6]][4]
+        for at in range(section[4], section[4] + section[5], _SYMBOL.size):
+            name_at, info, _, index, value, _ = _SYMBOL.unpack_from(data, at)
+            begin = names_at + name_at
+            yield data[begin : data.index(b"\0", begin)].decode("ascii", "replace"), info, index, value

@@ -1,0 +1,90 @@
+"""How worked examples enter a prompt (RA-ICL): other modules with the kernels that replaced them, before the problem.
+
+::
+
+    compact                      zero_shot
+    ┌ class Model … ### ModelNew   ┌ Worked examples … module … its kernel
+    │ ```python … ```              │ …
+    ├ … (the next example)         ├ …
+    └ class Model … ### ModelNew   └ the contract, the module to replace
+
+Invariants
+* The best example stands last, next to the problem.
+* An example is shown whole or not at all: what exceeds `MAX_CHARACTERS` or what is left of the token budget is dropped.
+* Without examples the prompt is that of the template alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kbrl_async.prompts.templates import render_prompt
+from protocols.records import Problem
+
+MAX_CHARACTERS = 10_000
+"""Of one example, as it stands in the prompt."""
+
+INTRODUCTION = """Worked examples: modules and kernels that replaced them. They are other problems than yours; take
+over what helps and nothing else.
+"""
+
+
+class Worked(Protocol):
+    """A reference and its kernel, such as a hit of the index."""
+
+    @property
+    def reference(self) -> str: ...
+
+    @property
+    def kernel(self) -> str: ...
+
+    @property
+    def speedup(self) -> float | None: ...
+
+
+class Prompted(msgspec.Struct, frozen=True):
+    """A prompt, and which of the offered examples are in it, by position."""
+
+    text: str
+    shown: tuple[int, ...] = ()
+
+
+def render_with_examples(
+    option: str,
+    problem: Problem,
+    offered: Sequence[Worked],
+    count_tokens: Callable[[str], int],
+    max_tokens: int,
+    contract: str = "c",
+) -> Prompted:
+    """The prompt of `problem` with as many of `offered` (best first) as `max_tokens` of prompt allow."""
+    bare = render_prompt(option, problem, contract)
+    best, blocks = Prompted(bare), list[str]()
+    for place, worked in enumerate(offered):
+        block = render_example(option, worked)
+        if len(block) > MAX_CHARACTERS:
+            continue
+        text = _joined(option, [*blocks, block], bare)
+        if count_tokens(text) <= max_tokens:
+            blocks.append(block)
+            best = Prompted(text, (*best.shown, place))
+    return best
+
+
+def render_example(option: str, worked: Worked) -> str:
+    """One example in the form of the template."""
+    kernel = worked.kernel.rstrip() + "\n"
+    if option == "compact":
+        # the very form in which the small policy's own answers stand, so that it can copy lines
+        return f"{render_prompt(option, Problem('', 0, '', worked.reference))}```python\n{kernel}```\n"
+    speed = f" ({worked.speedup:.2f}× the speed of PyTorch)" if worked.speedup is not None else ""
+    reference = worked.reference.rstrip() + "\n"
+    return f"Module:\n\n```python\n{reference}```\n\nIts kernel{speed}:\n\n```python\n{kernel}```\n"
+
+
+def _joined(option: str, blocks: Sequence[str], bare: str) -> str:
+    best_last = [*reversed(blocks), bare]
+    return "".join(best_last) if option == "compact" else "\n".join([INTRODUCTION, *best_last])

@@ -1,0 +1,136 @@
+"""Which problem comes next, and which stage of rewards it is paid by: both follow moving rates. Pure and replayable.
+
+::
+
+    turns scored ─▶ success per problem and turn ─▶ weights of the next draw
+    batches trained ─▶ rates of the last batches ─▶ stage1 ─▶ stage2 ─▶ stage3,  P(level 2) .1 → .5
+
+Invariants
+* The state is a function of what was observed, in order: a journal that is replayed gives the same choices (I9).
+* A stage never goes back; each change says why.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from protocols.records import Problem
+
+STAGES = ("stage1", "stage2", "stage3")
+KINDS = ("uniform", "levels", "learnable")
+
+
+class CurriculumOptions(msgspec.Struct, frozen=True):
+    kind: str = "uniform"
+    """`uniform`: all problems in turn. `levels`: harder levels come in as the easier ones are solved. `learnable`:
+    problems that are solved about half of the time come more often."""
+    window: int = 5
+    """Batches whose mean a threshold is compared with."""
+    compile_above: float = 0.8
+    """stage1 → stage2 at this compile rate."""
+    correct_above: float = 0.5
+    """stage2 → stage3 at this rate of correct kernels."""
+    first_share: float = 0.1
+    last_share: float = 0.5
+    share_step: float = 0.05
+    """`levels`: share of problems above the lowest level; a step up whenever correctness reaches `raise_above`."""
+    raise_above: float = 0.4
+    rate: float = 0.2
+    """Weight of the newest rollout in a problem's success estimate."""
+    floor: float = 0.1
+    """`learnable`: weight of a problem that is always, or never, solved, against 1 for one solved half of the time."""
+
+
+class BatchRates(msgspec.Struct, frozen=True):
+    compiled: float
+    correct: float
+
+
+class Curriculum:
+    """Fed by the campaign; `stage` and `pick` are its answers."""
+
+    def __init__(self, options: CurriculumOptions, problems: Sequence[Problem], seed: int) -> None:
+        self.options = options
+        self.stage = STAGES[0]
+        self.share = options.first_share
+        self._problems, self._seed = list(problems), seed
+        self._success: dict[str, dict[int, float]] = {}
+        self._recent: deque[BatchRates] = deque(maxlen=options.window)
+
+    def observe(self, problem_id: str, turn: int, correct: bool) -> None:
+        """A turn was scored."""
+        known = self._success.setdefault(problem_id, {})
+        before = known.get(turn, 0.5)
+        known[turn] = before + self.options.rate * (float(correct) - before)
+
+    def success(self, problem: Problem) -> float:
+        """Estimated chance that a rollout of this problem ends correct: its turns' rates, 1 − Π(1 − rate); before any
+        rollout, what its difficulty says."""
+        rates = self._success.get(problem.problem_id)
+        if not rates:
+            return 1.0 - problem.difficulty
+        missed = 1.0
+        for rate in rates.values():
+            missed *= 1.0 - rate
+        return 1.0 - missed
+
+    def batch_trained(self, rates: BatchRates) -> list[str]:
+        """What changes by this batch, as lines for the log."""
+        self._recent.append(rates)
+        if len(self._recent) < self.options.window:
+            return []
+        compiled = sum(r.compiled for r in self._recent) / len(self._recent)
+        correct = sum(r.correct for r in self._recent) / len(self._recent)
+        return [*self._advance(compiled, correct), *self._raise(correct)]
+
+    def _advance(self, compiled: float, correct: float) -> list[str]:
+        o, now = self.options, self.stage
+        if now == "stage1" and compiled >= o.compile_above:
+            self.stage = "stage2"
+        elif now == "stage2" and correct >= o.correct_above:
+            self.stage = "stage3"
+        if self.stage == now:
+            return []
+        self._recent.clear()
+        reached = f"compiled {compiled:.0%}" if now == "stage1" else f"correct {correct:.0%}"
+        return [f"{now} → {self.stage}: {reached} over the last {o.window} batches"]
+
+    def _raise(self, correct: float) -> list[str]:
+        o = self.options
+        if o.kind != "levels" or correct < o.raise_above or self.share >= o.last_share:
+            return []
+        self.share = min(o.last_share, round(self.share + o.share_step, 6))
+        self._recent.clear()
+        return [f"harder levels {self.share:.0%}: correct {correct:.0%} over the last {o.window} batches"]
+
+    def weights(self) -> list[float]:
+        """One a problem, in the order given; `uniform` has ones."""
+        if self.options.kind == "levels":
+            return self._level_weights()
+        if self.options.kind == "learnable":
+            floor = self.options.floor
+            return [floor + (1 - floor) * 4 * p * (1 - p) for p in map(self.success, self._problems)]
+        return [1.0] * len(self._problems)
+
+    def _level_weights(self) -> list[float]:
+        lowest = min(problem.level for problem in self._problems)
+        easy = sum(problem.level == lowest for problem in self._problems)
+        hard = len(self._problems) - easy
+        if hard == 0:
+            return [1.0] * easy
+        return [(1 - self.share) / easy if problem.level == lowest else self.share / hard for problem in self._problems]
+
+    def pick(self, count: int, excluded: frozenset[str]) -> Problem:
+        """The problem of group number `count`: drawn by weight, the same for the same state, count and seed."""
+        rng = random.Random(f"{self._seed}.{count}")
+        open_ = [
+            (problem, weight)
+            for problem, weight in zip(self._problems, self.weights(), strict=True)
+            if problem.problem_id not in excluded
+        ]
+        chosen = open_ or list(zip(self._problems, self.weights(), strict=True))
+        return rng.choices([p for p, _ in chosen], weights=[w for _, w in chosen])[0]

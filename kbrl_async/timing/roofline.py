@@ -1,0 +1,296 @@
+"""How fast could it be at all: bytes and flops of a reference, the host's peaks, and times that are impossible.
+
+::
+
+    count(model, inputs) ─▶ Work ─┐
+    peaks(cache file) ─▶ Peaks ───┴─▶ floor_ms = max(bytes / bandwidth, flops / rate) ─▶ floor / time = fraction
+                                  least_ms = the same, errors to the low side      ─▶ time < least: impossible
+
+Invariants
+* `least_ms` is never above what an honest kernel can do: bytes count once, at cache speed where they may be cached;
+  flops count a quarter, as Winograd and causal masks save that much; peaks are measured again before an accusation.
+* It holds where the output depends on all inputs: a problem that an audit found degenerate is not judged by it.
+* One impossible time is a reason to measure again in a fresh process; two are evidence.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+FILE = "peaks.json"
+SLACK = 0.25
+"""A time is impossible below 75 % of the floor: peaks are measured too, and clocks may rise."""
+SAVED = 4.0
+"""Flops that an honest algorithm may save: Winograd's convolutions 2.25–4×, masks 2×."""
+RULE = "impossible_time"
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Of one call of a reference. `flops` are those that torch counts: matrix products, convolutions, attention."""
+
+    input_bytes: int
+    output_bytes: int
+    parameter_bytes: int = 0
+    flops: int = 0
+    half: bool = False
+    """Whether the flops are of 16-bit types, which have a peak of their own."""
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + self.output_bytes + self.parameter_bytes
+
+
+class Peaks(msgspec.Struct, frozen=True):
+    """Of one core (CPU) or one GPU."""
+
+    hardware: str
+    memory_gbs: float
+    """Bytes read and written, from and to memory."""
+    cache_gbs: float
+    """The same from and to the last-level cache."""
+    cache_bytes: int
+    """What may lie in it."""
+    fp32_gflops: float
+    half_gflops: float = 0.0
+    made_at: float = 0.0
+
+
+# ── pure ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def floor_ms(work: Work, peaks: Peaks) -> float:
+    """Shortest time in which the work can be done.
+
+    Only what does not fit the last-level cache must come from memory: the outputs of one call may stay there, and
+    inputs that were flushed must be read from memory but a bench can't always flush them. So it errs to the low side.
+    """
+    from_memory = max(0, work.bytes - peaks.cache_bytes)
+    moving = (from_memory / peaks.memory_gbs + (work.bytes - from_memory) / peaks.cache_gbs) / 1e6
+    rate = peaks.half_gflops if work.half and peaks.half_gflops > 0 else peaks.fp32_gflops
+    return max(moving, work.flops / rate / 1e6)
+
+
+def fraction(work: Work, peaks: Peaks, ms: float) -> float:
+    """Floor over time: 1 is as fast as this hardware can be. Not cut at 1, as a value above tells of a wrong peak."""
+    return floor_ms(work, peaks) / ms if ms > 0 else float("inf")
+
+
+def least_ms(work: Work, peaks: Peaks, slack: float = SLACK) -> float:
+    """What no honest kernel beats."""
+    return (1 - slack) * floor_ms(msgspec.structs.replace(work, flops=int(work.flops / SAVED)), peaks)
+
+
+def is_impossible(work: Work, peaks: Peaks, ms: float, *, call_ms: float = 0.005) -> bool:
+    """`call_ms`: what the bench may have subtracted too much; a floor below that proves nothing."""
+    return ms + call_ms < least_ms(work, peaks)
+
+
+def evidence(work: Work, peaks: Peaks, times_ms: Sequence[float]) -> str:
+    """The sentence for a verdict, if at least two independent measurements are impossible; else empty."""
+    if len(times_ms) < 2 or not all(is_impossible(work, peaks, ms) for ms in times_ms):
+        return ""
+    least = least_ms(work, peaks)
+    times = " and ".join(f"{ms:.4f}" for ms in times_ms)
+    return (
+        f"measured {times} ms, but moving {work.bytes / 1e6:.2f} MB and computing {work.flops / 1e9:.3f} GFLOP takes "
+        f"at least {least:.4f} ms here"
+    )
+
+
+# ── counting ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of their storages, each once: a broadcast or a view moves no more than what is there."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        elements = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            elements *= size if stride != 0 else 1
+        key = tensor.data_ptr() if tensor.device.type != "meta" else id(tensor)
+        seen[key] = max(seen.get(key, 0), elements * tensor.element_size())
+    return sum(seen.values())
+
+
+def count(model: torch.nn.Module, inputs: Sequence[Any]) -> Work:
+    """Work of `model(*inputs)`. Runs it once, so only for a trusted reference, in its child or on fake tensors.
+
+    Parameters count once each as they must be read; inputs too, though a reference may ignore some: see `used`.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given = tensors_in(list(inputs))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        outputs = tensors_in(model(*inputs))
+    half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given)
+    return Work(size_of(given), size_of(outputs), size_of(model.parameters()), int(counter.get_total_flops()), half)
+
+
+def count_source(source: str, entry: str = "Model") -> Work | None:
+    """Work of a problem's reference by shapes alone, without memory or time: fake tensors stand for all.
+
+    Runs the problem's source in this process, so call it where that is trusted or confined. None where its forward
+    looks at values, which fake tensors have none of.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    namespace: dict[str, Any] = {"__name__": "problem"}
+    exec(compile(source, "problem.py", "exec"), namespace)  # noqa: S102 - a problem is run wherever it is used
+    try:
+        with FakeTensorMode():
+            arguments = list(namespace["get_init_inputs"]())
+            named: dict[str, Any] = {}
+            if len(arguments) == 2 and isinstance(arguments[0], list | tuple) and isinstance(arguments[1], dict):
+                arguments, named = list(arguments[0]), arguments[1]
+            model = namespace[entry](*arguments, **named)
+            return _count_fake(model, list(namespace["get_inputs"]()))
+    except (DataDependentOutputException, NotImplementedError, RuntimeError):
+        return None
+
+
+def count_child(channel: socket.socket, payload: bytes, fds: list[int], isolation: Any) -> None:
+    """Entry of a confined child: the work of the source that it is sent; see `verifying.floor.counted`."""
+    channel.send(msgspec.msgpack.encode(count_source(payload.decode())))
+
+
+def _count_fake(model: torch.nn.Module, inputs: list[Any]) -> Work:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def size(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+    given = tensors_in(inputs)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        outputs = tensors_in(model(*inputs))
+    half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given)
+    return Work(size(given), size(outputs), size(model.parameters()), int(counter.get_total_flops()), half)
+
+
+# ── peaks: thin probes, once per host ───────────────────────────────────────────────────────────────────────────────
+
+
+def peaks(folder: Path, hardware: str, probe: Callable[[str], Peaks], *, again: bool = False) -> Peaks:
+    """The peaks kept in `folder`, or those that `probe` measures now and leaves there.
+
+    `again`: measure once more and keep the better of both: before an accusation, as the host may have been busy.
+    """
+    path = folder / FILE
+    known = _known(path)
+    if hardware in known and not again:
+        return known[hardware]
+    found = better(probe(hardware), known.get(hardware))
+    known[hardware] = found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
+    part.replace(path)
+    return found
+
+
+def better(a: Peaks, b: Peaks | None) -> Peaks:
+    """The higher of each."""
+    if b is None:
+        return a
+    rates = ("memory_gbs", "cache_gbs", "cache_bytes", "fp32_gflops", "half_gflops", "made_at")
+    return Peaks(a.hardware, *(max(getattr(a, name), getattr(b, name)) for name in rates))
+
+
+def _known(path: Path) -> dict[str, Peaks]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Peaks])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def cpu_peaks(hardware: str, *, cache_bytes: int | None = None, budget_s: float = 0.15) -> Peaks:
+    """Of the calling thread's core, by torch: copies beyond and within the last-level cache, a matrix product.
+
+    Leaves torch with one thread, as a bench has it.
+    """
+    torch.set_num_threads(1)
+    cache = llc_bytes() if cache_bytes is None else cache_bytes
+    big, small = max(4 * cache, 64 << 20), max(min(cache // 8, 4 << 20), 1 << 16)
+    return Peaks(
+        hardware,
+        _copy_gbs("cpu", big // 2, budget_s),
+        _copy_gbs("cpu", small // 2, budget_s / 3),
+        cache,
+        _gemm_gflops("cpu", torch.float32, 512, budget_s),
+        made_at=time.time(),
+    )
+
+
+def cuda_peaks(hardware: str, *, budget_s: float = 0.3) -> Peaks:
+    """Of the current GPU. TF32 stays as the user set it; half precision is that of the tensor cores."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    cache = int(getattr(properties, "L2_cache_size", 0))
+    return Peaks(
+        hardware,
+        _copy_gbs("cuda", 1 << 30, budget_s),
+        _copy_gbs("cuda", max(cache // 8, 1 << 20), budget_s / 3),
+        cache,
+        _gemm_gflops("cuda", torch.float32, 8192, budget_s),
+        _gemm_gflops("cuda", torch.bfloat16, 8192, budget_s),
+        made_at=time.time(),
+    )
+
+
+def llc_bytes(default: int = 32 << 20, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the first core's last-level cache."""
+    sizes = []
+    for path in sysfs.glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]] if text[-1:] in "KM" else int(text))
+    return max(sizes, default=default)
+
+
+def _copy_gbs(device: str, size: int, budget_s: float) -> float:
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best_s(lambda: target.copy_(source), device, budget_s) / 1e9
+
+
+def _gemm_gflops(device: str, dtype: torch.dtype, side: int, budget_s: float) -> float:
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _best_s(lambda: a @ b, device, budget_s) / 1e9
+
+
+def _best_s(work: Callable[[], object], device: str, budget_s: float) -> float:
+    """The best time of one call, as peaks are what can be reached; batches for a GPU, so that launching is hidden."""
+    batch = 10 if device == "cuda" else 1
+    sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else _nothing
+    for _ in range(2):
+        work()
+    sync()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(batch):
+            work()
+        sync()
+        times.append((time.perf_counter() - begin) / batch)
+    return statistics.quantiles(times, n=20)[0] if len(times) >= 20 else min(times)
+
+
+def _nothing() -> None:
+    pass

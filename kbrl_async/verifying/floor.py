@@ -1,0 +1,75 @@
+"""The roofline of a problem as a bench knows it: bytes of the reference's own inputs, outputs and weights.
+
+Flops need a run under a counter, see `counted`; bytes alone are enough to find a time that is impossible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from kbrl_async.sandbox import Access, Limits, Zygote
+from kbrl_async.timing import roofline
+from kbrl_async.timing.roofline import Peaks, Work
+from kbrl_async.verifying.reference import Reference
+from protocols.records import Problem, Timing
+
+
+def work_of(reference: Reference) -> Work:
+    """Bytes that a call must move. Of the weights only what the constructor made; flops are not known here."""
+    weights = sum(
+        math.prod(meta.shape) * _itemsize(meta.dtype) for _, meta in reference.ready.weights
+    )  # counted once, though a kernel may keep them in a cache
+    expected = reference.sets[0].expected
+    return Work(roofline.size_of(reference.examples), roofline.size_of(expected), weights)
+
+
+def _itemsize(dtype: str) -> int:
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def counted(problem: Problem, deadline_s: float = 60.0) -> Work | None:
+    """Bytes and flops of a problem by shapes alone, in a confined child; None where that needs values, or fails."""
+    with Zygote(("torch", "kbrl_async.timing.roofline")) as zygote:
+        limits = Limits(cpu_s=int(deadline_s))
+        child = zygote.spawn("kbrl_async.timing.roofline:count_child", problem.source.encode(), (), limits, Access())
+        try:
+            child.channel.settimeout(deadline_s)
+            data = child.channel.recv(1 << 12)
+        except OSError:
+            return None
+        finally:
+            child.close()
+    return msgspec.msgpack.decode(data, type=Work | None) if data else None
+
+
+class Floor:
+    """Judges times of one problem. Without peaks, or for a problem that an audit found degenerate, it says nothing."""
+
+    def __init__(self, reference: Reference, peaks: Peaks | None, again: Callable[[], Peaks] | None = None) -> None:
+        self._again = again
+        self._peaks = None if reference.problem.flags else peaks
+        self._work = work_of(reference) if peaks is not None else Work(0, 0)
+        self._all_peaks = peaks
+
+    def is_beaten_by(self, timing: Timing) -> bool:
+        return self._peaks is not None and roofline.is_impossible(self._work, self._peaks, timing.candidate_ms)
+
+    def evidence(self, first: Timing, second: Timing) -> str:
+        """Of two independent measurements, if both are impossible, by peaks that were just measured once more."""
+        times = (first.candidate_ms, second.candidate_ms)
+        if self._peaks is None or not roofline.evidence(self._work, self._peaks, times):
+            return ""
+        peaks = self._peaks if self._again is None else roofline.better(self._peaks, self._again())
+        return roofline.evidence(self._work, peaks, times)
+
+    def noted(self, timing: Timing) -> Timing:
+        if self._all_peaks is None:
+            return timing
+        share = roofline.fraction(self._work, self._all_peaks, timing.candidate_ms)
+        return msgspec.structs.replace(timing, roofline=share)

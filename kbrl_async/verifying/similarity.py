@@ -1,0 +1,219 @@
+"""Reference code pasted into a candidate, found on syntax trees: names, comments, types and order do not matter.
+
+::
+
+    forward ─▶ what it reaches: methods, submodules' constructors, module-level functions and classes
+            ─▶ each with its names numbered in order of use, library names written out, docstrings and types left out
+
+Equal texts of `Model` and `ModelNew` mean that the candidate computes the very same operators. One that keeps the
+reference's `__init__` and replaces `forward`, or keeps `forward` over own submodules, reaches something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from collections.abc import Iterator
+
+_MIN_NODES = 8
+
+
+def copied_reference(reference: str, candidate: str, entry: str = "ModelNew") -> str:
+    """Evidence where `entry` of `candidate` is `Model` of `reference` under other names; else an empty string."""
+    wanted = canonical(reference, "Model")
+    got = canonical(candidate, entry) if wanted else ""
+    nodes = wanted.count("(")
+    if not wanted or wanted != got or nodes < _MIN_NODES:
+        return ""
+    return f"forward and all that it reaches is the reference's: {nodes} syntax nodes, equal up to names"
+
+
+@functools.lru_cache(maxsize=64)
+def canonical(source: str, entry: str) -> str:
+    """The text of what `entry`'s forward reaches; empty where it has none or the source does not parse."""
+    try:
+        return _Program(ast.parse(source)).text(entry)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+
+
+class _Program:
+    """A module's definitions, and the canonical text of what a class's `forward` reaches."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.imports = dict(_imported(tree))
+        self.defined: dict[str, ast.AST] = {}
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                self.defined[node.name] = node
+            elif isinstance(node, ast.Assign):
+                self.defined.update({t.id: node.value for t in node.targets if isinstance(t, ast.Name)})
+
+    def text(self, entry: str) -> str:
+        """Empty where there is no such class or it has no forward."""
+        node = self._follow(entry)
+        if not isinstance(node, ast.ClassDef) or "forward" not in self.methods(node):
+            return ""
+        return _Writer(self).write(node)
+
+    def _follow(self, name: str) -> ast.AST | None:
+        """Through `ModelNew = Model`."""
+        node = self.defined.get(name)
+        for _ in range(8):
+            if not isinstance(node, ast.Name):
+                break
+            node = self.defined.get(node.id)
+        return node
+
+    def methods(self, owner: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        """Its own, and those of bases in this module."""
+        found: dict[str, ast.FunctionDef] = {}
+        for base in owner.bases:
+            above = self._follow(base.id) if isinstance(base, ast.Name) else None
+            if isinstance(above, ast.ClassDef) and above is not owner:
+                found.update(self.methods(above))
+        found.update({item.name: item for item in owner.body if isinstance(item, ast.FunctionDef)})
+        return found
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield (
+                    alias.asname or alias.name.partition(".")[0],
+                    alias.name if alias.asname else alias.name.partition(".")[0],
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+class _Writer:
+    """Writes definitions in order of first use; each reached name becomes the number of its definition."""
+
+    def __init__(self, program: _Program) -> None:
+        self.program = program
+        self.numbers: dict[str, int] = {}
+        self.queue: list[tuple[ast.AST, ast.ClassDef | None]] = []
+
+    def write(self, entry: ast.ClassDef) -> str:
+        self.refer("class", entry.name, entry, entry)
+        texts = []
+        for node, owner in self.queue:  # grows while it is read
+            if isinstance(node, ast.ClassDef):
+                methods = self.program.methods(node)
+                forward = methods.get("forward")
+                parts = [forward] if forward is not None else list(methods.values())
+                texts.append("class " + " ".join(self.body(part, node) for part in parts))
+            else:
+                texts.append(self.body(node, owner))
+        return "\n".join(texts)
+
+    def refer(self, space: str, name: str, node: ast.AST, owner: ast.ClassDef | None) -> str:
+        key = f"{space}:{name}"
+        if key not in self.numbers:
+            self.numbers[key] = len(self.numbers)
+            self.queue.append((node, owner))
+        return f"d{self.numbers[key]}"
+
+    def body(self, node: ast.AST, owner: ast.ClassDef | None) -> str:
+        renamed = _Renamer(self, owner, node).visit(copy.deepcopy(node))
+        return ast.dump(renamed, annotate_fields=False)
+
+    def state(self, owner: ast.ClassDef, attribute: str) -> ast.AST | None:
+        """What `__init__` assigns to `self.attribute`, or registers under that name."""
+        constructor = self.program.methods(owner).get("__init__")
+        for node in ast.walk(constructor) if constructor is not None else ():
+            if isinstance(node, ast.Assign) and any(_is_self(target, attribute) for target in node.targets):
+                return node.value
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) >= 2:
+                first = node.args[0]
+                if (
+                    node.func.attr.startswith("register_")
+                    and isinstance(first, ast.Constant)
+                    and first.value == attribute
+                ):
+                    return node.args[1]
+        return None
+
+
+def _is_self(target: ast.AST, attribute: str) -> bool:
+    return isinstance(target, ast.Attribute) and target.attr == attribute and isinstance(target.value, ast.Name)
+
+
+class _Renamer(ast.NodeTransformer):
+    """One definition in canonical form."""
+
+    def __init__(self, writer: _Writer, owner: ast.ClassDef | None, root: ast.AST) -> None:
+        self.writer, self.owner, self.root = writer, owner, root
+        self.names: dict[str, str] = {}
+        constructor = writer.program.methods(owner).get("__init__") if owner is not None else None
+        if constructor is not None and not isinstance(root, ast.FunctionDef):
+            # An expression of the constructor: its arguments are known by their places.
+            for place, argument in enumerate(constructor.args.args[1:]):
+                self.names[argument.arg] = f"argument{place}"
+
+    def local(self, name: str) -> str:
+        return self.names.setdefault(name, f"v{len(self.names)}")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list, node.returns, node.name = [], None, "f"
+        if node.body and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+            node.body = node.body[1:]
+        node.body = [item for item in node.body if not isinstance(item, ast.Pass)]
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg(self.local(node.arg), None)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return ast.Pass()
+        assigned: ast.AST = self.visit(ast.Assign([node.target], node.value))
+        return assigned
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        return ast.keyword(node.arg, self.visit(node.value))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.keywords.sort(key=lambda keyword: keyword.arg or "")
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        program = self.writer.program
+        if node.id in self.names or isinstance(node.ctx, ast.Store):
+            return ast.Name(self.local(node.id), node.ctx)
+        if node.id in program.defined:
+            found = program.defined[node.id]
+            return ast.Name(self.writer.refer("module", node.id, found, None), node.ctx)
+        return ast.Name(program.imports.get(node.id, node.id), node.ctx)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        dotted = self._dotted(node)
+        if dotted:
+            return ast.Name(dotted, node.ctx)
+        if self.owner is not None and isinstance(node.value, ast.Name) and self.names.get(node.value.id) == "v0":
+            return self._of_self(node)
+        return self.generic_visit(node)
+
+    def _of_self(self, node: ast.Attribute) -> ast.AST:
+        assert self.owner is not None
+        method = self.writer.program.methods(self.owner).get(node.attr)
+        found = method if method is not None else self.writer.state(self.owner, node.attr)
+        if found is None:
+            return ast.Attribute(ast.Name("self"), node.attr, node.ctx)
+        name = self.writer.refer(f"{self.owner.name}.self", node.attr, found, self.owner)
+        return ast.Attribute(ast.Name("self"), name, node.ctx)
+
+    def _dotted(self, node: ast.Attribute) -> str:
+        """`F.relu` → `torch.nn.functional.relu`; empty where the root is no import."""
+        parts: list[str] = []
+        value: ast.AST = node
+        while isinstance(value, ast.Attribute):
+            parts.append(value.attr)
+            value = value.value
+        if not isinstance(value, ast.Name) or value.id in self.names or value.id not in self.writer.program.imports:
+            return ""
+        return ".".join([self.writer.program.imports[value.id], *reversed(parts)])

@@ -1,0 +1,101 @@
+"""How far an output may be from the reference's: pure functions of tensors, on any device.
+
+The tolerance of an element is the largest of
+
+* a floor, KernelBench's figures (1e-4 in fp32 and fp64, 1e-2 in half precision) as relative part, and as an absolute
+  part that follows the scale of the outputs: tiny outputs get a tighter one (zeros must not pass), large inputs a
+  looser one;
+* four times the error of an honest implementation in the same dtype: how far the reference itself is from its fp64 run,
+  and how far it moves when its inputs move by one rounding error (a sum in another order does as much).
+
+Where {0, 1} inputs give integers that fp64 confirms, an output must be equal to the last bit: a product that was
+rounded to a narrower type on the way shows there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+HONEST_FACTOR = 4.0
+_ILL_SHARE = {True: 5e-2, False: 1e-2}
+"""Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
+_SMALLEST_SHARE, _LARGEST_SHARE = 1e-2, 1e6
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    relative: float
+    absolute: float
+    honest: float = 0.0
+    """Four times the honest error, largest over the output, at most the share of its scale that still tells
+    right from wrong."""
+    exact: bool = False
+    """Every element must be equal."""
+    ill: bool = False
+    """The honest error was cut: these inputs do not tell a right kernel from a wrong one."""
+
+    def note(self) -> str:
+        """For people: what was allowed and why."""
+        if self.exact:
+            return "equal to the last bit: integers that fp64 confirms"
+        if self.relative == 0.0:
+            return "equal"
+        widest = f", at least 4 × an honest error = {self.honest:.2g}" if self.honest > self.absolute else ""
+        return f"{self.absolute:.2g} + {self.relative:.0e}·|expected|{widest}"
+
+
+def base(dtype: torch.dtype) -> float:
+    """KernelBench's figure for a dtype, relative and absolute alike."""
+    return 1e-2 if dtype in HALF or dtype.itemsize == 1 else 1e-4
+
+
+def tolerance(
+    expected: torch.Tensor,
+    wide: torch.Tensor | None,
+    nominal_scale: float,
+    moved: torch.Tensor | None = None,
+    binary: bool = False,
+) -> Tolerance:
+    """For one expected output. `wide`: the same in fp64; `moved`: from inputs that were moved by a rounding error; each
+    None where there is none. `nominal_scale`: of the output for nominal inputs. `binary`: the inputs were {0, 1}.
+    """
+    if not expected.is_floating_point() and not expected.is_complex():
+        return Tolerance(0.0, 0.0)
+    floor = base(expected.dtype)
+    scale, nominal = output_scale(expected), max(nominal_scale, 1e-30)
+    absolute = floor * min(1.0, nominal) * min(max(scale / nominal, _SMALLEST_SHARE), _LARGEST_SHARE)
+    if binary and wide is not None and is_confirmed_integer(expected, wide):
+        return Tolerance(0.0, 0.0, 0.0, exact=True)
+    honest = HONEST_FACTOR * max(_largest_error(expected, wide), _largest_error(expected, moved))
+    limit = max(_ILL_SHARE[floor > 1e-3] * scale, absolute)
+    return Tolerance(floor, absolute, min(honest, limit), ill=honest > limit)
+
+
+def output_scale(tensor: torch.Tensor) -> float:
+    """Largest finite magnitude; 0 for an empty or integer tensor."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    scale = max(abs(float(low)), abs(float(high)))
+    if scale < float("inf"):
+        return scale
+    finite = tensor[torch.isfinite(tensor)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def is_confirmed_integer(expected: torch.Tensor, wide: torch.Tensor) -> bool:
+    """All integers that any order of summation gives exactly in this dtype, and fp64 says the same."""
+    if not expected.is_floating_point() or expected.numel() == 0 or wide.shape != expected.shape:
+        return False
+    largest = 2.0 / torch.finfo(expected.dtype).eps
+    narrow = wide.to(expected.dtype)
+    same = (narrow == expected) & (expected == expected.round()) & (expected.abs() <= largest)
+    return bool(same.all())
+
+
+def _largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:
+    if other is None or other.shape != expected.shape or not expected.is_floating_point() or expected.numel() == 0:
+        return 0.0
+    error = torch.nan_to_num((expected.double() - other.double()).abs_(), nan=0.0, posinf=0.0)
+    return float(error.max())

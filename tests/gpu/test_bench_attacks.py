@@ -1,0 +1,118 @@
+"""Attacks on the GPU bench, each on a candidate that is otherwise honest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from protocols.records import BenchReport, Fault
+from tests.gpu.bench_candidates import ADD, GOOD, MATMUL, matmul, nvrtc
+
+pytestmark = pytest.mark.gpu
+Judge = Callable[..., BenchReport]
+FORGED_CLOCK = """
+import sys
+
+def forge(driver):
+    true = driver.elapsed_ns
+    driver.elapsed_ns = lambda begin, end: true(begin, end) * (0.5 if true(begin, end) > 20_000 else 1)
+
+forge(sys.modules["kbrl_async.timing.cuda_driver"].driver())
+"""
+TIMING = {
+    "work on a side stream": (
+        matmul(
+            "self.side.wait_stream(torch.cuda.current_stream())",
+            "with torch.cuda.stream(self.side): return x @ y",
+        ),
+        "side_stream",
+    ),
+    "a forged clock": (matmul("return x @ y", top=FORGED_CLOCK), "forged_time"),
+    "another answer once it looks timed": (
+        matmul(
+            "self.calls = getattr(self, 'calls', 0) + 1",
+            "torch.cuda.synchronize()",
+            "return x @ y if self.calls < 20 else x",
+        ),
+        "wrong_when_timed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIMING)
+def test_an_attack_on_the_clock_is_seen(judge: Judge, name: str) -> None:
+    source, rule = TIMING[name]
+    verdict = judge(MATMUL, source, timing=True).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, rule), verdict
+
+
+def test_short_work_hidden_on_a_side_stream_gains_nothing(judge: Judge) -> None:
+    problem = MATMUL.replace("x @ y", "x + y")
+    lines = ("self.side.wait_stream(torch.cuda.current_stream())", "with torch.cuda.stream(self.side): return x + y")
+    report = judge(problem, matmul(*lines), timing=True)
+    assert report.timing is None or report.timing.hi < 1.5, report
+
+
+def test_another_answer_when_captured_gains_nothing(judge: Judge) -> None:
+    source = matmul(
+        "if torch.cuda.is_current_stream_capturing(): return self.last.clone()",
+        "self.last = x @ y",
+        "return self.last",
+    )
+    timing = judge(MATMUL, source, timing=True).timing
+    assert timing is not None
+    assert "events around an ordinary forward" in timing.method
+    assert timing.hi < 1.1
+
+
+def test_a_result_cached_by_pointer_is_wrong(judge: Judge) -> None:
+    source = matmul(
+        "key = (x.data_ptr(), y.data_ptr())",
+        "if key not in self.kept: self.kept[key] = x @ y",
+        "return self.kept[key]",
+    )
+    assert judge(MATMUL, source).verdict.fault is Fault.INCORRECT
+
+
+DECOYS = {
+    "the library's result": (nvrtc(result="x * 2 + y + self.shift"), "decoy_kernel"),
+    "no launch at all": (
+        nvrtc(result="x * 2 + y + self.shift").replace("        self.kernel[", "        0 and self.kernel["),
+        "no_own_kernel",
+    ),
+    "no launch, and no capture either": (
+        nvrtc(result="torch.cuda.synchronize() or x * 2 + y + self.shift").replace(
+            "        self.kernel[", "        0 and self.kernel["
+        ),
+        "no_own_kernel",
+    ),
+    "a decoy, and no capture either": (
+        nvrtc(result="torch.cuda.synchronize() or x * 2 + y + self.shift"),
+        "decoy_kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECOYS)
+def test_a_library_call_behind_a_decoy_is_seen(judge: Judge, name: str) -> None:
+    source, rule = DECOYS[name]
+    verdict = judge(ADD, source, "cuda-nvrtc").verdict
+    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, rule), verdict
+
+
+def test_changed_inputs_are_seen(judge: Judge) -> None:
+    body = GOOD.replace("shift;", "shift; if (i < n) ((float *)x)[i] = 0;")
+    verdict = judge(ADD, nvrtc(body), "cuda-nvrtc").verdict
+    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "input_mutation")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("return (x.bfloat16() @ y.bfloat16()).float()",),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "return x @ y"),
+    ],
+)
+def test_less_precision_than_the_reference_is_incorrect(judge: Judge, lines: tuple[str, ...]) -> None:
+    assert judge(MATMUL, matmul(*lines)).verdict.fault is Fault.INCORRECT

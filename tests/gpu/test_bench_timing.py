@@ -1,0 +1,67 @@
+"""Times on a real GPU: what is the same is found the same, what is slower is found as slow as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from protocols.records import BenchReport, Fault, Timing
+from tests.gpu.bench_candidates import ADD, INLINE, MATMUL, matmul, nvrtc
+
+pytestmark = pytest.mark.gpu
+Judge = Callable[..., BenchReport]
+
+
+def timed(judge: Judge, problem: str, source: str, backend: str = "") -> Timing:
+    report = judge(problem, source, backend, timing=True)
+    assert report.verdict.fault is Fault.OK, report.verdict
+    assert report.timing is not None
+    return report.timing
+
+
+def test_the_same_code_is_as_fast_as_itself(judge: Judge) -> None:
+    timing = timed(judge, MATMUL, matmul("return x @ y"))
+    assert abs(timing.speedup - 1) < 0.005
+    assert timing.lo < 1.005
+    assert timing.hi > 0.995
+    assert "CUDA graph" in timing.method
+
+
+def test_twice_the_work_takes_twice_the_time(judge: Judge) -> None:
+    timing = timed(judge, MATMUL, matmul("x @ y", "return x @ y"))
+    assert 0.49 < timing.speedup < 0.51
+    assert not timing.is_faster
+
+
+def test_one_kernel_instead_of_three_is_faster(judge: Judge) -> None:
+    timing = timed(judge, ADD, nvrtc(), "cuda-nvrtc")
+    assert timing.is_faster
+    assert timing.candidate_ms < 0.02
+
+
+def test_an_extension_that_launches_without_a_stream_is_honest_and_timed_by_events(judge: Judge) -> None:
+    timing = timed(judge, ADD, INLINE, "cuda")
+    assert "events around an ordinary forward" in timing.method
+    assert timing.speedup > 1.2
+
+
+def test_streams_that_are_joined_are_honest(judge: Judge) -> None:
+    source = matmul(
+        "self.side.wait_stream(torch.cuda.current_stream())",
+        "with torch.cuda.stream(self.side): out = x @ y",
+        "torch.cuda.current_stream().wait_stream(self.side)",
+        "return out",
+    )
+    assert abs(timed(judge, MATMUL, source).speedup - 1) < 0.02
+
+
+def test_a_forward_that_waits_for_the_device_is_timed_by_events_and_says_so(judge: Judge) -> None:
+    timing = timed(judge, MATMUL, matmul("out = x @ y", "torch.cuda.synchronize()", "return out"))
+    assert "events around an ordinary forward" in timing.method
+    assert 0.8 < timing.speedup < 1.1
+
+
+def test_an_input_that_the_reference_changes_too_may_be_changed(judge: Judge) -> None:
+    problem = ADD.replace("return x * 2 + y + self.shift", "return x.mul_(2).add_(y).add_(self.shift)")
+    assert timed(judge, problem, problem.replace("class Model(", "class ModelNew(")).n >= 1

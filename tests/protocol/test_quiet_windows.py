@@ -1,0 +1,117 @@
+"""Quiet windows over real sockets: a bench's thread, a learner's thread between its steps, and the broker between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kbrl_async.errors import InfraError
+from protocols import messages as msg
+from protocols.messages import SHARES
+from services.runtime import Outcome, Producer
+from services.runtime.quiet import Gate, Window
+from tests.protocol.test_broker import Run, ends, scenario, until
+
+GPU = "host/gpu0"
+STEP_S = 0.02
+
+
+class Learner:
+    """A worker whose thread does steps of some milliseconds until it is told to end."""
+
+    def __init__(self, run: Run) -> None:
+        self.worker = run.worker("learner", "train", self._train, caps={SHARES: GPU})
+        self.steps: list[float] = []
+        self.is_over = False
+
+    async def _train(self, _: msg.Task, __: list[bytes]) -> Outcome:
+        await asyncio.get_running_loop().run_in_executor(None, self._work)
+        return Outcome()
+
+    def _work(self) -> None:
+        until_s = time.monotonic() + 3.0
+        while not self.is_over and time.monotonic() < until_s:
+            time.sleep(STEP_S)
+            self.steps.append(time.monotonic())
+            self.worker.breathe()
+
+    def stepped_between(self, begin: float, end: float) -> int:
+        return sum(begin < at < end for at in self.steps)
+
+
+async def hold(bench: object, length_s: float, wait_s: float = 2.0) -> tuple[Window, float, float]:
+    """Open a window from a thread and stay in it."""
+
+    def work() -> tuple[Window, float, float]:
+        with bench.quiet_windows.open(length_s, wait_s) as window:  # type: ignore[attr-defined]
+            begin = time.monotonic()
+            time.sleep(0.2)
+            return window, begin, time.monotonic()
+
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+class Bench:
+    def __init__(self, run: Run, name: str = "bench") -> None:
+        self.worker = run.worker(name, "bench", ends)
+        self.quiet_windows = self.worker.quiet_windows(GPU)
+
+
+@scenario
+async def test_a_learner_at_work_stands_still_while_a_bench_measures(run: Run) -> None:
+    learner, bench = Learner(run), Bench(run)
+    async with run.running(learner.worker, bench.worker), Producer(run.submit) as producer:
+        await producer.submit("b1", "train", [b""])
+        await until(lambda: len(learner.steps) > 2)
+        window, begin, end = await hold(bench, 1.0)
+        assert window.missing == ()
+        assert learner.stepped_between(begin, end) == 0
+        await until(lambda: learner.steps[-1] > end)
+        learner.is_over = True
+        assert 0 < run.broker.ledger.quiet.costs()[GPU].held_s < 1.0
+
+
+@scenario
+async def test_an_idle_learner_answers_at_once_and_a_batch_that_comes_waits(run: Run) -> None:
+    learner, bench = Learner(run), Bench(run)
+    async with run.running(learner.worker, bench.worker), Producer(run.submit) as producer:
+        await until(lambda: learner.worker.welcomed and bench.worker.welcomed)
+        holding = asyncio.create_task(hold(bench, 1.0))
+        await until(lambda: not learner.worker.gate.is_open)
+        await producer.submit("b1", "train", [b""])
+        _, begin, end = await holding
+        await until(lambda: bool(learner.steps))
+        learner.is_over = True
+        assert learner.stepped_between(begin, end) == 0
+
+
+@scenario
+async def test_two_benches_never_measure_at_the_same_time(run: Run) -> None:
+    benches = Bench(run, "b1"), Bench(run, "b2")
+    async with run.running(*(bench.worker for bench in benches)):
+        (_, begin1, end1), (_, begin2, end2) = await asyncio.gather(*(hold(bench, 1.0) for bench in benches))
+        assert end1 <= begin2 or end2 <= begin1
+
+
+@scenario
+async def test_a_bench_without_a_broker_gives_up_at_its_deadline(run: Run) -> None:
+    bench = Bench(run)
+    async with run.running(bench.worker):
+        await until(lambda: bench.worker.welcomed)
+        await run.crash()
+        with pytest.raises(InfraError, match="no quiet window"):
+            await hold(bench, 1.0, wait_s=0.2)
+        await run.start()
+
+
+@scenario
+async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(run: Run) -> None:
+    said: list[msg.Message] = []
+    gate = Gate(time.monotonic, said.append, lambda: True)
+    gate.handle(msg.Pause("q1", GPU, 0.1))
+    assert said == [msg.Paused("q1")]
+    begin = time.monotonic()
+    await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
+    assert 0.05 < time.monotonic() - begin < 1.0

@@ -1,0 +1,57 @@
+"""`kbrl problems audit` writes what it found beside the problems, and `list` shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async import cli
+from kbrl_async.auditing import Auditor
+from kbrl_async.problems import audit_file
+from kbrl_async.problems.audit_file import Finding, ProblemAudit, problem_hash
+from protocols.records import Problem
+
+SOURCE = "class Model: pass\ndef get_inputs(): pass\ndef get_init_inputs(): pass\n"
+
+
+@pytest.fixture
+def problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two problems; the audit finds that zeros pass the second."""
+    (folder / "mine" / "level1").mkdir(parents=True)
+    for number in (1, 2):
+        (folder / "mine" / "level1" / f"{number}_x.py").write_text(SOURCE)
+
+    def audit(_auditor: Auditor, problem: Problem) -> ProblemAudit:
+        found = (Finding("zeros", "passes on 3 of 3", "ours"),) if problem.name == "2_x" else ()
+        return ProblemAudit(problem.problem_id, problem_hash(problem), "flagged" if found else "clean", findings=found)
+
+    monkeypatch.setattr(Auditor, "audit", audit)
+    return folder / "mine"
+
+
+def test_the_audit_lies_beside_the_problems_and_is_shown(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["problems", "audit", str(problems)]) == 0
+    out, err = capsys.readouterr()
+    assert "zeros@ours" in out
+    assert "passes on 3 of 3" in err
+    written = audit_file.read(problems / "audit.json")
+    assert [a.status for a in written.problems] == ["clean", "flagged"]
+    assert cli.main(["problems", "list", str(problems)]) == 0
+    assert "zeros@ours" in capsys.readouterr().out
+
+
+def test_some_problems_can_be_chosen_and_another_file(problems: Path) -> None:
+    assert cli.main(["problems", "audit", str(problems), "--ids", "L1/2", "--out", "some.json"]) == 0
+    assert [a.problem_id for a in audit_file.read(Path("some.json")).problems] == ["L1/2_x"]
+    assert not (problems / "audit.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), [(["--ids", "L1/7"], "no problem 'L1/7'"), (["--level", "9"], "has level [9]")]
+)
+def test_what_is_not_there_is_wrong_usage(
+    problems: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    assert cli.main(["problems", "audit", str(problems), *more]) == 2
+    assert words in capsys.readouterr().err

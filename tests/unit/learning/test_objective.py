@@ -1,0 +1,108 @@
+"""Loss × corrections + KL: what composes, what must not, and gradients against finite differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.learning.corrections import CORRECTIONS
+from kbrl_async.learning.losses import LOSSES, LossOptions, Tokens, a3po, decoupled, gspo
+from kbrl_async.learning.objective import WEIGHTS, Objective, check_combination, kl_penalty
+
+SMOOTH = LossOptions(clip_low=0.9, clip_high=9.0, tv_delta=1.0, tis_cap=1e9, cispo_cap=1e9, gspo_low=0.9, gspo_high=9.0)
+"""Constants under which nothing is clipped, so that every loss is differentiable where it is tested."""
+
+
+def tokens(log_pi: torch.Tensor | None = None) -> Tokens:
+    at = torch.tensor([-1.1, -1.8, -0.6, -2.0], dtype=torch.double, requires_grad=True) if log_pi is None else log_pi
+    return Tokens(
+        at,
+        torch.tensor([-1.0, -2.0, -0.5, -2.1]).double(),
+        torch.tensor([1.0, 1.0, -0.5, -0.5]).double(),
+        torch.tensor([-1.05, -1.9, -0.55, -2.05]).double(),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0.0, 0.0, 2.0, 2.0]).double(),
+        torch.tensor([-1.2, -1.7, -0.7, -1.9]).double(),
+    )
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"tis", "cispo", "a3po"}))
+@pytest.mark.parametrize("correction", ["icepop", "sequence_mask"])
+def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> None:
+    objective = Objective(loss, SMOOTH, (correction,), kl="k3", kl_weight=0.1)
+    base = tokens()
+
+    def value(log_pi: torch.Tensor) -> torch.Tensor:
+        return objective(dataclasses.replace(base, log_pi_T=log_pi))[0].sum()
+
+    assert torch.autograd.gradcheck(value, (base.log_pi_T,))
+
+
+@pytest.mark.parametrize("loss", ["tis", "cispo"])
+def test_losses_with_a_stopped_weight_have_the_weighted_policy_gradient(loss: str) -> None:
+    t = tokens()
+    LOSSES[loss](t, SMOOTH)[0].sum().backward()  # type: ignore[no-untyped-call]
+    expected = -(t.log_pi_T.detach() - t.log_mu_T).exp() * t.advantage_T
+    assert t.log_pi_T.grad is not None
+    assert torch.allclose(t.log_pi_T.grad, expected)
+
+
+def test_gspo_gives_every_token_of_a_sequence_the_same_ratio() -> None:
+    t = tokens()
+    loss, _ = gspo(t, SMOOTH)
+    ratio = math.exp(((-1.1 + 1.0) + (-1.8 + 2.0)) / 2)
+    assert loss[:2].tolist() == pytest.approx([-ratio, -ratio])
+
+
+def test_gspo_clips_by_sequence() -> None:
+    _, diagnostics = gspo(tokens(), LossOptions())
+    assert diagnostics["dropped"].tolist() == [1, 1, 0, 0]
+
+
+def test_a3po_puts_the_proximal_policy_between_behaviour_and_learner_by_age() -> None:
+    t = tokens()
+    prox = torch.tensor([-1.0, -2.0, -0.5 + 2 / 3 * -0.1, -2.1 + 2 / 3 * 0.1]).double()
+    expected, _ = decoupled(dataclasses.replace(t, log_prox_T=prox), LossOptions())
+    assert torch.allclose(a3po(t, LossOptions())[0], expected)
+
+
+def test_the_three_estimators_of_the_divergence_are_their_formulas() -> None:
+    log_pi, log_ref = torch.tensor([math.log(0.6)]), torch.tensor([math.log(0.3)])
+    assert kl_penalty(log_pi, log_ref, "k1").item() == pytest.approx(math.log(2))
+    assert kl_penalty(log_pi, log_ref, "k2").item() == pytest.approx(0.5 * math.log(2) ** 2)
+    assert kl_penalty(log_pi, log_ref, "k3").item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_a_masked_token_gives_neither_loss_nor_gradient_even_where_its_loss_is_infinite() -> None:
+    log_pi = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    t = Tokens(log_pi, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 1.0]))
+    loss, diagnostics = Objective("reinforce", LossOptions(), ("icepop",))(t)
+    assert loss.tolist() == [1.0, 0.0]
+    assert diagnostics["masked"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"reinforce"}))
+@pytest.mark.parametrize("correction", sorted(WEIGHTS))
+def test_a_ratio_is_never_weighed_twice(loss: str, correction: str) -> None:
+    with pytest.raises(ConfigError, match="again"):
+        check_combination(loss, (correction,), "none")
+
+
+def test_masks_stand_beside_every_loss() -> None:
+    for loss in LOSSES:
+        for correction in set(CORRECTIONS) - WEIGHTS:
+            check_combination(loss, (correction,), "k1")
+
+
+def test_two_weights_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="two corrections"):
+        check_combination("reinforce", ("tis", "tis_sequence"), "none")
+
+
+def test_an_unknown_estimator_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="k3"):
+        check_combination("ppo", (), "k4")

@@ -1,0 +1,93 @@
+"""What the policy is told of its last kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.prompts import feedback_of, render_turn
+from kbrl_async.prompts.feedback import CATEGORIES, ERROR_CHARACTERS, ERROR_LINES, KERNEL_CHARACTERS, clipped, shortened
+from protocols.records import (
+    INFRASTRUCTURE_FAULTS,
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Frame,
+    Generation,
+    Problem,
+    Timing,
+    Verdict,
+)
+
+PROBLEM = Problem("L1/a", 1, "a", "import torch\nclass Model:\n    pass\n\ndef get_inputs(): ...\n")
+WRITTEN = Generation(0, [], [], [], "<think>secret thought</think>kernel", "stop", Candidate("KERNEL\n", "c"))
+BUILT = BuildReport(Fault.OK)
+
+
+def result(fault: Fault, *, message: str = "", speedup: float | None = None, lo: float = 0.0) -> BenchReport:
+    timing = None if speedup is None else Timing(9, speedup, lo, 2 * speedup, 1.0, speedup)
+    return BenchReport(Verdict(fault, passed=2, total=5, message=message), timing)
+
+
+@pytest.mark.parametrize(
+    ("record", "category"),
+    [
+        ([Generation(0, [], [], [], "", "stop", None, Fault.FORMAT_ERROR, "no block")], "format"),
+        ([WRITTEN, BuildReport(Fault.STATIC_VIOLATION, message="asm")], "static"),
+        ([WRITTEN, BuildReport(Fault.COMPILE_ERROR, message="x undeclared")], "compile"),
+        ([WRITTEN, BUILT, result(Fault.ILLEGAL_ACCESS)], "runtime"),
+        ([WRITTEN, BUILT, result(Fault.TIMEOUT)], "resources"),
+        ([WRITTEN, BUILT, result(Fault.INCORRECT)], "mismatch"),
+        ([WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=0.9)], "slow"),
+        ([WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=1.5)], "fast"),
+    ],
+)
+def test_every_end_of_a_turn_has_its_category_and_a_hint(record: list[Frame], category: str) -> None:
+    feedback = feedback_of(record, "c")
+    assert feedback.category == category
+    assert feedback.hint
+
+
+def test_every_fault_of_a_candidate_has_a_category() -> None:
+    assert set(CATEGORIES) == set(Fault) - INFRASTRUCTURE_FAULTS - {Fault.OK}
+
+
+def test_thoughts_are_dropped_and_the_kernel_goes_on() -> None:
+    prompt = render_turn("zero_shot", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.INCORRECT)], "c"))
+    assert "KERNEL" in prompt
+    assert "secret thought" not in prompt
+    assert "2 of 5 input sets passed" in prompt
+
+
+def test_a_correct_kernel_is_told_its_speed() -> None:
+    prompt = render_turn("zero_shot", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.OK, speedup=0.5)], "c"))
+    assert "speedup 0.50×" in prompt
+    assert "0.5 ms of PyTorch" in prompt
+
+
+def test_hints_speak_of_the_backend() -> None:
+    record: list[Frame] = [WRITTEN, BUILT, result(Fault.OK, speedup=0.5)]
+    assert feedback_of(record, "c").hint != feedback_of(record, "triton").hint
+
+
+def test_an_error_is_cut_to_the_lines_that_matter() -> None:
+    noise = "In file included from a.h\n| ^~~\nnote: declared here\n"
+    text = shortened(noise + "\n".join(f"error {i} " + "x" * 200 for i in range(50)))
+    assert text.startswith("error 0")
+    assert len(text) <= ERROR_CHARACTERS
+    assert len(text.splitlines()) <= ERROR_LINES
+
+
+def test_a_long_kernel_keeps_both_ends() -> None:
+    kernel = "a" * 3000 + "b" * 3000
+    short = clipped(kernel)
+    assert len(short) <= KERNEL_CHARACTERS + 40
+    assert short.startswith("aaa")
+    assert short.endswith("bbb")
+    assert clipped("short") == "short"
+
+
+def test_the_compact_form_ends_like_a_first_turn() -> None:
+    prompt = render_turn("compact", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.INCORRECT)], "c"))
+    assert prompt.endswith("### Attempt\nKERNEL\n### Feedback: mismatch\n### ModelNew\n")
+    assert prompt.count("### ModelNew") == 1

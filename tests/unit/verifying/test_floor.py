@@ -1,0 +1,61 @@
+"""Impossible times in a bench: with peaks that make any time impossible, an honest candidate is accused; else not."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from kbrl_async.sandbox import Zygote
+from kbrl_async.timing.roofline import Peaks
+from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying.floor import counted
+from protocols.records import BenchReport, Candidate, Fault, Problem
+from tests.unit.verifying.conftest import SCALE_AND_SHIFT
+
+SLOW_MEMORY = Peaks("chip", memory_gbs=1e-6, cache_gbs=1e-6, cache_bytes=0, fp32_gflops=1.0)
+FAST_MEMORY = Peaks("chip", memory_gbs=1e6, cache_gbs=1e6, cache_bytes=0, fp32_gflops=1.0)
+PROBLEM = Problem("L1/01_x", 1, "x", SCALE_AND_SHIFT)
+SAME = Candidate(SCALE_AND_SHIFT.replace("class Model(", "class ModelNew("), "torch")
+
+
+def judge(zygote: Zygote, peaks: Peaks | None, problem: Problem = PROBLEM, again: Peaks | None = None) -> BenchReport:
+    with contextlib.closing(Bench(zygote, BenchOptions(peaks=peaks))) as bench:
+        bench.peaks_again = None if again is None else lambda: again
+        return bench.evaluate(problem, SAME, {})
+
+
+def test_a_time_that_memory_forbids_twice_is_evidence_of_cheating(zygote: Zygote) -> None:
+    report = judge(zygote, SLOW_MEMORY)
+    assert (report.verdict.fault, report.verdict.rule) == (Fault.CHEATING, "impossible_time")
+    assert "at least" in report.verdict.message
+
+
+def test_peaks_that_were_measured_on_a_busy_host_accuse_nobody(zygote: Zygote) -> None:
+    assert judge(zygote, SLOW_MEMORY, again=FAST_MEMORY).verdict.fault is Fault.OK
+
+
+def test_a_possible_time_says_how_near_it_is_to_the_roofline(zygote: Zygote) -> None:
+    timing = judge(zygote, FAST_MEMORY).timing
+    assert timing is not None
+    assert timing.roofline == pytest.approx(2 * 16 * 33 * 4 / 1e12 / timing.candidate_ms, rel=0.01)
+
+
+def test_a_degenerate_problem_can_not_accuse(zygote: Zygote) -> None:
+    flagged = msgspec.structs.replace(PROBLEM, flags=("independent",))
+    assert judge(zygote, SLOW_MEMORY, flagged).verdict.fault is Fault.OK
+
+
+def test_flops_are_counted_in_a_confined_child() -> None:
+    linear = SCALE_AND_SHIFT.replace("x * 2 + self.shift", "x @ x.T")
+    work = counted(msgspec.structs.replace(PROBLEM, source=linear))
+    assert work is not None
+    assert (work.flops, work.bytes) == (2 * 16 * 33 * 16, (16 * 33 + 16 * 16) * 4)
+
+
+def test_without_peaks_nothing_is_said(zygote: Zygote) -> None:
+    report = judge(zygote, None)
+    assert report.verdict.fault is Fault.OK
+    assert report.timing is not None
+    assert report.timing.roofline is None
