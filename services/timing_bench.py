@@ -29,7 +29,7 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.funnel import SpotChecks
     from kbrl_async.sandbox import Limits
     from kbrl_async.telemetry.logs import bound
-    from kbrl_async.timing import Recipe, resolution, roofline
+    from kbrl_async.timing import Recipe, clocks, resolution, roofline
     from kbrl_async.timing.host import hardware_of
     from kbrl_async.verifying import Bench, BenchOptions
     from kbrl_async.verifying.bench import zygote_for
@@ -87,6 +87,7 @@ async def main(stop: asyncio.Event) -> None:
         return Outcome(Stage.SCORE, [msgspec.msgpack.encode(report)])
 
     with (
+        clocks.held(settings.clocks, device, service.run_dir / "locks"),
         zygote_for(device) as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
         contextlib.closing(SpotChecks(store, settings.sanitize_share)) as spot_checks,

@@ -236,15 +236,18 @@ def _sanitize_gpu(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
     findings: list[Finding] = []
     ran: list[str] = []
     reasons: list[str] = []
-    variables = _python_environment(folder)
+    passed = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH") if name in os.environ}
+    # Each tensor an allocation of its own: beyond the end of one is then beyond memory that is known.
+    variables = {**_python_environment(folder), **passed, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in GPU_TOOLS:
         run = sanitizer.workshop.run(
             gpu_command(program, tool, "task.json"),
             folder,
             deadline_s=sanitizer.options.deadline_s * 10,
             memory_bytes=_ENOUGH_ADDRESSES,
-            read=(*task.artifacts.values(), *map(str, _PACKAGES)),
+            read=(*task.artifacts.values(), *map(str, _PACKAGES), str(Path(program).resolve().parent)),
             environment=variables,
+            on_gpu=True,
         )
         found = reports.compute_sanitizer(tool, run.output)
         findings += found

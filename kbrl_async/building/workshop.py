@@ -72,6 +72,7 @@ class Workshop:
         self.store, self.options = store, options
         self._tools = Zygote(("kbrl_async.sandbox.tool",), profile="tool")
         self._python: Zygote | None = None
+        self._gpu_tools: Zygote | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -79,8 +80,9 @@ class Workshop:
 
     def close(self) -> None:
         self._tools.close()
-        if self._python is not None:
-            self._python.close()
+        for zygote in (self._python, self._gpu_tools):
+            if zygote is not None:
+                zygote.close()
 
     @property
     def isolation(self) -> Isolation:
@@ -114,15 +116,19 @@ class Workshop:
         threads: int = 2,
         read: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
+        on_gpu: bool = False,
     ) -> ToolRun:
-        """Run a compiler confined: it reads the system and `read`, and writes into `folder` only."""
+        """Run a compiler confined: it reads the system and `read`, and writes into `folder` only. `on_gpu`: a tool that
+        watches a program on the GPU, see the sandbox's profile `gpu-tool`.
+        """
         deadline = deadline_s or self.options.deadline_s
         limits = self._limits(deadline, memory_bytes or self.options.memory_bytes, threads)
         variables = {**_ENVIRONMENT, "TMPDIR": str(folder), **(environment or {})}
         output = "output.txt"
         payload = msgspec.msgpack.encode(Command(command, str(folder), variables, output))
         access = Access(read=read, write=(str(folder),))
-        child = self._tools.spawn("kbrl_async.sandbox.tool:run", payload, (), limits, access)
+        zygote = self._gpu_zygote() if on_gpu else self._tools
+        child = zygote.spawn("kbrl_async.sandbox.tool:run", payload, (), limits, access)
         try:
             isolation = isolation_of(child)
             status = child.result(deadline, lambda: is_over(folder, 2 * self.options.file_bytes, MAX_ENTRIES))
@@ -130,6 +136,12 @@ class Workshop:
             child.close()
         words = _words(folder, output)
         return ToolRun(status, words, isolation.level, deadline)
+
+    def _gpu_zygote(self) -> Zygote:
+        with self._lock:
+            if self._gpu_tools is None:
+                self._gpu_tools = Zygote(("kbrl_async.sandbox.tool",), profile="gpu-tool")
+            return self._gpu_tools
 
     def collect(self, folder: Path, name: str) -> bytes:
         """What a tool was to leave in its folder; `InfraError` where it is no ordinary file of acceptable size."""

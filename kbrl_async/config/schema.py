@@ -313,9 +313,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature; log-probs are those of this distribution."""
     seed: Count = 0
     """Seed of everything that is drawn, except the secret inputs of verification."""
-    max_steps: AtLeastOne = 20
+    max_steps: AtLeastOne = 14
     """Updates after which the run ends."""
-    max_minutes: Positive | None = 3.4
+    max_minutes: Positive | None = 4.0
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""

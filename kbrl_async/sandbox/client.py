@@ -79,8 +79,8 @@ def interpreter_paths() -> tuple[str, ...]:
 class Zygote:
     """A clean process that forks confined children. Safe to share between threads.
 
-    `profile` is `"kernel"`, `"gpu"` or `"tool"`; `preload` names modules that hold the entries, imported before any
-    fork.
+    `profile` is `"kernel"`, `"gpu"`, `"tool"` or `"gpu-tool"`; `preload` names modules that hold the entries, imported
+    before any fork.
     """
 
     def __init__(self, preload: tuple[str, ...], profile: str = "kernel", threads: int = 1) -> None:

@@ -143,6 +143,22 @@ _KERNEL_ONLY = [
     "lremovexattr",
     "fremovexattr",
 ]
+_GPU_TOOL = frozenset(
+    [
+        "socket",
+        "socketpair",
+        "connect",
+        "bind",
+        "listen",
+        "accept",
+        "accept4",
+        "ptrace",
+        "process_vm_readv",
+        "process_vm_writev",
+        "sched_setaffinity",
+    ]
+)
+"""What a tool that watches a GPU program may do, in its own network and process namespaces."""
 _PRCTL_DENIED = (linux.PR_SET_PDEATHSIG, linux.PR_SET_DUMPABLE)
 
 
@@ -153,7 +169,10 @@ def seccomp_program(profile: str, threads: int) -> bytes:
     program = seccomp.SyscallFilter(defaction=seccomp.ALLOW)
     deny = seccomp.ERRNO(errno.EPERM)
     is_kernel = profile in ("kernel", "gpu")
+    allowed = _GPU_TOOL if profile == "gpu-tool" else frozenset()
     for name in [*_ALWAYS, *(_KERNEL_ONLY if is_kernel else ())]:
+        if name in allowed:
+            continue
         try:
             program.add_rule(deny, name)
         except (OSError, ValueError):  # this architecture or library has no such call

@@ -29,6 +29,14 @@ READ = (
     "/sys/module",
 )
 FILES = 4096
+TOOL_SURFACE = "sockets and ptrace (in namespaces of its own)"
+"""What a GPU tool such as compute-sanitizer needs beyond a compiler: it talks to the program that it watches."""
+
+
+def is_used_by(profile: str) -> bool:
+    """Whether children of this profile get the driver's devices."""
+    return profile in ("gpu", "gpu-tool")
+
 
 
 class _Pending:

@@ -67,7 +67,7 @@ def confine(options: Options, limits: Limits, access: Access, program: bytes | N
     if options.profile == "tool":
         _limit_processes(limits, missing)
     scratch = _private_scratch(options, limits, missing)
-    if options.profile != "gpu":
+    if not gpu.is_used_by(options.profile):
         _attempt("read-only root", lambda: _make_read_only(access.write, scratch), missing)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     _attempt("capabilities", linux.drop_capabilities, missing)
@@ -95,11 +95,11 @@ def _limit(limits: Limits, profile: str) -> None:
     for kind, value in (
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_NOFILE, max(limits.files, gpu.FILES) if profile == "gpu" else limits.files),
+        (resource.RLIMIT_NOFILE, max(limits.files, gpu.FILES) if gpu.is_used_by(profile) else limits.files),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_AS, mapped + limits.memory_bytes),
     ):
-        if kind == resource.RLIMIT_AS and profile == "gpu":
+        if kind == resource.RLIMIT_AS and gpu.is_used_by(profile):
             continue  # a CUDA context reserves hundreds of GB of addresses; `gpu.finish` limits data instead
         resource.setrlimit(kind, (value, value))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -162,8 +162,8 @@ def _restrict_files(options: Options, access: Access, scratch: str, missing: lis
     if abi == 0:
         missing.append("landlock")
         return
-    ruleset, everything = linux.landlock_ruleset(abi)
-    on_gpu = options.profile == "gpu"
+    ruleset, everything = linux.landlock_ruleset(abi, talks=options.profile == "gpu-tool")
+    on_gpu = gpu.is_used_by(options.profile)
     for path in (*options.read, *access.read, *(gpu.READ if on_gpu else ())):
         linux.landlock_allow(ruleset, path, linux.LANDLOCK_READ)
     device_rights = (linux.LANDLOCK_READ_FILE | linux.LANDLOCK_WRITE_FILE) & everything
@@ -171,7 +171,8 @@ def _restrict_files(options: Options, access: Access, scratch: str, missing: lis
         linux.landlock_allow(ruleset, path, device_rights)
     if on_gpu:  # the driver names its threads there
         rights = linux.LANDLOCK_READ | linux.LANDLOCK_WRITE_FILE | linux.LANDLOCK_TRUNCATE
-        linux.landlock_allow(ruleset, "/proc/self", rights & everything)
+        proc = "/proc" if options.profile == "gpu-tool" else "/proc/self"  # a tool looks at what it started
+        linux.landlock_allow(ruleset, proc, rights & everything)
     for path in gpu.devices() if on_gpu else ():
         linux.landlock_allow(ruleset, path, device_rights | (linux.LANDLOCK_IOCTL & everything))
     for path in (*access.write, *((scratch,) if scratch else ())):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
+import socket
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -33,6 +35,8 @@ LANDLOCK_EXECUTE, LANDLOCK_WRITE_FILE, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 1
 LANDLOCK_TRUNCATE, LANDLOCK_IOCTL = 1 << 14, 1 << 15
 LANDLOCK_READ = LANDLOCK_EXECUTE | LANDLOCK_READ_FILE | LANDLOCK_READ_DIR
 _LANDLOCK_ON_FILES = LANDLOCK_EXECUTE | LANDLOCK_WRITE_FILE | LANDLOCK_READ_FILE | LANDLOCK_TRUNCATE | LANDLOCK_IOCTL
+
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,10 +109,13 @@ def landlock_abi() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)))
 
 
-def landlock_ruleset(abi: int) -> tuple[int, int]:
-    """A ruleset that handles all file access, TCP, abstract sockets and signals: its descriptor and all file rights."""
+def landlock_ruleset(abi: int, *, talks: bool = False) -> tuple[int, int]:
+    """A ruleset that handles all file access, TCP, abstract sockets and signals: its descriptor and all file rights.
+
+    `talks`: leave out TCP and sockets, for a tool that must speak with what it watches.
+    """
     rights = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
-    parts = [rights] + ([3] if abi >= 4 else []) + ([3] if abi >= 6 else [])
+    parts = [rights] + ([0 if talks else 3] if abi >= 4 else []) + ([0 if talks else 3] if abi >= 6 else [])
     body = struct.pack(f"{len(parts)}Q", *parts)
     buffer = ctypes.create_string_buffer(body, len(body))
     return _check(_libc.syscall(_LANDLOCK_CREATE, buffer, ctypes.c_size_t(len(body)), 0), "landlock"), rights
@@ -131,3 +138,10 @@ def landlock_allow(ruleset: int, path: str, rights: int) -> None:
 
 def landlock_restrict(ruleset: int) -> None:
     _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
+
+
+def loopback_up() -> None:
+    """Brings up `lo` of this network namespace, which reaches nobody but the processes in it."""
+    request = struct.pack("16sH14x", b"lo", _IFF_UP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)

@@ -60,7 +60,7 @@ class _Server:
 
         A GPU child stays in ours: the driver looks itself up in the /proc that shows it.
         """
-        if self.options.profile == "gpu" or "pid namespace" in self.missing:
+        if gpu.is_used_by(self.options.profile) or "pid namespace" in self.missing:
             return None
         ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -96,7 +96,9 @@ class _Server:
             found = file.read()
         os.waitpid(pid, 0)
         missing = msgspec.json.decode(found, type=list[str]) if found else [*self.missing, "confinement"]
-        return [*missing, gpu.OPEN_SURFACE] if self.options.profile == "gpu" else missing
+        if not gpu.is_used_by(self.options.profile):
+            return missing
+        return [*missing, gpu.OPEN_SURFACE, *([gpu.TOOL_SURFACE] if self.options.profile == "gpu-tool" else [])]
 
     def _fork(self) -> int:
         """A child, the first process of a pid namespace of its own: it sees and signals nobody else, and all that it
@@ -155,9 +157,12 @@ def main() -> None:
             os.waitpid(inner, 0)
             os._exit(0)
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if options.profile == "gpu-tool" and "network namespace" not in missing:
+        with contextlib.suppress(OSError):
+            linux.loopback_up()
     if "mount namespace" not in missing:
         layers.make_mounts_private()
-        if options.profile == "gpu" and "pid namespace" not in missing:
+        if gpu.is_used_by(options.profile) and "pid namespace" not in missing:
             with contextlib.suppress(OSError):
                 layers.mount_proc()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
