@@ -125,7 +125,7 @@ extern int close(int);""",
     _c("includes_the_password_file", 2, Fault.STATIC_VIOLATION, declare='#include "/etc/passwd"'),
     _c("inline_assembly", 1, Fault.STATIC_VIOLATION, before='__asm__("hlt");'),
     _c("does_not_compile", 6, Fault.COMPILE_ERROR, before="undeclared = 1;"),
-    _c("calls_what_no_kernel_needs", 2, Fault.STATIC_VIOLATION,
+    _c("calls_what_no_kernel_needs", 2, Fault.COMPILE_ERROR,
        declare="extern int kill(int, int);", before="kill(-1, 9);"),
     # crashing
     _c("null_pointer", 3, Fault.ILLEGAL_ACCESS, before="*(volatile int *)(n - n) = 1;"),

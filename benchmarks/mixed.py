@@ -164,7 +164,7 @@ class Run:
             faults[fault] += 1
             if fault != m.expected:
                 wrong.append([task_id, m.template, str(m.expected), fault, text[:300]])
-        return faults, {"wrong_verdicts": wrong, "not_exactly_one": several}
+        return faults, {"wrong_verdicts": wrong[:20], "not_exactly_one": several}
 
 
 def verdict_of(status: str, frames: list[bytes]) -> tuple[str, str]:
