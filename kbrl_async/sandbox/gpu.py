@@ -38,7 +38,6 @@ def is_used_by(profile: str) -> bool:
     return profile in ("gpu", "gpu-tool")
 
 
-
 class _Pending:
     """What `confine` leaves for `finish`, in this process."""
 
