@@ -28,6 +28,9 @@ class Completion(msgspec.Struct, frozen=True):
     policy_version: int
     started_at: float
     finished_at: float
+    prompt_tokens: int = 0
+    """As the endpoint counted them, where it returns no ids; else 0."""
+    output_tokens: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -44,6 +47,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Prompts whose K/V came from the prefix cache or from a twin in the same wave."""
     busy_s: float = 0.0
     canary_max_error: float = 0.0
+    requests: int = 0
+    """Sent to an endpoint, tries again included."""
+    retries: int = 0
+    cost: float = 0.0
+    """Of the tokens so far, by the configured prices."""
 
 
 class Engine(Protocol):

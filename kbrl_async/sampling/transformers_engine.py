@@ -8,7 +8,7 @@
 Invariants
 * New sequences begin on the newest version; a running one keeps its own to the end (`cohort`).
 * At most `max_versions` versions live; `load` waits for the oldest to end before it adds one more.
-* A version is served only after its weights' SHA-256 and its canary agree with the manifest (I8).
+* A version is served only after its weights and its canary agree with the manifest (I8, `versions`).
 * Cancelling the awaiting task frees the row before the next step.
 * When the thread fails, every waiting request fails with InfraError, and so do later ones (I4).
 
@@ -18,13 +18,11 @@ Not covered: models with logit soft-capping, sliding windows or recurrent state.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import queue
 import random
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -32,16 +30,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 
-from kbrl_async.durable import file_sha256
-from kbrl_async.errors import CheckpointError, ConfigError, InfraError
-from kbrl_async.sampling.canary import check_canary
+from kbrl_async.errors import ConfigError, InfraError
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
 from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from kbrl_async.sampling.versions import Versions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
-
-_WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 
 
 class TransformersOptions(msgspec.Struct, frozen=True):
@@ -126,11 +120,10 @@ class TransformersEngine:
         self._waiting: deque[_Request] = deque()
         self._futures: dict[str, asyncio.Future[tuple[Stream, int]]] = {}
         self._counters = CohortStats()
+        self._versions = Versions(model, self._options.canary_tolerance, self._cohort)
         self._busy_s = 0.0
-        self._canary_error = 0.0
         self._failure: BaseException | None = None
         self._closed = False
-        self._peft: Any = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -183,8 +176,7 @@ class TransformersEngine:
             if manifest.version <= self._version:
                 return
             await self._wait_for_room()
-            make = self._full if manifest.kind == "full" else self._lora
-            cohort_maker = await asyncio.to_thread(make, manifest, folder)
+            cohort_maker = await asyncio.to_thread(self._versions.maker, manifest, folder)
             future: asyncio.Future[None] = self._loop.create_future()
             self._inbox.put(_Serve(cohort_maker, future))
             await future
@@ -201,7 +193,7 @@ class TransformersEngine:
             prefill_tokens=c.prefill_tokens,
             cached_prompts=c.cached_prompts,
             busy_s=self._busy_s,
-            canary_max_error=self._canary_error,
+            canary_max_error=self._versions.canary_error,
         )
 
     async def close(self) -> None:
@@ -229,44 +221,7 @@ class TransformersEngine:
     def _live_versions(self) -> set[int]:
         return {cohort.version for cohort in self._cohorts}
 
-    def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
-        """Off the engine's thread: a copy of the base with the version's weights, proven by its canary."""
-        weights = load_file(str(_verified(folder, manifest)))
-        model = copy.deepcopy(self._base)
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected or not set(missing) <= _tied_names(model):
-            raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
-        model.eval()
-        self._canary_error = check_canary(manifest, model, self._options.canary_tolerance)
-        return lambda: [self._cohort(manifest.version, model, lambda: None)]
-
-    def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
-        """Adapters share the base, so they are added on the engine's thread, between two steps."""
-        for adapter in ("", *manifest.adapters):
-            _verified(folder, manifest, adapter)
-        return lambda: [self._adapter(manifest, folder, adapter) for adapter in ("", *manifest.adapters)]
-
-    def _adapter(self, manifest: PolicyVersion, folder: Path, adapter: str) -> Cohort:
-        from peft import PeftModel
-
-        name, place = adapter_name(manifest.version, adapter), str(folder / adapter)
-        with warnings.catch_warnings():
-            # peft asks transformers for a property by its deprecated name.
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), place, adapter_name=name)
-            else:
-                self._peft.load_adapter(place, adapter_name=name)
-        self._activate(name)
-        inner = self._peft.get_base_model().eval()
-        self._canary_error = check_canary(manifest, inner, self._options.canary_tolerance, adapter)
-        return self._cohort(manifest.version, inner, lambda: self._activate(name), adapter)
-
-    def _activate(self, name: str) -> None:
-        if self._peft.active_adapter != name:
-            self._peft.set_adapter(name)
-
-    def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None], adapter: str = "") -> Cohort:
+    def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None], adapter: str) -> Cohort:
         o = self._options
         return Cohort(version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens, adapter)
 
@@ -348,8 +303,7 @@ class TransformersEngine:
         ended = [cohort for cohort in self._cohorts if cohort.version != self._version and not cohort.rows]
         for cohort in ended:
             self._cohorts.remove(cohort)
-            if self._peft is not None:
-                self._peft.delete_adapter(adapter_name(cohort.version, cohort.adapter))
+            self._versions.retire(cohort)
         if ended:
             self._call(self._cohort_ended.set)
 
@@ -393,32 +347,6 @@ class TransformersEngine:
                 f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the model's {limit} positions",
                 "Lower max_tokens or shorten the prompt",
             )
-
-
-def adapter_name(version: int, adapter: str) -> str:
-    """`policy-v17`, or `policy-v17-verifier`: the version is in the name, so that no stale one can be served (I8)."""
-    return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
-
-
-def _verified(folder: Path, manifest: PolicyVersion, adapter: str = "") -> Path:
-    path = folder / adapter / _WEIGHTS[manifest.kind]
-    digest = manifest.adapters[adapter].weights_sha256 if adapter else manifest.weights_sha256
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing", "Wait for a complete version, or publish it again")
-    if file_sha256(path) != digest:
-        raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Publish the version again")
-    return path
-
-
-def _tied_names(model: torch.nn.Module) -> set[str]:
-    """Names of the state dict that alias an earlier one."""
-    seen: set[int] = set()
-    tied: set[str] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            tied.add(name)
-        seen.add(id(tensor))
-    return tied
 
 
 def _eos_ids(model: torch.nn.Module, tokenizer: Tokenizer) -> frozenset[int]:

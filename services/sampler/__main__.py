@@ -39,10 +39,13 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.GENERATE],
         service.config.sampler.slots,
         sampling.generate,
-        caps=service.quiet_caps(),
+        caps={} if sampling.is_remote else service.quiet_caps(),
         wedge_s=60.0,
+        keys=service.keys,
     )
-    sampling.progress = worker.breathe
+    # `breathe` waits for its gate and so is for a thread of work; an endpoint's only work is on this loop
+    sampling.progress = worker.progress if sampling.is_remote else worker.breathe
+    service.watch(worker.meter)
     watcher = asyncio.create_task(sampling.watch(WATCH_S))
     try:
         work = asyncio.create_task(worker.run(stop))

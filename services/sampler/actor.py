@@ -10,12 +10,11 @@ import msgspec
 from kbrl_async.learning import versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.prompts import extract
-from kbrl_async.prompts.roles import VERIFIER
-from kbrl_async.sampling.engine import Completion, Engine
+from kbrl_async.sampling.engine import Completion, Engine, EngineStats
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from kbrl_async.telemetry.logs import bound
 from protocols.messages import Stage, Task
-from protocols.records import Candidate, Fault, Generation, RolloutRequest
+from protocols.records import VERIFIER, Candidate, Fault, Generation, RolloutRequest
 from services.runtime.service import Service
 from services.runtime.worker import Outcome
 
@@ -25,15 +24,41 @@ _REQUESTS = msgspec.msgpack.Decoder(RolloutRequest)
 class Sampling:
     """One engine and the folder of policies it follows."""
 
-    def __init__(self, service: Service, engine: Engine) -> None:
+    def __init__(self, service: Service, engine: Engine, *, follows: bool = True) -> None:
+        """`follows`: the engine serves what the learner publishes; else it answers as it is."""
         self._service = service
         self._engine = engine
+        self._follows = follows
         self._loading = asyncio.Lock()
         self.progress: Callable[[], None] = lambda: None
 
+    @property
+    def is_remote(self) -> bool:
+        """The engine computes elsewhere: nothing here needs to stand still for a bench."""
+        return self._service.config.sampler.engine == "openai"
+
     @classmethod
     async def open(cls, service: Service, stop: asyncio.Event) -> Sampling | None:
-        """Waits for the learner's first policy, then loads it; None when the run stops before."""
+        """The engine that the configuration names, serving its first policy; None when the run stops before."""
+        if service.config.sampler.engine == "openai":
+            return await cls._open_endpoint(service)
+        return await cls._open_model(service, stop)
+
+    @classmethod
+    async def _open_endpoint(cls, service: Service) -> Sampling:
+        from kbrl_async.sampling.openai_engine import OpenAIEngine, options_of  # httpx is for who asks for it
+
+        settings = service.config.sampler
+        engine = OpenAIEngine(options_of(settings, service.config.model_name))
+        await engine.check()
+        sampling = cls(service, engine, follows=settings.train_logprobs)
+        await sampling.catch_up()
+        service.log.info("ready", endpoint=settings.base_url, model=service.config.model_name, slots=settings.slots)
+        return sampling
+
+    @classmethod
+    async def _open_model(cls, service: Service, stop: asyncio.Event) -> Sampling | None:
+        """Waits for the learner's first policy, then loads it."""
         while (found := versions.newest(service.policies)) is None:
             if stop.is_set():
                 return None
@@ -56,6 +81,8 @@ class Sampling:
 
     async def catch_up(self) -> None:
         """Loads the newest published version unless it is served already."""
+        if not self._follows:
+            return
         async with self._loading:
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
@@ -63,9 +90,32 @@ class Sampling:
                 self._service.log.debug("serving", policy_version=found[0].version)
 
     async def watch(self, period_s: float) -> None:
+        """Keeps up with the learner. A remote engine has no thread to speak for it: while this loop runs, it moves."""
+        told = self._engine.stats()
         while True:
             await asyncio.sleep(period_s)
             await self.catch_up()
+            if self.is_remote:
+                self.progress()
+                told = self._tell_spending(told)
+
+    def _tell_spending(self, told: EngineStats) -> EngineStats:
+        """A line in the log for every hundred requests, and at the end."""
+        now = self._engine.stats()
+        if now.requests < told.requests + 100:
+            return told
+        self._log_spending(now)
+        return now
+
+    def _log_spending(self, now: EngineStats) -> None:
+        self._service.log.info(
+            "endpoint",
+            requests=now.requests,
+            retries=now.retries,
+            prompt_tokens=now.prefill_tokens,
+            output_tokens=now.generated_tokens,
+            cost=round(now.cost, 6),
+        )
 
     async def generate(self, task: Task, frames: list[bytes]) -> Outcome:
         request = _REQUESTS.decode(frames[0])
@@ -76,13 +126,16 @@ class Sampling:
                 task.lease_id, request.prompt, request.sampling, request.purpose, request.role
             )
             generation = to_generation(done, request, self._service.worker_id)
-            self._service.log.debug("generated", policy_version=done.policy_version, tokens=len(done.token_ids))
+            tokens = len(done.token_ids) or done.output_tokens
+            self._service.log.debug("generated", policy_version=done.policy_version, tokens=tokens)
         next_stage = Stage.SCORE if generation.candidate is None else Stage.COMPILE
         frame = msgspec.msgpack.encode(generation)
-        return Outcome(next_stage, [frame], done.policy_version, tokens=len(done.token_ids))
+        return Outcome(next_stage, [frame], done.policy_version, tokens=tokens)
 
     async def close(self) -> None:
         await self._engine.close()
+        if self.is_remote:
+            self._log_spending(self._engine.stats())
 
 
 def to_generation(done: Completion, request: RolloutRequest, worker_id: str) -> Generation:

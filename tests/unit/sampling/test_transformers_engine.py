@@ -30,7 +30,7 @@ def with_engine(
     async def main() -> None:
         engine = TransformersEngine(model, tokenizer, TransformersOptions(**options), tick)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(100):
                 await body(engine)
         finally:
             await engine.close()
@@ -44,14 +44,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """A tick that lets the engine's thread through step by step."""
+    """A tick that holds the engine's thread back while it is not open; `step` lets it through once."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
+        self._steps = threading.Semaphore(0)
 
     def __call__(self) -> None:
-        self.open.wait(10)
+        for _ in range(2000):
+            if self.open.is_set() or self._steps.acquire(timeout=0.01):
+                return
+
+    def step(self) -> None:
+        self._steps.release()
 
 
 def test_many_requests_over_few_rows_all_complete(model: torch.nn.Module, tokenizer: Any, publish: Publish) -> None:
@@ -76,8 +82,12 @@ def test_a_running_sequence_ends_on_its_version_and_a_new_one_begins_on_the_newe
         await engine.load(*publish(0))
         gate.open.clear()
         tasks = [asyncio.create_task(engine.generate(f"old{i}", "1 2 3", LONG)) for i in range(4)]
+        # The thread may look when the first one is there: one more look finds all.
+        await until(lambda: engine.stats().active > 0)
+        gate.step()
+        await until(lambda: engine.stats().active + sum(t.done() for t in tasks) == 4)
         loading = asyncio.create_task(engine.load(*publish(1)))
-        await asyncio.sleep(0.2)
+        await until(lambda: engine.stats().waiting == 1)
         gate.open.set()
         await loading
         new = await engine.generate("new", "1 2 3", SamplingParams(max_tokens=3))

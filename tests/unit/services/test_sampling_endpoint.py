@@ -1,0 +1,77 @@
+"""The sampler service over an endpoint: requests in, generations out, no policy of ours needed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kbrl_async.config import available_cores, cpu_layout, endpoints, load
+from kbrl_async.errors import ConfigError
+from protocols.messages import Stage, Task
+from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
+from services.runtime.service import Service
+from services.sampler.actor import Sampling
+from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
+
+ANSWER = "Here it is:\n```python\nclass ModelNew:\n    def forward(self):\n        pass\n```\n"
+
+
+class Log:
+    """What was logged at level info."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def info(self, event: str, **facts: Any) -> None:
+        self.lines.append({"event": event, **facts})
+
+    def debug(self, event: str, **facts: Any) -> None: ...
+
+
+def service(tmp_path: Path, base_url: str) -> Service:
+    words = ["sampler.engine=openai", "model_name=m", f"sampler.base_url={base_url}", "sampler.price_output=5"]
+    config = load(overrides=words)
+    layout = cpu_layout(config, available_cores())
+    return Service("sampler", "sampler.1", tmp_path, config, endpoints(config, tmp_path), layout, Log())
+
+
+def frame(purpose: Purpose) -> bytes:
+    problem = Problem("L1/01_x", 1, "x", "")
+    request = RolloutRequest("r", "g", problem, "prompt", "c", SamplingParams(max_tokens=8), purpose)
+    return msgspec.msgpack.encode(request)
+
+
+def run(tmp_path: Path, purpose: Purpose) -> tuple[Any, Log, FakeEndpoint]:
+    async def main() -> tuple[Any, Log, FakeEndpoint]:
+        async with fake_endpoint() as fake:
+            fake.replies = [chat(ANSWER)]
+            given = service(tmp_path, fake.base_url)
+            sampling = await Sampling.open(given, asyncio.Event())
+            assert sampling is not None
+            try:
+                task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
+                return await sampling.generate(task, [frame(purpose)]), given.log, fake
+            finally:
+                await sampling.close()
+
+    return asyncio.run(main())
+
+
+def test_an_evaluation_needs_no_policy_of_the_learner(tmp_path: Path) -> None:
+    outcome, log, _ = run(tmp_path, Purpose.EVAL)
+    generation = msgspec.msgpack.decode(outcome.frames[0], type=Generation)
+    assert (outcome.next_stage, outcome.tokens, generation.fault) == (Stage.COMPILE, 20, Fault.OK)
+    assert generation.candidate is not None
+    assert generation.candidate.source.startswith("class ModelNew")
+    assert log.lines[-1] == {
+        "event": "endpoint", "requests": 2, "retries": 0, "prompt_tokens": 100, "output_tokens": 20, "cost": 0.0001,
+    }  # fmt: skip
+
+
+def test_a_training_rollout_ends_the_sampler_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no log-probs"):
+        run(tmp_path, Purpose.TRAIN)
