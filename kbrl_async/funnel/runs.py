@@ -3,7 +3,7 @@
 ::
 
     run folder ─samples─▶ queue ─▶ workers (a Verifier each) ─▶ journal, one line each ─▶ kbrl_results.json
-                                                                                      └─▶ eval_results.json
+                                                                                      └─▶ eval_results.json, pass@k
 
 Invariants
 * Files are written by one thread; a result is on disk before the next one is counted.
@@ -25,6 +25,7 @@ import msgspec
 
 from kbrl_async.errors import InfraError, KbrlError, ProblemError
 from kbrl_async.funnel.kernelbench import EVAL_FILE, Outcome, Sample, by_level, eval_results, samples
+from kbrl_async.funnel.kernelbench_files import CHANCES_FILE, pass_at_k_results
 from kbrl_async.funnel.reading import read_candidate
 from kbrl_async.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
 from kbrl_async.problems import load_problems
@@ -51,6 +52,8 @@ class RunOptions(msgspec.Struct, frozen=True):
     sanitize: bool = False
     workers: int = 1
     overwrite: bool = False
+    precision: str = "fp32"
+    """Number format of problems and candidates, as KernelBench means it."""
     verify: VerifyOptions = VerifyOptions()
 
 
@@ -152,7 +155,7 @@ class RunFolder:
         backend = reading.candidate.backend if reading.candidate else ""
         shapes = shapes_for(choose_device(backend, self.options.device))
         if shapes not in self._problems:
-            listed = load_problems(self._source, shapes=shapes)
+            listed = load_problems(self._source, shapes=shapes, precision=self.options.precision)
             self._problems[shapes] = {(p.level, n): p for p in listed if (n := number(p)) is not None}
         problem = self._problems[shapes].get((sample.level, sample.problem))
         if problem is None:
@@ -199,14 +202,16 @@ class RunFolder:
         files, kept = [str(ours)], []
         levels = by_level(outcomes)
         for level, listed in levels.items():
-            name = EVAL_FILE if len(levels) == 1 else f"level_{level}_{EVAL_FILE}"
-            path = self.folder / name
-            data = msgspec.json.encode(eval_results(listed))
-            if path.exists() and not self.options.overwrite and path.read_bytes() != _pretty(data):
-                kept.append(str(path))
-            else:
-                _replace(path, data)
-                files.append(str(path))
+            prefix = "" if len(levels) == 1 else f"level_{level}_"
+            table = eval_results(listed)
+            chances = pass_at_k_results(table, sorted({1, *map(len, table.values())}))
+            for name, content in ((EVAL_FILE, table), (CHANCES_FILE, chances)):
+                path, data = self.folder / f"{prefix}{name}", msgspec.json.encode(content)
+                if path.exists() and not self.options.overwrite and path.read_bytes() != _pretty(data):
+                    kept.append(str(path))
+                else:
+                    _replace(path, data)
+                    files.append(str(path))
         return Written(outcomes, files, kept)
 
 

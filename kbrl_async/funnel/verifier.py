@@ -26,17 +26,17 @@ from kbrl_async.building.sanitize import Sanitizer
 from kbrl_async.errors import InfraError, MissingTool, UserError
 from kbrl_async.funnel.reading import read_candidate
 from kbrl_async.funnel.result import Result, early, with_findings
+from kbrl_async.launch.backends import GPU_ONLY, ON_GPU
 from kbrl_async.problems import find_problem, parse_problem
+from kbrl_async.problems.precision import in_precision
 from kbrl_async.sandbox import Limits, Zygote
 from kbrl_async.telemetry.stages import StageClock
 from kbrl_async.verifying import Bench, BenchOptions, zygote_for
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, StageReport
 
-GPU_BACKENDS = frozenset({"cuda", "cuda-nvrtc", "triton"})
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 _CPU_S = 600
 """Of one child: a reference of many large inputs needs minutes, and every call has its own deadline besides."""
-_GPU_ONLY = frozenset({"cuda", "cuda-nvrtc"})
 
 
 class VerifyOptions(msgspec.Struct, frozen=True):
@@ -189,7 +189,7 @@ def choose_device(backend: str, wanted: str | None) -> str:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
             raise UserError(f"{wanted!r} is no device", "Choose cpu, cuda or cuda:N")
         return "cuda:0" if wanted == "cuda" else str(wanted)
-    if backend in _GPU_ONLY or (backend in GPU_BACKENDS and _NVIDIA_DEVICE.exists()):
+    if backend in GPU_ONLY or (backend in ON_GPU and _NVIDIA_DEVICE.exists()):
         return "cuda:0"
     return "cpu"
 
@@ -241,6 +241,7 @@ def verify(
     problems: str = "",
     response: bool | None = None,
     sanitize: bool = False,
+    precision: str = "fp32",
     options: VerifyOptions | None = None,
 ) -> Result:
     """One candidate through the whole funnel, without any running service::
@@ -251,6 +252,7 @@ def verify(
     :param problem: a `Problem`, a file, an id of `problems` (a folder; empty: the project's own suite), or source text.
     :param candidate: a `Candidate`, a file, or text: a Python file or a model's response.
     :param backend: None: guessed from what the candidate imports and calls.
+    :param precision: `fp32`, `fp16` or `bf16`: module and inputs are cast, as by KernelBench's option.
     :param device: None: the GPU for GPU kernels, else the CPU.
     :param response: None: a text that parses as Python is a file; else fences or tags make it a response.
     :raises UserError: no such file, problem or backend.
@@ -260,6 +262,7 @@ def verify(
     name = given.backend if isinstance(given, Candidate) else _backend_of(given, backend, response)
     shapes = shapes_for(choose_device(name, device))
     asked = problem if isinstance(problem, Problem) else load(problem, problems, shapes)
+    asked = in_precision(asked, precision)
     chosen = msgspec.structs.replace(options or VerifyOptions(), timing=timing, sanitize=sanitize)
     with Verifier(device, chosen) as verifier:
         return verifier.verify(asked, given, backend, response=response)

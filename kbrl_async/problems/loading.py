@@ -1,42 +1,84 @@
-"""Reads problem files `level{L}/{NN}_{name}.py` that define `Model`, `get_inputs` and `get_init_inputs`.
+"""Finds and reads problems: folders `level{L}/{NN}_{name}.py`, single files, task files, data sets of the hub.
 
-A size line `rows = 512  # gpu: 16384` carries two shapes; `shapes="gpu"` takes the second. Files are parsed, not run.
+::
+
+    ""  ─▶ the project's own suite          kernelbench ─▶ KERNELBENCH_ROOT        owner/name ─▶ the hub
+    folder with level*/, or with KernelBench/level*/          file.py          tasks.jsonl
+
+Everything is parsed, nothing is run.
 """
 
 from __future__ import annotations
 
-import ast
+import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.problems import audit_file
+from kbrl_async.problems import audit_file, hub, tasks
+from kbrl_async.problems.contract import REQUIRED, parse_problem
+from kbrl_async.problems.precision import in_precision
 from protocols.records import Problem
 
+__all__ = ["REQUIRED", "load_file", "load_folder", "load_problems", "load_suite", "parse_problem"]
+
 SUITE = Path(__file__).parent / "suite"
-REQUIRED = ("Model", "get_inputs", "get_init_inputs")
-SIZE_LINE = re.compile(r"^(\w+ = )(.+?)  # gpu: (.+)$", re.MULTILINE)
+KERNELBENCH = "kernelbench"
+ROOT_VARIABLE = "KERNELBENCH_ROOT"
 
 
 def load_problems(
-    source: str = "", *, levels: Iterable[int] = (), split: str | None = None, shapes: str = "cpu"
+    source: str = "",
+    *,
+    levels: Iterable[int] = (),
+    split: str | None = None,
+    shapes: str = "cpu",
+    precision: str = "fp32",
 ) -> list[Problem]:
-    """The problems of `source`: empty for the project's own suite, else a KernelBench folder or one file.
+    """The problems of `source`: empty for the project's own suite, else a folder, a file, a hub name or `kernelbench`.
 
     `levels` and `split` select; nothing selected is a `ProblemError`. What an audit of them says is in their `flags`.
     """
-    path = Path(source).expanduser() if source else SUITE
-    problems = [load_file(path, shapes=shapes)] if path.is_file() else load_folder(path, shapes=shapes)
-    folder = None if path == SUITE else path
+    problems, folder = _read(source, shapes)
     problems = audit_file.with_flags(problems, map(audit_file.read, audit_file.find(folder, shapes)))
     wanted = set(levels)
     chosen = [p for p in problems if (not wanted or p.level in wanted) and split in (None, p.split)]
     if not chosen:
-        raise ProblemError(f"no problem in {path} has level {sorted(wanted) or 'any'} and split {split or 'any'}")
-    return chosen
+        there = ", ".join(map(str, sorted({p.level for p in problems})))
+        asked = f"level {sorted(wanted) or 'any'} and split {split or 'any'}"
+        raise ProblemError(f"no problem in {folder or source or SUITE} has {asked}", f"It has level {there}")
+    return [in_precision(problem, precision) for problem in chosen]
+
+
+def _read(source: str, shapes: str) -> tuple[list[Problem], Path | None]:
+    """All problems, and the folder whose audit belongs to them (None: the suite's own)."""
+    if not source:
+        return load_folder(SUITE, shapes=shapes), None
+    path = root_folder(source, os.environ)
+    if path.is_file():
+        found = tasks.load_tasks(path) if path.suffix == ".jsonl" else [load_file(path, shapes=shapes)]
+        return found, None if path.is_relative_to(SUITE) else path.parent
+    if not path.exists() and hub.looks_like_name(source):
+        return hub.load_hub(source), path
+    return load_folder(path, shapes=shapes), None if path == SUITE else path
+
+
+def root_folder(source: str, environment: Mapping[str, str]) -> Path:
+    """The file or folder that `source` names: `kernelbench` is KERNELBENCH_ROOT, a checkout its folder of problems.
+
+    :raises ProblemError: `kernelbench`, and the variable is not set.
+    """
+    if source == KERNELBENCH and not Path(source).exists():
+        if not environment.get(ROOT_VARIABLE):
+            cure = f"Set {ROOT_VARIABLE} to a KernelBench checkout, or name its folder"
+            raise ProblemError(f"problems=kernelbench needs {ROOT_VARIABLE}", cure)
+        source = environment[ROOT_VARIABLE]
+    path = Path(source).expanduser()
+    inner = path / "KernelBench"
+    return inner if not any(path.glob("level*/*.py")) and any(inner.glob("level*/*.py")) else path
 
 
 def load_suite(*, levels: Iterable[int] = (), split: str | None = None, shapes: str = "cpu") -> list[Problem]:
@@ -62,33 +104,6 @@ def load_file(path: Path, *, index: dict[str, dict[str, Any]] | None = None, sha
     problem_id = f"L{level}/{path.stem}"
     facts = (index or {}).get(problem_id, {})
     return parse_problem(path.read_text(), problem_id, level=level, origin=str(path), shapes=shapes, **facts)
-
-
-def parse_problem(
-    source: str,
-    problem_id: str,
-    *,
-    level: int = 0,
-    origin: str = "",
-    shapes: str = "cpu",
-    difficulty: float = 0.5,
-    split: str = "train",
-) -> Problem:
-    """Checks the contract statically and chooses the shapes. Raises `ProblemError` with file and line."""
-    origin = origin or problem_id
-    try:
-        names = {getattr(node, "name", "") for node in ast.parse(source).body}
-    except SyntaxError as error:
-        raise ProblemError(
-            f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out"
-        ) from None
-    missing = [name for name in REQUIRED if name not in names]
-    if missing:
-        raise ProblemError(
-            f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()"
-        )
-    text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
-    return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:

@@ -55,7 +55,9 @@ def kernel(body: str = "2 * x[i] + 1", extra: str = "") -> str:
     return KERNEL.replace("BODY", body).replace("EXTRA", extra)
 
 
-QUICK = VerifyOptions(bench=BenchOptions(deadline_s=3.0, recipe=Recipe(min_pairs=4, max_pairs=6, cap_s=0.2)))
+QUICK = VerifyOptions(
+    bench=BenchOptions(deadline_s=10.0, call_floor_s=1.0, recipe=Recipe(min_pairs=4, max_pairs=6, cap_s=0.2))
+)
 
 
 @pytest.fixture(scope="session")

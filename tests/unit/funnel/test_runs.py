@@ -179,3 +179,26 @@ def test_a_fault_is_told_in_their_words(fault: Fault, key: str) -> None:
     entry = eval_results([Outcome(1, 1, 0, "k", result)])["1"][0]
     assert key in entry["metadata"]
     assert entry["metadata"]["fault"] == fault.value
+
+
+def test_pass_at_k_is_written_beside_the_results(run_folder: Path, fake: type[Fake]) -> None:
+    written = verify_run(run_folder, bench(run_folder), RunOptions())
+    assert str(run_folder / "pass_at_k_results.json") in written.files
+    found = json.loads((run_folder / "pass_at_k_results.json").read_text())
+    assert found["problems"]["1"] == {"total_samples": 2, "correct_samples": 2, "pass@1": 1.0, "pass@2": 1.0}
+    assert found["averages"]["avg_pass@1"] == 1.0
+
+
+def test_problems_are_verified_in_the_asked_precision(
+    run_folder: Path, fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def verify(_self: Fake, problem: Problem, _text: str, _backend: str | None) -> Result:
+        seen.append(problem.source)
+        return RIGHT
+
+    monkeypatch.setattr(Fake, "verify", verify)
+    verify_run(run_folder, bench(run_folder), RunOptions(precision="bf16"))
+    assert seen
+    assert all("bfloat16" in source for source in seen)

@@ -1,0 +1,218 @@
+"""`kbrl eval`: n answers a problem from any policy, verified by the services of training, and what they are worth.
+
+::
+
+    what ─resolve─▶ policy ─▶ folder runs/evals/NAME (the same command continues it) ─▶ publish ─▶ services ─▶ tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from kbrl_async.cli import preflight, settings
+from kbrl_async.cli.launch import Ended, start_and_wait
+from kbrl_async.config import (
+    CONFIG_FILE,
+    KEYS,
+    Config,
+    Plan,
+    config_hash,
+    environment,
+    is_finished,
+    load,
+    plan,
+    prepare,
+    process_counts,
+)
+from kbrl_async.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from kbrl_async.evaluating.targets import Target
+
+NAME = "eval"
+HELP = "what a policy is worth: pass@k, fast_p and speedups of n verified answers a problem"
+KIND = "evaluation"
+"""Of its summary.json."""
+FOLDER = "evals"
+"""In log_path: evaluations are runs, but never the newest one that other commands mean."""
+EXAMPLES = """\
+examples:
+  kbrl eval runs/default                              the newest policy of a run, on every problem of its levels
+  kbrl eval default --version best --heldout          the best one so far, on problems that training never saw
+  kbrl eval small --samples 16 --level 1              the small policy before any training
+  kbrl eval runs/default/checkpoints/step-000014 --ids L1/13,L1/14 --temperature 0 --samples 1
+  kbrl eval ./my-adapter model_name=Qwen/Qwen2.5-Coder-7B-Instruct backend=triton --problems KernelBench/
+  kbrl eval http://127.0.0.1:8000/v1 --model my-model --turns 4 --raicl index
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES + "\nThe first word is the policy; the newest run's newest one if it is left out."
+    add = parser.add_argument
+    add("--version", default="newest", metavar="newest|best|N", help="which policy of a run")
+    add("--samples", type=int, metavar="N", help="answers per problem (default 4)")
+    add("--temperature", type=float, metavar="T", help="0 is greedy; default: that of training")
+    add("--turns", type=int, metavar="N", help="refinement turns of an answer; the best one counts")
+    add("--raicl", metavar="INDEX", help="show retrieved examples from this index, see 'kbrl index build'")
+    add("--raicl-k", type=int, metavar="K", help="most examples in a prompt")
+    add("--level", metavar="L[,L]", help="problem levels; default: those of the run")
+    add("--ids", metavar="ID[,ID]", help="single problems, such as L1/13 or softmax")
+    add("--heldout", action="store_true", help="only problems that training never sees")
+    add("--problems", metavar="SOURCE", help="folder, file, JSONL, hub name, or 'kernelbench' (KERNELBENCH_ROOT)")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="number format of model and inputs")
+    add("--deadline", type=float, metavar="S", help="seconds that all samples of one problem may take together")
+    add("--model", metavar="NAME", help="an endpoint's model")
+    add("--tensorboard-log-dir", metavar="DIR", help="add the figures to these event files")
+    add("--tensorboard-step", type=int, metavar="N", help="at this step; default: the policy's version")
+    add("--output", type=Path, metavar="FILE", help="copy evaluation.json there")
+    add("--kernelbench", type=Path, metavar="DIR", help="copy the KernelBench run folders and baseline.json there")
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kbrl_async.evaluating import policy_file, publishing
+
+    target, config = resolve(args)
+    todo = plan(config)
+    check(todo)
+    run = prepare(config)
+    doing = "continuing" if run.resumed else "starting"
+    print(f"{doing} {run.path}: {target.label}; Ctrl-C stops it, the same command continues it", flush=True)
+    with Console(stderr=True).status("publishing the policy …") as status:
+        facts = publishing.publish(
+            target, run.path / "policies", run.config, lambda what, share: status.update(f"{what} ({share:.0%}) …")
+        )
+    policy_file.write_policy(run.path, facts)
+    return conclude(run.path, start_and_wait(run.path, process_counts(run.config)), args)
+
+
+def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
+    """What is evaluated, and the configuration of its evaluation: that of its run, unless something else was said."""
+    from kbrl_async.evaluating import targets
+
+    what, overrides = _words(args.overrides)
+    env = environment(os.environ)
+    log_path = Path(load(args.config, [w for w in overrides if w.startswith("log_path=")], env).log_path)
+    target = targets.resolve(what or "latest", log_path, args.version)
+    inherited = [Path(target.run) / CONFIG_FILE] if target.run else []
+    own = [*_target_settings(target, args), *_settings(args)]
+    config = load([*inherited, *args.config], [*own, *map(_full_key, overrides)], env)
+    given = {word.partition("=")[0] for word in overrides}
+    root = log_path if "log_path" in given or target.run is None else Path(target.run).parent
+    broker = config.broker if any(key.startswith("broker.") for key in given) else load(args.config, [], env).broker
+    config = msgspec.structs.replace(config, log_path=str(root / FOLDER), resume=None, name=None, broker=broker)
+    name = next((word.partition("=")[2] for word in overrides if word.startswith("name=")), "")
+    return target, msgspec.structs.replace(config, name=name or f"{target.label}-{config_hash(config)[:6]}")
+
+
+def _words(words: list[str]) -> tuple[str, list[str]]:
+    """The policy, and the settings."""
+    named = [word for word in words if "=" not in word or Path(word).exists() or word.startswith("http")]
+    if len(named) > 1:
+        raise UserError(f"one policy at a time, not {named[0]} and {named[1]}", "Settings are written key=value")
+    return next(iter(named), ""), [word for word in words if word not in named]
+
+
+def _full_key(word: str) -> str:
+    """`tensorboard_step=3` means evaluation.tensorboard_step."""
+    key = word.partition("=")[0].removeprefix("--")
+    return f"evaluation.{word}" if key not in KEYS and f"evaluation.{key}" in KEYS else word
+
+
+def _target_settings(target: Target, args: argparse.Namespace) -> Iterator[str]:
+    yield f"evaluation.policy={target.label} {target.identity}"
+    if target.kind == "endpoint":
+        if args.model:
+            yield f"model_name={args.model}"
+        yield from ("sampler.engine=openai", f"sampler.base_url={target.name}")
+    elif target.kind == "model":
+        yield f"model_name={target.name}"
+
+
+def _settings(args: argparse.Namespace) -> Iterator[str]:
+    """The options as settings."""
+    single = {
+        "evaluation.samples": args.samples,
+        "evaluation.temperature": args.temperature,
+        "evaluation.deadline_s": args.deadline,
+        "evaluation.ids": args.ids,
+        "evaluation.tensorboard_log_dir": args.tensorboard_log_dir,
+        "evaluation.tensorboard_step": args.tensorboard_step,
+        "level": args.level,
+        "problems": args.problems,
+        "dataset_builder.rag_index_path": args.raicl,
+        "dataset_builder.raicl_k": args.raicl_k,
+    }
+    yield from (f"{key}={value}" for key, value in single.items() if value is not None)
+    if args.heldout:
+        yield "evaluation.split=heldout"
+    if args.raicl:
+        yield "dataset_builder.prompt_option=raicl"
+    if args.turns is not None:
+        yield from ("mode=multi_turn", f"max_turns={args.turns}") if args.turns > 1 else ("mode=single_turn",)
+    if args.precision:
+        yield f"precision={args.precision}"
+
+
+def check(todo: Plan) -> None:
+    """What must be right before anything is written.
+
+    :raises KbrlError: the first thing that is wrong.
+    """
+    from kbrl_async.evaluating.selecting import select
+
+    preflight.check_cores(todo.config)
+    select(todo.config)
+    preflight.check_disk(todo.path, todo.config.compile_farm.store_max_bytes + preflight.SPARE_BYTES)
+    preflight.check_addresses(todo)
+    if todo.config.backend == "c":
+        preflight.check_compiler()
+
+
+def conclude(run_dir: Path, ended: Ended, args: argparse.Namespace) -> int:
+    """Show the figures and copy files, or say why there are none.
+
+    :raises RunError: a service gave up.
+    """
+    if is_finished(run_dir):
+        show(run_dir)
+        _copy(run_dir, args)
+        print(f"everything is in {run_dir}: evaluation.json, kernelbench/, tensorboard/")
+        return 0
+    if ended.interrupted:
+        print("stopped; the same command continues it", file=sys.stderr)
+        return ended.code
+    who = ended.first or "a process"
+    if ended.reason:
+        error = RunError(f"{who} gave up: {ended.reason}")
+    else:
+        cause = f"{who} ended with exit code {ended.code} before the evaluation did"
+        error = RunError(cause, f"Read {run_dir / 'logs'}; the same command continues it")
+    error.exit_code = ended.code or RunError.exit_code
+    raise error
+
+
+def show(run_dir: Path, console: Console | None = None) -> None:
+    """Print the tables of a finished evaluation."""
+    from kbrl_async.evaluating import document
+    from kbrl_async.evaluating.show import render
+
+    (console or Console()).print(render(document.read(run_dir / document.FILE)))
+
+
+def _copy(run_dir: Path, args: argparse.Namespace) -> None:
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run_dir / "evaluation.json", args.output)
+    if args.kernelbench:
+        shutil.copytree(run_dir / "kernelbench", args.kernelbench, dirs_exist_ok=True)

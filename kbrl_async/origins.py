@@ -1,0 +1,59 @@
+"""The policy that a configuration begins with: the project's own small one (made now, if need be), or a named model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kbrl_async.config import Config
+from kbrl_async.policy.making import SmallPolicyOptions, ensure_small_policy
+from kbrl_async.problems import load_problems
+from kbrl_async.prompts import render_prompt
+
+SMALL = "small"
+CANARY_TOKENS = 32
+
+
+def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str:
+    """A folder, or a name that transformers can load. `told(what, share)` hears of the making, and may raise."""
+    if config.model_name != SMALL:
+        return config.model_name
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return ensure_small_policy(cache_folder(config), small_options(config), told)
+
+
+def small_options(config: Config) -> SmallPolicyOptions:
+    sft = config.sft
+    return SmallPolicyOptions(
+        examples=sft.examples,
+        prompt_option=config.prompt_option,
+        hidden_size=sft.hidden_size,
+        layers=sft.layers,
+        heads=sft.heads,
+        vocab_size=sft.vocab_size,
+        max_seconds=sft.max_seconds,
+        steps=sft.steps,
+        batch_tokens=sft.batch_tokens,
+        learning_rate=sft.lr,
+        turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
+        verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
+        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
+    )
+
+
+def cache_folder(config: Config) -> Path:
+    """`cache_path`, else our folder in the user's cache."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
+
+
+def canary_ids(config: Config, tokenizer: Any) -> list[int]:
+    """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
+    problem = load_problems(config.problems or "")[0]
+    prompt = render_prompt(config.prompt_option, problem, config.backend)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    return ids[:CANARY_TOKENS]

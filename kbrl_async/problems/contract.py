@@ -1,0 +1,42 @@
+"""The KernelBench contract of one problem's source, checked without running it, and its shapes.
+
+A size line `rows = 512  # gpu: 16384` carries two shapes; `shapes="gpu"` takes the second.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from kbrl_async.errors import ProblemError
+from protocols.records import Problem
+
+REQUIRED = ("Model", "get_inputs", "get_init_inputs")
+SIZE_LINE = re.compile(r"^(\w+ = )(.+?)  # gpu: (.+)$", re.MULTILINE)
+
+
+def parse_problem(
+    source: str,
+    problem_id: str,
+    *,
+    level: int = 0,
+    origin: str = "",
+    shapes: str = "cpu",
+    difficulty: float = 0.5,
+    split: str = "train",
+) -> Problem:
+    """Checks the contract statically and chooses the shapes. Raises `ProblemError` with file and line."""
+    origin = origin or problem_id
+    try:
+        names = {getattr(node, "name", "") for node in ast.parse(source).body}
+    except SyntaxError as error:
+        raise ProblemError(
+            f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out"
+        ) from None
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        raise ProblemError(
+            f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()"
+        )
+    text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
+    return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)

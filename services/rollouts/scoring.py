@@ -1,0 +1,168 @@
+"""A finished record becomes a reward, a training sample and the numbers that are watched. Pure.
+
+This is the only place where a reward is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from kbrl_async.config.schema import Config
+from kbrl_async.prompts.roles import predicted, prediction_reward
+from kbrl_async.rewards.parts import RewardParts, parts_of
+from kbrl_async.rewards.presets import Preset, reward_of
+from kbrl_async.rewards.turns import TurnOptions, TurnScore
+from kbrl_async.telemetry.funnel import STEPS, Step
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from protocols.records import (
+    INFRASTRUCTURE_FAULTS,
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Frame,
+    Generation,
+    RolloutRequest,
+    Timing,
+    TrainSample,
+)
+
+_FRAMES: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """What the aggregator keeps of one rollout."""
+
+    sample: TrainSample
+    stats: RolloutStats
+    fault: Fault
+    candidate: Candidate | None
+    timing: Timing | None
+
+    @property
+    def turn_score(self) -> TurnScore:
+        return TurnScore(self.sample.reward, self.stats.correct, self.stats.speedup_lo)
+
+
+def turn_options(config: Config) -> TurnOptions:
+    """How many turns a rollout takes, and what they are worth."""
+    if config.mode == "single_turn":
+        return TurnOptions()
+    if config.mode == "agents":  # each role earns its own reward only
+        return TurnOptions(config.max_turns, gamma=0.0)
+    t = config.turns
+    return TurnOptions(config.max_turns, config.gamma, t.returns, t.stop, t.stop_speedup, t.patience)
+
+
+def decode(frames: Sequence[bytes]) -> list[Frame]:
+    """The record's frames, one per stage that worked on it."""
+    return [_FRAMES.decode(frame) for frame in frames]
+
+
+def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
+    """The reward of a finished record, or None where infrastructure failed (I4)."""
+    parts = parts_of(record)
+    if parts is None:
+        return None
+    by_type = {type(frame): frame for frame in record}
+    request, generation = by_type[RolloutRequest], by_type[Generation]
+    bench = by_type.get(BenchReport)
+    assert isinstance(request, RolloutRequest)
+    assert isinstance(generation, Generation)
+    timing = bench.timing if isinstance(bench, BenchReport) else None
+    reward = reward_of(parts, preset)
+    return Scored(
+        sample=_sample(request, generation, reward),
+        stats=_stats(request, generation, parts, timing, reward, stage_seconds(record), steps_of(record)),
+        fault=parts.fault,
+        candidate=generation.candidate,
+        timing=timing,
+    )
+
+
+def score_prediction(record: Sequence[Frame], actual: str) -> Scored | None:
+    """The reward of a verifier's turn: how well it foresaw the real verdict of the turn before, `actual`."""
+    request = next(frame for frame in record if isinstance(frame, RolloutRequest))
+    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
+    if generation is None or generation.fault in INFRASTRUCTURE_FAULTS:
+        return None
+    guess = predicted(generation.text)
+    reward = prediction_reward(guess, actual)
+    parts = RewardParts(Fault.OK, format=float(bool(guess)))
+    stats = _stats(request, generation, parts, None, reward, stage_seconds(record), steps_of(record))
+    return Scored(_sample(request, generation, reward), stats, Fault.OK, None, None)
+
+
+def _sample(request: RolloutRequest, generation: Generation, reward: float) -> TrainSample:
+    return TrainSample(
+        request.rollout_id,
+        generation.prompt_ids,
+        generation.token_ids,
+        generation.logprobs,
+        0.0,
+        reward,
+        generation.policy_version,
+        request.turn,
+        request.role,
+    )
+
+
+def _stats(
+    request: RolloutRequest,
+    generation: Generation,
+    parts: RewardParts,
+    timing: Timing | None,
+    reward: float,
+    seconds: dict[str, float],
+    steps: tuple[Step, ...],
+) -> RolloutStats:
+    return RolloutStats(
+        problem_id=request.problem.problem_id,
+        level=request.problem.level,
+        flagged=bool(request.problem.flags),
+        reward=reward,
+        format=parts.format > 0,
+        compiled=parts.compile > 0,
+        correct=parts.correct > 0,
+        cheated=parts.fault is Fault.CHEATING,
+        fast=timing is not None and timing.is_faster,
+        speedup=timing.speedup if timing else None,
+        speedup_lo=timing.lo if timing else None,
+        speedup_hi=timing.hi if timing else None,
+        completion_fraction=float(generation.finish_reason == "stop"),
+        turn=request.turn,
+        tokens=len(generation.token_ids),
+        policy_version=generation.policy_version,
+        seconds=seconds,
+        funnel=steps,
+        rollout_id=request.rollout_id,
+        fault=parts.fault.value,
+        role=request.role,
+    )
+
+
+def steps_of(record: Sequence[Frame]) -> tuple[Step, ...]:
+    """The steps of the funnel that the rollout came to, in order."""
+    steps = []
+    for frame in record:
+        if isinstance(frame, Generation):
+            steps.append(Step("format", frame.candidate is not None))
+        elif isinstance(frame, BuildReport | BenchReport):
+            steps += [Step(stage.name, stage.fault is Fault.OK, stage.seconds) for stage in frame.stages]
+    return tuple(step for step in steps if step.name in STEPS)
+
+
+def stage_seconds(record: Sequence[Frame]) -> dict[str, float]:
+    """Seconds of work by stage, and `queue`: what the rollout waited between its stages."""
+    names = {Generation: "generate", BuildReport: "compile", BenchReport: "bench"}
+    spans = [
+        (names[type(frame)], frame.started_at, frame.finished_at)
+        for frame in record
+        if isinstance(frame, Generation | BuildReport | BenchReport)
+    ]
+    seconds = {name: max(0.0, end - start) for name, start, end in spans}
+    waits = [max(0.0, later[1] - earlier[2]) for earlier, later in itertools.pairwise(spans)]
+    return {**seconds, "queue": sum(waits)}

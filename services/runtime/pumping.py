@@ -1,0 +1,26 @@
+"""An actor that takes results and hands out work: its worker and its pump run side by side until one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from services.runtime.worker import Worker
+
+
+async def run_beside(worker: Worker, pump: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+    """True when the pump has ended by itself: all is done. Raises what either of them raised."""
+    leaving = asyncio.Event()
+    working = asyncio.create_task(worker.run(leaving))
+    pumping = asyncio.create_task(pump)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({working, pumping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.set()
+    stopping.cancel()
+    if not pumping.done():
+        pumping.cancel()
+    await working
+    if not pumping.done() or pumping.cancelled():
+        return False
+    pumping.result()
+    return True

@@ -1,0 +1,144 @@
+"""`kbrl eval` end to end: an endpoint answers, every process of training but the learning ones, kernels verified."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import REPOSITORY, Run
+
+pytestmark = pytest.mark.timeout(400)
+
+PROBLEM = """import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return x * {factor} + 1
+
+def get_inputs():
+    return [torch.randn(16, 33)]
+
+def get_init_inputs():
+    return []
+"""
+ANSWER = '''```python
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = r"""
+void f(const float *x, float *y, long n) {
+  for (long i = 0; i < n; i++) y[i] = 2 * x[i] + 1;
+}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = c_kernel(SOURCE, "f")
+
+    def forward(self, x):
+        y = torch.empty_like(x)
+        self.kernel(x, y, x.numel())
+        return y
+```'''
+"""Right for the problem with factor 2, wrong for the other one."""
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    asked: list[str] = []  # noqa: RUF012 - one list for all requests is the point
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        Endpoint.asked.append(body["messages"][-1]["content"])
+        message = {"role": "assistant", "content": ANSWER}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        self._send({"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 20}})
+
+    def _send(self, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Endpoint.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+class Evaluation(Run):
+    """`kbrl eval` in place of `kbrl train`."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.path, self.output = folder / "runs" / "evals" / "tried", folder / "output.txt"
+        self._words, self._folder = words, folder
+        self.start()
+
+    def start(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KBRL_", "HONCHO_"))}
+        command = [sys.executable, "-m", "kbrl_async", "eval", *self._words]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                env=environment | {"PYTHONPATH": str(REPOSITORY)},
+                start_new_session=True,
+            )
+
+    def document(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "evaluation.json").read_text())
+        return loaded
+
+
+def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_path: Path, address: str) -> None:
+    level = tmp_path / "problems" / "level1"
+    level.mkdir(parents=True)
+    for number, factor in ((1, 2), (2, 3)):
+        (level / f"{number}_scale.py").write_text(PROBLEM.format(factor=factor))
+    words = ["--model", "m", "--samples", "2", "--problems", "problems", "--level", "1", "name=tried", "log_path=runs"]
+    evaluation = Evaluation(tmp_path, address, *words, "log_level=debug")
+    try:
+        evaluation.until(lambda: any(line["event"] == "scored" for line in evaluation.log("evaluator")), 180)
+        evaluation.kill("evaluator")
+        assert evaluation.wait(180) == 0, evaluation.tail()
+    finally:
+        evaluation.close()
+    document = evaluation.document()
+    found = {(s["problem_id"], s["sample"]): s["fault"] for s in document["samples"]}
+    assert found == {
+        ("L1/1_scale", 0): "ok",
+        ("L1/1_scale", 1): "ok",
+        ("L1/2_scale", 0): "incorrect",
+        ("L1/2_scale", 1): "incorrect",
+    }
+    assert document["lost"] == {}
+    assert document["overall"]["raw"]["pass_at_k"]["2"]["value"] == 0.5
+    assert len(Endpoint.asked) == 4, "what the broker has is not asked for again"
+    results = json.loads((evaluation.path / "kernelbench" / "level1" / "eval_results.json").read_text())
+    assert [entry["correctness"] for entry in results["1"] + results["2"]] == [True, True, False, False]
+    assert list((evaluation.path / "tensorboard" / "eval").glob("events.out.*"))
+    assert "2 × 2" in evaluation.output.read_text()

@@ -1,0 +1,165 @@
+"""`kbrl eval`'s arguments: what is evaluated, with which settings, and where."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kbrl_async.cli import eval as evaluate
+from kbrl_async.cli import main, parse
+from kbrl_async.cli.launch import Ended
+from kbrl_async.config import Config, load, process_counts, to_yaml
+from kbrl_async.errors import RunError, UserError
+from kbrl_async.evaluating import Sample, document
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A training run that `resolve` finds as a published policy."""
+    from kbrl_async.evaluating import targets
+
+    made = folder / "runs" / "mine"
+    made.mkdir(parents=True)
+    words = ["name=mine", "max_tokens=77", "level=2", "broker.submit=tcp://127.0.0.1:5755", "lora_rank=3"]
+    (made / "config.yaml").write_text(to_yaml(load(overrides=words)))
+    target = targets.Target("policy", str(made / "policies" / "policy-v4"), "mine-v4", str(made), 4, "abc")
+    monkeypatch.setattr(targets, "_of_run", lambda _run, _wanted: target)
+    return made
+
+
+def resolved(*words: str) -> Config:
+    return evaluate.resolve(parse(["eval", *words]))[1]
+
+
+def test_an_evaluation_inherits_its_run_but_not_its_place(run: Path) -> None:
+    config = resolved("mine")
+    assert (config.max_tokens, config.levels, config.lora_rank) == (77, (2,), 3)
+    assert (config.log_path, config.resume) == (str(run.parent / "evals"), None)
+    assert config.name is not None
+    assert config.name.startswith("mine-v4-")
+    assert config.broker.submit is None, "the run itself may be going on"
+
+
+def test_options_and_settings_win_over_the_run(run: Path) -> None:
+    config = resolved(
+        "mine", "--samples", "8", "--temperature", "0", "--level", "1,3", "--ids", "L1/13,softmax", "--heldout",
+        "--deadline", "60", "--turns", "3", "max_tokens=99",
+    )  # fmt: skip
+    wanted = config.evaluation
+    assert (wanted.samples, wanted.temperature, wanted.ids, wanted.split) == (8, 0.0, ["L1/13", "softmax"], "heldout")
+    assert (wanted.deadline_s, config.mode, config.max_turns, config.max_tokens) == (60.0, "multi_turn", 3, 99)
+    assert config.levels == (1, 3)
+
+
+def test_examples_are_asked_for_by_their_index(run: Path) -> None:
+    config = resolved("mine", "--raicl", "index", "--raicl-k", "2")
+    builder = config.dataset_builder
+    assert (builder.prompt_option, builder.rag_index_path, builder.raicl_k) == ("raicl", "index", 2)
+
+
+def test_tensorboard_settings_go_by_their_short_names_too(run: Path) -> None:
+    assert resolved("mine", "tensorboard_log_dir=board", "tensorboard_step=7").evaluation.tensorboard_step == 7
+    assert resolved("mine", "--tensorboard-log-dir", "board").evaluation.tensorboard_log_dir == "board"
+
+
+def test_an_endpoint_is_a_sampler_engine(folder: Path) -> None:
+    config = resolved("http://127.0.0.1:9/v1", "--model", "m", "log_path=here")
+    assert (config.sampler.engine, config.sampler.base_url, config.model_name) == (
+        "openai",
+        "http://127.0.0.1:9/v1",
+        "m",
+    )
+    assert config.log_path == "here/evals"
+
+
+def test_the_same_command_means_the_same_folder_and_another_one_another(run: Path) -> None:
+    assert resolved("mine", "--samples", "2").name == resolved("mine", "--samples", "2").name
+    assert resolved("mine", "--samples", "2").name != resolved("mine", "--samples", "3").name
+    assert resolved("mine", "name=given").name == "given"
+    assert resolved("mine", "--deadline", "5").name == resolved("mine").name, "a deadline may change in between"
+
+
+def test_an_evaluator_takes_the_place_of_learner_and_aggregator(run: Path) -> None:
+    assert list(process_counts(resolved("mine"))) == ["broker", "sampler", "compile_farm", "timing_bench", "evaluator"]
+    assert "learner" in process_counts(Config())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "no policy nothing"),
+        (["small", "--level", "9"], r"level \[9\]"),
+        (["small", "--ids", "L1/999"], "no problem 'L1/999'"),
+        (["small", "--ids", "L1/01_tanh", "--heldout"], "is heldout"),
+        (["small", "other"], "one policy at a time"),
+        (["small", "--version", "x", "--problems", "broken"], "does not parse"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (folder / "broken" / "level1").mkdir(parents=True)
+    (folder / "broken" / "level1" / "1_a.py").write_text("import (")
+    assert main(["eval", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+    assert not (folder / "runs").exists()
+
+
+def finished(folder: Path) -> Path:
+    made = document.build([Sample(problem_id="L1/1_a", level=1, sample=0)], policy={"label": "p"}, settings={})
+    document.write(folder / "evaluation.json", made)
+    (folder / "kernelbench" / "level1").mkdir(parents=True)
+    (folder / "summary.json").write_text(msgspec.json.encode({"kind": "evaluation"}).decode())
+    return folder
+
+
+def arguments(**given: Any) -> Any:
+    return SimpleNamespace(**{"output": None, "kernelbench": None, **given})
+
+
+def test_its_end_is_a_table_and_the_copies_that_were_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = finished(folder)
+    args = arguments(output=folder / "to" / "out.json", kernelbench=folder / "kb")
+    assert evaluate.conclude(made, Ended("evaluator", 0), args) == 0
+    assert "Evaluation of p" in capsys.readouterr().out
+    assert (folder / "to" / "out.json").read_bytes() == (made / "evaluation.json").read_bytes()
+    assert (folder / "kb" / "level1").is_dir()
+
+
+def test_a_stop_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.conclude(folder, Ended("", 130), arguments()) == 130
+    assert "the same command continues it" in capsys.readouterr().err
+
+
+def test_a_service_that_gives_up_says_why(folder: Path) -> None:
+    with pytest.raises(RunError, match="sampler gave up: the endpoint is down") as caught:
+        evaluate.conclude(folder, Ended("sampler", 4, "the endpoint is down"), arguments())
+    assert caught.value.exit_code == 4
+
+
+def test_kbrl_summary_shows_an_evaluation_too(folder: Path) -> None:
+    from kbrl_async.cli import summary
+
+    out = io.StringIO()
+    summary.show(finished(folder), Console(file=out, width=100))
+    assert "Evaluation of p" in out.getvalue()
+
+
+def test_an_evaluation_is_no_training_run(folder: Path, run: Path) -> None:
+    config = resolved("mine")
+    place = Path(config.log_path) / str(config.name)
+    place.mkdir(parents=True)
+    (place / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(UserError, match="kbrl eval"):
+        parse(["train", f"resume={place}"]).command.run(parse(["train", f"resume={place}", "--dry-run"]))
