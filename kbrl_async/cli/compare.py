@@ -1,4 +1,4 @@
-"""`kbrl compare`: finished runs side by side, as a table and as charts."""
+"""`kbrl compare`: runs side by side, as a table, as a chart and as a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kbrl_async.cli.summary import find
 from kbrl_async.config import SUMMARY_FILE
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
-from kbrl_async.telemetry import compare
 
 NAME = "compare"
 HELP = "put runs side by side"
@@ -19,23 +18,35 @@ HELP = "put runs side by side"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folders or names of runs")
+    parser.add_argument("--output", metavar="FILE.html", type=Path, help="write a page with the table and all charts")
     parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="write a chart of one metric of all runs")
     parser.add_argument("--tag", default="reward/mean", help="TensorBoard tag of the chart; default: %(default)s")
     parser.add_argument("--window", type=int, default=3, help="updates that a point is the mean of; default: 3")
 
 
 def run(args: argparse.Namespace) -> int:
-    paths = [find(wanted) for wanted in args.runs]
-    ended = [path for path in paths if (path / SUMMARY_FILE).is_file()]
-    for path in paths:
-        if path not in ended:
-            Console(stderr=True).print(f"{path.name} has not ended; it is in the chart only")
+    from kbrl_async.reporting import compare_page, comparing
+
+    named = comparing.named([find(wanted) for wanted in args.runs])
+    ended = {name: path for name, path in named.items() if (path / SUMMARY_FILE).is_file()}
+    for name in named:
+        if name not in ended:
+            Console(stderr=True).print(f"{name} has not ended; it is in the charts only", markup=False)
+    summaries = comparing.summaries(ended)
+    window = max(1, args.window)
     if ended:
-        Console().print(compare.table(compare.summaries(ended)))
+        Console().print(comparing.table(summaries))
     if args.plot:
-        chart = compare.chart({path.name: path for path in paths}, args.tag, max(1, args.window))
-        if "<polyline" not in chart:
+        chart = comparing.chart(named, args.tag, window)
+        if chart is None:
             raise UserError(f"no run has the tag {args.tag}", "See the tags in TensorBoard; tensorboard.enabled=true")
-        write_atomically(args.plot, chart)
-        Console().print(f"chart: {args.plot}")
+        _write(args.plot, chart, "chart")
+    if args.output:
+        _write(args.output, compare_page(named, summaries, window), "page")
     return 0
+
+
+def _write(path: Path, text: str, what: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    Console(soft_wrap=True).print(f"{what}: {path}", markup=False, highlight=False)

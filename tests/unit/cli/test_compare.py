@@ -36,3 +36,12 @@ def test_a_tag_that_no_run_has_is_named(runs: list[str], tmp_path: Path, capsys:
     assert main(["compare", *runs, "--plot", str(tmp_path / "x.svg"), "--tag", "no/such"]) == 2
     assert "no run has the tag no/such" in capsys.readouterr().err
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_runs_are_compared_on_a_page(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "compared.html"
+    assert main(["compare", *runs, "--output", str(page)]) == 0
+    assert f"page: {page}" in capsys.readouterr().out
+    text = page.read_text()
+    assert "correct rate last" in text
+    assert text.count("<polyline") == 2
