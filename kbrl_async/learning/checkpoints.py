@@ -11,6 +11,7 @@ Resuming from one continues bit by bit (on a CPU). LoRA checkpoints hold the ada
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from kbrl_async.durable import (
     write_folder,
 )
 from kbrl_async.errors import CheckpointError
+from kbrl_async.learning.adapters import MAIN
 from kbrl_async.learning.trainer import Trainer
 
 PREFIX = "step-"
@@ -113,6 +115,35 @@ def restore(folder: Path, trainer: Trainer) -> Progress:
             raise CheckpointError(f"{folder / TENSORS}: {name} has another shape", "Use the run's own model")
     _load(trainer, state, tensors)
     return state.progress
+
+
+def describe(folder: Path) -> tuple[int, str]:
+    """Policy version and SHA-256 of the tensors, as the checkpoint says; the tensors are not read."""
+    try:
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", "Choose another one") from error
+    return state.progress.version, state.tensors_sha256
+
+
+@torch.no_grad()
+def load_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Puts a checkpoint's weights into `model`, without a trainer. CheckpointError where it is of another model."""
+    _, tensors = _read(folder)
+    parameters = dict(model.named_parameters())
+    stored = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    odd = [name for name, t in stored.items() if name not in parameters or parameters[name].shape != t.shape]
+    if odd or not stored:
+        raise CheckpointError(f"{folder / TENSORS} is of another model ({[*odd, 'empty'][0]})", "Use its own base")
+    for name, tensor in stored.items():
+        parameters[name].copy_(tensor)
+
+
+def adapters_in(folder: Path) -> tuple[str, ...]:
+    """Names of the LoRA adapters beside the main one that a checkpoint holds."""
+    _, tensors = _read(folder)
+    found = {match[1] for name in tensors if (match := re.search(r"\.lora_[AB]\.([^.]+)\.weight$", name))}
+    return tuple(sorted(found - {MAIN}))
 
 
 def _read(folder: Path) -> tuple[_State, dict[str, torch.Tensor]]:

@@ -26,6 +26,7 @@ class StepLog:
         self.gradient_s = 0.0
         self.total_s = 0.0
         self._log_ratios: list[torch.Tensor] = []
+        self._fresh: list[torch.Tensor] = []
         self._entropies: list[torch.Tensor] = []
         self._diagnostics: dict[str, list[torch.Tensor]] = {}
         self._losses: list[float] = []
@@ -37,6 +38,8 @@ class StepLog:
 
     def microbatch(self, tokens: Tokens, entropy_T: torch.Tensor, diagnostics: Diagnostics, inputs: int) -> None:
         self._log_ratios.append((tokens.log_pi_T.detach() - tokens.log_mu_T).float().cpu())
+        if self._first_minibatch < 0 and tokens.lag_T is not None:
+            self._fresh.append((tokens.lag_T == 0).cpu())
         self._entropies.append(entropy_T.float().cpu())
         for name, value_T in diagnostics.items():
             self._diagnostics.setdefault(name, []).append(value_T.detach().float().cpu())
@@ -67,6 +70,7 @@ class StepLog:
             **_quantiles(ratio_T),
             **{_SHARES[name]: float(torch.cat(values).mean()) for name, values in self._diagnostics.items()},
             "mismatch_kl": k3(first_T),
+            **self._mismatch_on_equal_weights(first_T),
             "mismatch_ratio_max": float(safe_ratio(first_T.abs()).max()),
             "entropy": float(torch.cat(self._entropies[: self._first_epoch]).mean()),
             "entropy_last": float(torch.cat(self._entropies[self._first_epoch :] or self._entropies).mean()),
@@ -82,6 +86,11 @@ class StepLog:
             "total_s": self.total_s,
             "tokens_per_s": self._inputs / max(self.gradient_s, 1e-9),
         }
+
+    def _mismatch_on_equal_weights(self, first_T: torch.Tensor) -> dict[str, float]:
+        """Of samples as new as the policy: what sampler and learner differ by in their numerics alone."""
+        chosen_T = first_T[torch.cat(self._fresh)] if self._fresh else first_T[:0]
+        return {"mismatch_kl_fresh": k3(chosen_T)} if len(chosen_T) else {}
 
 
 def staleness(samples: Sequence[TrainSample], version: int) -> dict[str, float]:

@@ -200,7 +200,8 @@ class Trainer:
         if not torch.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(
-                f"loss is {float(loss)}; the step was not taken", "Lower the learning rate or look at the batch"
+                f"loss is {float(loss.detach())}; the step was not taken",
+                "Lower the learning rate or look at the batch",
             )
         loss.backward()  # type: ignore[no-untyped-call]
         log.microbatch(tokens, entropy_T, diagnostics, batch.input_BL.numel())
@@ -280,12 +281,8 @@ class Trainer:
         return [part.tolist() for part in torch.split(flat_T, [len(s.token_ids) for s in samples])]
 
     def _flatten(self, samples: list[TrainSample]) -> _Flat:
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
-        return _Flat(
-            _starts(samples),
-            torch.tensor([x for s in samples for x in s.logprobs]),
-            torch.tensor([s.advantage for s in samples]).repeat_interleave(lengths),
-        )
+        log_mu_T = torch.tensor([x for s in samples for x in s.logprobs])
+        return _Flat(_starts(samples), log_mu_T, self._spread([s.advantage for s in samples], samples))
 
 
 class _Flat:

@@ -12,15 +12,16 @@ Invariants: a version appears whole or not at all; it never changes; the newest 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from kbrl_async.durable import file_sha256, is_complete, numbered, remove_folder, write_folder
+from kbrl_async.durable import file_sha256, is_complete, numbered, remove_folder, write_atomically, write_folder
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.adapters import active, adapter_names
 from kbrl_async.learning.logprobs import sequence_logprobs
@@ -29,6 +30,9 @@ from protocols.records import AdapterProof, PolicyVersion
 
 PREFIX = "policy-v"
 MANIFEST = "manifest.json"
+FIRST = "first.json"
+"""The manifest of version 0, kept when its weights are collected: what a replay begins with is proven by it."""
+HELD = "held.json"
 WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 
 
@@ -60,6 +64,8 @@ def publish(
         made.append(manifest)
 
     write_folder(version_folder(directory, version), fill)
+    if version == 0:
+        write_atomically(directory / FIRST, msgspec.json.encode(made[0]).decode())
     return made[0]
 
 
@@ -93,10 +99,50 @@ def verify(folder: Path, manifest: PolicyVersion) -> None:
         raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Delete the folder and publish again")
 
 
+@torch.no_grad()
+def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
+    """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
+    manifest = load_manifest(folder)
+    verify(folder, manifest)
+    if manifest.kind == "lora":
+        from peft import set_peft_model_state_dict
+
+        for name in adapter_names(model):
+            part = folder if name == adapter_names(model)[0] else folder / name
+            set_peft_model_state_dict(model, load_file(str(part / WEIGHTS["lora"])), adapter_name=name)
+        return manifest
+    stored = load_file(str(folder / WEIGHTS["full"]))
+    if unique_tensors(model).keys() != stored.keys():
+        raise CheckpointError(f"{folder} is of another model", "Use the run's own model")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in stored:
+            tensor.copy_(stored[name])
+    return manifest
+
+
 def newest(directory: Path) -> tuple[PolicyVersion, Path] | None:
     """The newest complete version, or None."""
     found = numbered(directory, PREFIX)
     return (load_manifest(found[-1][1]), found[-1][1]) if found else None
+
+
+def hold(directory: Path, best: int | None, evaluated: int | None) -> None:
+    """Says which versions must stay: the best so far, and the one that is being evaluated."""
+    found = {"best": best, "evaluated": evaluated}
+    write_atomically(directory / HELD, json.dumps({name: n for name, n in found.items() if n is not None}) + "\n")
+
+
+def held(directory: Path) -> dict[str, int]:
+    """What `hold` said last: versions under `best` and `evaluated`."""
+    try:
+        return msgspec.json.decode((directory / HELD).read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def best(directory: Path) -> int | None:
+    """The version that evaluations found best so far, or None."""
+    return held(directory).get("best")
 
 
 def collect_garbage(directory: Path, keep: int, protected: Iterable[int] = ()) -> list[int]:

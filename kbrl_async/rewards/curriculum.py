@@ -21,7 +21,6 @@ import msgspec
 from protocols.records import Problem
 
 STAGES = ("stage1", "stage2", "stage3")
-KINDS = ("uniform", "levels", "learnable")
 
 
 class CurriculumOptions(msgspec.Struct, frozen=True):

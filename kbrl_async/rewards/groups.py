@@ -127,6 +127,10 @@ class GroupBook:
         self.batches_trained = 0
         self.batches_failed = 0
         self.is_finished = False
+        self.window_lag = options.max_lag
+        """The S that admission goes by; an alarm may lower it. What is open already keeps the S it was promised."""
+        self.is_paused = False
+        """Nothing is admitted while anything open may still end by itself."""
         self._baseline = find_baseline(options.baseline)
         self._groups: dict[str, _Group] = {}
         self._batches: dict[str, BatchMade] = {}
@@ -159,10 +163,10 @@ class GroupBook:
 
     def room(self) -> int:
         """How many groups may be admitted now."""
-        if self.is_finished:
+        if self.is_finished or (self.is_paused and self._is_moving):
             return 0
         p, left = self.options.groups_per_batch, self.options.max_batches - self.batches_trained
-        return max(0, min(self.options.max_lag + 1, left) * p - len(self._groups))
+        return max(0, min(self.window_lag + 1, left) * p - len(self._groups))
 
     def benched(self, now: float) -> frozenset[str]:
         """Problems that failed too often in a row, not to be chosen now (unless nothing else is left)."""
@@ -358,6 +362,11 @@ class GroupBook:
     @property
     def _next_index(self) -> int:
         return self.version + len(self._batches)
+
+    @property
+    def _is_moving(self) -> bool:
+        # Complete groups that are too few for a batch wait for new ones: a pause that held those back would never end.
+        return bool(self._batches) or any(not group.is_complete for group in self._groups.values())
 
     def _awaits(self, group_id: str, rollout_id: str) -> bool:
         group = self._groups.get(group_id)

@@ -42,7 +42,7 @@ async def main(stop: asyncio.Event) -> None:
         batch = batches.decode(frames[0])
         members = [groups.decode(frame) for frame in frames[1:]]
         report = await loop.run_in_executor(pool, learning.train, batch, members, worker.breathe)
-        tokens = int(report.metrics.get("tokens", 0))
+        tokens = int(report.metrics.get("input_tokens", 0))
         return Outcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
 
     service.pin(service.layout.learner)
@@ -55,7 +55,9 @@ async def main(stop: asyncio.Event) -> None:
         caps=service.quiet_caps(),
         policy_version=learning.version,
         wedge_s=120.0,
+        keys=service.keys,
     )
+    service.watch(worker.meter)
     service.log.info("ready", policy_version=learning.version)
     await worker.run(stop)
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from kbrl_async import origins
 from kbrl_async.config import Config
-from kbrl_async.errors import RunError
-from kbrl_async.learning import checkpoints, versions
+from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
+from kbrl_async.learning import checkpoints, efficiency, kept, versions
 from kbrl_async.learning.losses import LossOptions
-from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.models import ModelOptions, causal_lm, load_model, load_tokenizer
+from kbrl_async.learning.remote import RemotePolicies, open_remote
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from kbrl_async.policy.making import SmallPolicyOptions, ensure_small_policy
-from kbrl_async.problems import load_problems
-from kbrl_async.prompts import render_prompt
-from kbrl_async.prompts.roles import CORRECTOR, VERIFIER
-from protocols.records import TrainBatch, TrainGroup, UpdateReport
+from kbrl_async.telemetry.live import LEARNER_FACTS
+from protocols.records import CORRECTOR, VERIFIER, TrainBatch, TrainGroup, UpdateReport
 from services.runtime.service import Service
 
-SMALL = "small"
 KEPT_VERSIONS = 4
 """Published versions on disk beyond the allowed lag."""
-CANARY_TOKENS = 32
 
 
 class Learning:
@@ -38,6 +34,7 @@ class Learning:
         self._base = str(base)
         self._canary = canary
         self._progress = checkpoints.Progress()
+        self._remote = open_remote(service.config.policy_url)
 
     @classmethod
     def open(cls, service: Service, is_stopped: Callable[[], bool]) -> Learning | None:
@@ -50,15 +47,8 @@ class Learning:
         if base is None:
             return None
         torch.set_num_threads(config.learner.threads or len(service.layout.learner))
-        torch.manual_seed(config.seed)
-        device = service.device
-        model = load_model(
-            ModelOptions(str(base), device=device, lora_rank=config.lora_rank, adapters=role_adapters(config))
-        )
-        trainer = Trainer(
-            model, trainer_options(config, device), device, reference=reference_model(config, base, device)
-        )
-        learning = cls(service, trainer, base, canary_ids(config, load_tokenizer(str(base))))
+        trainer = make_trainer(config, base, service.device)
+        learning = cls(service, trainer, base, origins.canary_ids(config, load_tokenizer(str(base))))
         learning._resume()
         return learning
 
@@ -93,17 +83,22 @@ class Learning:
                 f"{batch.batch_id} is for policy version {batch.index} and the learner has {self.version}",
                 "The run's checkpoints and its journal belong to different states; restore both or start a new run",
             )
-        metrics = self._trainer.step(groups, batch.temperature, tick, self.version)
+        try:
+            metrics = self._trainer.step(groups, batch.temperature, tick, self.version)
+        except NonFiniteLoss as error:
+            return self._refuse(batch, error, started)
+        metrics |= self._use_of_hardware(metrics)
         self._progress = checkpoints.Progress(
             version=self.version + 1,
             last_batch_id=batch.batch_id,
             batches=self._progress.batches + 1,
             samples=self._progress.samples + sum(len(group.samples) for group in groups),
-            tokens=self._progress.tokens + int(metrics.get("tokens", 0)),
+            tokens=self._progress.tokens + int(metrics["response_tokens"]),
             last_metrics=metrics,
         )
         self._checkpoint()
         self._publish()
+        self._service.tell({name: metrics[name] for name in LEARNER_FACTS if name in metrics})
         self._service.log.info(
             "updated",
             policy_version=self.version,
@@ -112,6 +107,31 @@ class Learning:
             seconds=round(time.time() - started, 2),
         )
         return UpdateReport(batch.batch_id, self.version, metrics, started, time.time())
+
+    def _use_of_hardware(self, metrics: dict[str, float]) -> dict[str, float]:
+        trainer = self._trainer
+        model = causal_lm(trainer.model)
+        passes = trainer.options.epochs  # `input_tokens` counts every pass already
+        length = metrics["input_tokens"] / passes / max(1.0, metrics["samples"])
+        flops = efficiency.flops_per_token(model, length) * metrics["input_tokens"]
+        return {
+            "mfu": efficiency.utilisation(flops, metrics["gradient_s"], self._peak),
+            "memory_peak_mb": efficiency.peak_memory_mb(trainer.device),
+        }
+
+    @cached_property
+    def _peak(self) -> float:
+        """FLOP/s that `mfu` is a share of."""
+        tera = self._service.config.learner.peak_tflops
+        return tera * 1e12 if tera else efficiency.measured_peak(self._trainer.device, self._trainer.options.dtype)
+
+    def _refuse(self, batch: TrainBatch, error: NonFiniteLoss, started: float) -> UpdateReport:
+        """Puts everything back to what it was before the batch: some of its optimiser steps may have been taken."""
+        resumed = checkpoints.resume(self._checkpoints, self._trainer)
+        if resumed is None or resumed.progress.version != self.version:
+            raise RunError(f"no checkpoint of version {self.version} to go back to after: {error}", "Continue the run")
+        self._service.log.error("batch refused", batch=batch.batch_id, reason=str(error), policy_version=self.version)
+        return UpdateReport(batch.batch_id, self.version, {}, started, time.time(), str(error))
 
     def _checkpoint(self) -> None:
         checkpoints.save(
@@ -124,7 +144,27 @@ class Learning:
         versions.publish(
             self._service.policies, self._trainer.model, self.version, parent, step, self._canary, self._base
         )
-        versions.collect_garbage(self._service.policies, KEPT_VERSIONS + self._service.config.max_staleness)
+        keep, held = KEPT_VERSIONS + self._service.config.max_staleness, versions.held(self._service.policies)
+        needed = {*held.values(), *kept.versions_needed(self._service.run_dir)}
+        versions.collect_garbage(self._service.policies, keep, needed)
+        if self._remote is not None:
+            self._upload(self._remote, keep, needed)
+
+    def _upload(self, remote: RemotePolicies, keep: int, needed: set[int]) -> None:
+        """A store that is away for a while costs a version there, not the run."""
+        try:
+            remote.publish(versions.version_folder(self._service.policies, self.version))
+            remote.collect_garbage(keep, needed)
+        except InfraError as error:
+            self._service.log.error("policy not uploaded", policy_version=self.version, reason=str(error))
+
+
+def make_trainer(config: Config, base: Path | str, device: str) -> Trainer:
+    """The trainer before its first batch: a function of the base model, the configuration and its seed."""
+    torch.manual_seed(config.seed)
+    options = ModelOptions(str(base), device=device, lora_rank=config.lora_rank, adapters=role_adapters(config))
+    model = load_model(options)
+    return Trainer(model, trainer_options(config, device), device, reference=reference_model(config, base, device))
 
 
 def role_adapters(config: Config) -> tuple[str, ...]:
@@ -140,26 +180,7 @@ def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.M
 
 
 def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
-    """The model that training starts from: the project's own small one (made now, if need be) or the configured one."""
-    config = service.config
-    if config.model_name != SMALL:
-        return config.model_name
-    sft = config.sft
-    options = SmallPolicyOptions(
-        examples=sft.examples,
-        prompt_option=config.prompt_option,
-        hidden_size=sft.hidden_size,
-        layers=sft.layers,
-        heads=sft.heads,
-        vocab_size=sft.vocab_size,
-        max_seconds=sft.max_seconds,
-        steps=sft.steps,
-        batch_tokens=sft.batch_tokens,
-        learning_rate=sft.lr,
-        turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
-        verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
-        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
-    )
+    """The model that training starts from; None when the run is stopped while it is made."""
     shown = -1.0
 
     def progress(line: str, share: float) -> None:
@@ -170,25 +191,10 @@ def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str |
             shown = share
             service.log.info("making the small policy", done=f"{share:.0%}", now=line)
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
-        return ensure_small_policy(cache_folder(config), options, progress)
+        return origins.base_model(service.config, progress)
     except InterruptedError:
         return None
-
-
-def cache_folder(config: Config) -> Path:
-    """`cache_path`, else our folder in the user's cache."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
-
-
-def canary_ids(config: Config, tokenizer: Any) -> list[int]:
-    """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
-    problem = load_problems(config.problems or "")[0]
-    prompt = render_prompt(config.prompt_option, problem, config.backend)
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    return ids[:CANARY_TOKENS]
 
 
 def arithmetic(setting: str, device: str) -> str:

@@ -20,71 +20,44 @@ SLOTS = 128
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.problems import load_problems, usable
-    from kbrl_async.rewards.curriculum import CurriculumOptions
-    from kbrl_async.rewards.groups import BookOptions
     from protocols.messages import Stage
     from services.reward_aggregator.actor import Aggregator
+    from services.reward_aggregator.archiving import Archiving
     from services.reward_aggregator.board import Board
-    from services.reward_aggregator.campaign import Campaign, Plan
-    from services.reward_aggregator.examples import open_prompts
+    from services.reward_aggregator.campaign import Campaign
     from services.reward_aggregator.journal import Journal
+    from services.reward_aggregator.planning import plan_of
+    from services.rollouts.examples import open_prompts
     from services.runtime.producer import Producer
+    from services.runtime.pumping import run_beside
     from services.runtime.service import Service
     from services.runtime.worker import Worker
 
     service = Service.start("reward_aggregator")
     config = service.config
-    shapes = "gpu" if config.backend in ("cuda", "cuda-nvrtc", "triton") else "cpu"
-    problems = load_problems(config.problems or "", levels=config.levels, shapes=shapes)
-    learnable = usable(problems) if config.exclude_audited else problems
-    plan = Plan(
-        training=[problem for problem in learnable if problem.split != "heldout"],
-        heldout=[problem for problem in problems if problem.split == "heldout"],
-        eval_samples=config.eval_samples,
-        group_size=config.group_size,
-        seed=config.seed,
-        book=BookOptions(
-            config.batch_size,
-            config.max_steps,
-            config.max_staleness,
-            baseline=config.advantage,
-            scale_by_std=config.learner.scale_advantages,
-        ),
-        curriculum=CurriculumOptions(
-            config.curriculum.kind,
-            config.curriculum.window,
-            config.curriculum.compile_above,
-            config.curriculum.correct_above,
-        ),
-    )
+    plan = plan_of(config)
     campaign = Campaign(plan)
     service.pin(service.layout.shared)
-    with Journal(service.run_dir / "aggregator.sqlite") as journal:
-        for entry in journal.entries():
-            campaign.apply(entry)
+    with Journal(service.run_dir / "aggregator.sqlite") as journal, Archiving(config, service.run_dir) as archive:
+        closed = [group for entry in journal.entries() for group in campaign.apply(entry)]
+        await archive.ended(closed, campaign.clock)
         board = Board(service, campaign)
-        async with Producer(service.addresses.submit) as producer:
+        async with Producer(service.addresses.submit, keys=service.keys) as producer:
             prompts = await open_prompts(service, stop)
-            aggregator = Aggregator(service, campaign, journal, producer, board, prompts=prompts)
+            aggregator = Aggregator(service, campaign, journal, producer, board, archive, prompts=prompts)
             worker = Worker(
-                service.addresses.work, service.worker_id, [Stage.SCORE, Stage.TRAINED], SLOTS, aggregator.handle
+                service.addresses.work,
+                service.worker_id,
+                [Stage.SCORE, Stage.TRAINED],
+                SLOTS,
+                aggregator.handle,
+                keys=service.keys,
             )
+            service.watch(worker.meter)
             service.log.info(
                 "ready", training=len(plan.training), heldout=len(plan.heldout), resumed=campaign.clock > 0
             )
-            leaving = asyncio.Event()
-            working = asyncio.create_task(worker.run(leaving))
-            pumping = asyncio.create_task(aggregator.pump())
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({working, pumping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            leaving.set()
-            stopping.cancel()
-            if not pumping.done():
-                pumping.cancel()
-            await working
-            if pumping.done() and not pumping.cancelled():
-                pumping.result()
+            if await run_beside(worker, aggregator.pump(), stop):
                 board.finish(aggregator.now)
                 service.log.info("finished", summary=str(service.run_dir / "summary.json"))
                 return

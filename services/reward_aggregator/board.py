@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from kbrl_async.config import config_hash
 from kbrl_async.config.rundir import SUMMARY_FILE
 from kbrl_async.durable import write_atomically
+from kbrl_async.learning import versions
 from kbrl_async.telemetry import summary, system_metrics, training_metrics
+from kbrl_async.telemetry.heldout_metrics import heldout_scalars
+from kbrl_async.telemetry.live import RESULT_FACTS
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.system_metrics import SystemSample, Tail
-from kbrl_async.telemetry.tensorboard import Writer
+from kbrl_async.telemetry.tensorboard import Writer, event_folder
+from kbrl_async.telemetry.tracing import open_traces
 from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import UpdateReport
+from protocols.records import Frame, UpdateReport
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign
-from services.reward_aggregator.scoring import Scored
+from services.reward_aggregator.rounds import Round
+from services.rollouts.scoring import Scored
 from services.runtime.service import Service
 
 KERNELS = "kernels"
@@ -29,9 +35,14 @@ class Board:
         self._service = service
         self._campaign = campaign
         settings = service.config.tensorboard
-        folder = service.run_dir / "tensorboard"
-        self._training = Writer(folder / "training") if settings.enabled else None
-        self._system = Writer(folder / "system") if settings.enabled else None
+        folder = event_folder(service.run_dir, settings.log_dir)
+        without = ("Turns",) if service.config.mode == "single_turn" else ()
+        self._traces = open_traces(service.run_dir.name, service.config.metrics.otlp_endpoint)
+        self._begun: float | None = None
+        # a continued run reads the broker's lines from their beginning; the first part has been written
+        self._from = time.time() if campaign.clock else 0.0
+        self._training = Writer(folder / "training", without) if settings.enabled else None
+        self._system = Writer(folder / "system", without) if settings.enabled else None
         self._tail = Tail(service.run_dir / "metrics" / "system.jsonl")
         self._samples: list[SystemSample] = []
         scored = [*campaign.rollouts, *campaign.heldout(BEFORE), *campaign.heldout(AFTER)]
@@ -52,33 +63,64 @@ class Board:
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
 
+    def trace(self, record: Sequence[Frame], scored: Scored | None) -> None:
+        """The way of one turn, if the run is traced."""
+        if self._traces is not None:
+            self._traces.add(record, scored.sample.reward if scored else None)
+
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard."""
         rates = training_metrics.outcome_rates(rollouts)
         shown = {name: round(value, 3) for name, value in rates.items() if name not in ("format_rate", "cheat_rate")}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
-        if self._training is None:
-            return
         settings, step = self._service.config.tensorboard, report.policy_version
-        self._training.scalars(
+        scalars = (
             training_metrics.scalars(rollouts, per_level=settings.per_level)
             | training_metrics.policy_scalars(report.metrics)
-            | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()},
-            step,
+            | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
+            | {f"alarm/{name}": float(level) for name, level in self._campaign.alarms.levels.items()}
         )
+        self._tell(rates, max(ages, default=0), step, scalars)
+        if self._training is None:
+            return
+        self._training.scalars(scalars, step)
         if step % settings.histograms_every == 0:
             for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
                 self._training.histogram(f"histogram/{tag}", values, step)
         self._training.flush()
+
+    def _tell(self, rates: dict[str, float], age: int, updates: int, scalars: dict[str, float]) -> None:
+        config = self._service.config
+        limits = {"max_steps": config.max_steps, "max_staleness": config.max_staleness}
+        shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
+        self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
+
+    def round_begun(self, version: int) -> None:
+        """Held-out problems are asked of this version, so the learner keeps it until it is known what it is worth."""
+        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=version)
+
+    def evaluated(self, done: Round) -> None:
+        """What the held-out problems say of a version, on the terminal and in TensorBoard at that version."""
+        results = [stats for stats in done.results if stats is not None]
+        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=None)
+        figures = heldout_scalars(results)
+        shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
+        self._service.log.info("evaluated", policy_version=done.version, **shown)
+        if self._training is not None:
+            self._training.scalars(figures, done.version)
+            self._training.flush()
 
     def tick(self) -> None:
         """Takes in what the broker has written about the whole system since the last tick."""
         for sample in self._tail.new():
             previous = self._samples[-1] if self._samples else None
             self._samples.append(sample)
-            if self._system is not None:
-                self._system.scalars(system_metrics.scalars(previous, sample), int(sample.t), sample.t)
+            if self._system is not None and sample.t >= self._from:
+                if self._begun is None:
+                    self._begun = system_metrics.begun(self._service.run_dir, self._samples[0].t)
+                seconds = max(0, int(sample.t - self._begun))
+                self._system.scalars(system_metrics.scalars(previous, sample), seconds, sample.t)
         if self._system is not None:
             self._system.flush()
 
@@ -100,7 +142,12 @@ class Board:
                 "seed": self._service.config.seed,
                 "config_hash": config_hash(self._service.config),
                 "failed_reasons": dict(campaign.book.reasons),
+                "heldout_by_version": {
+                    str(done.version): heldout_scalars([s for s in done.results if s is not None])
+                    for done in campaign.rounds.ended
+                },
                 "total_s": seconds,
+                "versions": summary.versions(),
             },
         )
         for writer in (self._training, self._system):

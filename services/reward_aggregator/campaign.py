@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.prompts.roles import VERIFIER
+from kbrl_async.rewards.alarms import AlarmChange, AlarmOptions, Alarms
 from kbrl_async.rewards.curriculum import BatchRates, Curriculum, CurriculumOptions
 from kbrl_async.rewards.events import Admitted, BatchFailed, BatchMade, BatchTrained, Closed, Event, Lost
 from kbrl_async.rewards.events import Scored as BookScored
@@ -25,11 +25,17 @@ from kbrl_async.rewards.groups import BookOptions, GroupBook
 from kbrl_async.rewards.turns import turn_id
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import GroupOutcome, Problem, TrainGroup
-from services.reward_aggregator import dialogues
-from services.reward_aggregator.dialogues import Dialogues, TurnTaken
+from protocols.records import VERIFIER, GroupOutcome, Problem, TrainGroup
+from services.reward_aggregator.rounds import RoundBegun, Rounds, is_round
+from services.rollouts import dialogues
+from services.rollouts.dialogues import Dialogues, TurnTaken
 
 BEFORE, AFTER = "eval-before", "eval-after"
+
+
+def is_evaluation(group_id: str) -> bool:
+    """Whether these rollouts are of an evaluation: counted by no group, in no batch."""
+    return group_id in (BEFORE, AFTER) or is_round(group_id)
 
 
 class RolloutEnded(msgspec.Struct, frozen=True, tag="rollout_ended"):
@@ -49,7 +55,15 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
     at: float = 0.0
 
 
-Entry = Event | RolloutEnded | TurnTaken | Evaluated
+class Watched(msgspec.Struct, frozen=True, tag="watched"):
+    """What the alarms see of an update; written together with the book's own event."""
+
+    version: int
+    metrics: dict[str, float]
+    at: float = 0.0
+
+
+Entry = Event | RolloutEnded | TurnTaken | Evaluated | RoundBegun | Watched
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -62,6 +76,9 @@ class Plan(msgspec.Struct, frozen=True):
     seed: int
     book: BookOptions
     curriculum: CurriculumOptions = CurriculumOptions()
+    eval_every: int = 0
+    eval_credit: int = 4
+    alarms: AlarmOptions = AlarmOptions()
 
 
 class Campaign:
@@ -79,6 +96,10 @@ class Campaign:
         self.clock = 0.0
         self.dialogues = Dialogues()
         self.curriculum = Curriculum(plan.curriculum, plan.training, plan.seed)
+        self.alarms = Alarms(plan.alarms.rules())
+        self.alarm_changes: list[AlarmChange] = []
+        """All so far, newest last."""
+        self.rounds = Rounds(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
         self.notes: list[str] = []
         """What the curriculum has changed, newest last."""
         self._stages: dict[str, str] = {}
@@ -164,17 +185,28 @@ class Campaign:
 
     def apply(self, entry: Entry) -> list[Closed]:
         """Applies one entry of the journal, or one just made; returns the groups that it ended."""
+        if isinstance(entry, Watched):
+            self._watch(entry)
+            return []
+        if isinstance(entry, RoundBegun):
+            self._at(entry.at)
+            self.rounds.begin(entry)
+            return []
         if isinstance(entry, Evaluated):
             self._at(entry.at)
-            self.evaluated[entry.phase].setdefault(entry.rollout_id, entry.stats)
+            if is_round(entry.phase):
+                self.rounds.take(entry.phase, entry.rollout_id, entry.stats)
+            else:
+                self.evaluated[entry.phase].setdefault(entry.rollout_id, entry.stats)
             self.dialogues.forget(entry.rollout_id)
             return []
         if isinstance(entry, TurnTaken):
             self.dialogues.apply(entry)
         if isinstance(entry, RolloutEnded | TurnTaken):
-            if entry.group_id not in self.evaluated:
+            if not is_evaluation(entry.group_id):
                 self.rollouts.append(entry.stats)
-                self.curriculum.observe(entry.stats.problem_id, entry.stats.turn, entry.stats.correct)
+                if entry.stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
+                    self.curriculum.observe(entry.stats.problem_id, entry.stats.turn, entry.stats.correct)
                 self._open.setdefault(entry.group_id, {})[turn_id(entry.rollout_id, entry.stats.turn)] = entry.stats
             return []
         return self._forget(self.book.apply(self._noted(entry)))
@@ -200,6 +232,11 @@ class Campaign:
             self._batches[event.batch_id] = event.group_ids
             self._age(event)
         return event
+
+    def _watch(self, entry: Watched) -> None:
+        self.alarm_changes += self.alarms.observe(entry.version, entry.metrics)
+        self.book.window_lag = self.alarms.window_lag(self.plan.book.max_lag)
+        self.book.is_paused = self.alarms.active("pause_admission") > 0
 
     def _at(self, at: float, *, is_result: bool = True) -> None:
         self.clock = max(self.clock, at)

@@ -85,7 +85,7 @@ def test_collection_keeps_the_newest_and_the_protected(tmp_path: Path, model: to
     for version in range(5):
         publish(tmp_path, model, version)
     assert versions.collect_garbage(tmp_path, keep=2, protected=[1]) == [0, 2]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["policy-v1", "policy-v3", "policy-v4"]
+    assert sorted(p.name for p in tmp_path.glob("policy-v*")) == ["policy-v1", "policy-v3", "policy-v4"]
 
 
 def run(trainer: Trainer, groups: list[TrainGroup], steps: int) -> list[float]:

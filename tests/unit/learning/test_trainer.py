@@ -15,7 +15,7 @@ from kbrl_async.learning.models import ModelOptions, causal_lm, load_model, wrap
 from kbrl_async.learning.optimizer import rate_at
 from kbrl_async.learning.sft import SftOptions, train_sft
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from protocols.records import TrainGroup
+from protocols.records import TrainGroup, TrainSample
 
 
 def on_policy(model: torch.nn.Module, groups: list[TrainGroup], temperature: float = 1.0) -> list[TrainGroup]:
@@ -168,3 +168,21 @@ def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> 
 def test_a_missing_model_folder_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_model(ModelOptions(path="./no/such/model"))
+
+
+def test_the_mismatch_on_equal_weights_is_that_of_samples_as_new_as_the_policy(
+    model: torch.nn.Module, groups: list[TrainGroup]
+) -> None:
+    fresh = on_policy(model, groups, 1.0)
+    new = msgspec.structs.replace(
+        fresh[0], samples=[msgspec.structs.replace(s, policy_version=1) for s in fresh[0].samples]
+    )
+    old = [msgspec.structs.replace(g, samples=[_aged(s) for s in g.samples]) for g in fresh[1:]]
+    trainer = Trainer(model, TrainerOptions(epochs=1, minibatches=1))
+    metrics = trainer.step([new, *old], 1.0, version=1)
+    assert metrics["mismatch_kl"] > 1e-3, "old samples differ"
+    assert metrics["mismatch_kl_fresh"] < 1e-6, "those of the very same weights do not"
+
+
+def _aged(sample: TrainSample) -> TrainSample:
+    return msgspec.structs.replace(sample, policy_version=0, logprobs=[x - 0.5 for x in sample.logprobs])

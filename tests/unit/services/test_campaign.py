@@ -11,7 +11,7 @@ from kbrl_async.rewards.curriculum import CurriculumOptions
 from kbrl_async.rewards.events import BatchMade, Scored
 from kbrl_async.rewards.groups import BookOptions, rollout_ids
 from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import GroupOutcome, Problem, TrainSample
+from protocols.records import VERIFIER, GroupOutcome, Problem, TrainSample
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Entry, Evaluated, Plan, RolloutEnded
 from services.reward_aggregator.journal import Journal
 
@@ -197,6 +197,21 @@ def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> Non
         driver.campaign.note(change.event, change.closed)  # type: ignore[arg-type]
     assert driver.campaign.book.counts[GroupOutcome.FAILED] == 1
     assert not driver.campaign.rollouts
+
+
+def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:
+    driver = Driver(Campaign(plan()))
+    group = driver.admit()
+    problem_id = driver.campaign.book.group_problem(group)
+    asked = next(one for one in driver.campaign.plan.training if one.problem_id == problem_id)
+    solved = msgspec.structs.replace(stats(problem_id), compiled=True, correct=True)
+    rollout_id = rollout_ids(group, GROUP)[0]
+    driver._apply(RolloutEnded(rollout_id, group, solved))
+    before = driver.campaign.curriculum.success(asked)
+    driver._apply(RolloutEnded(rollout_id, group, msgspec.structs.replace(solved, turn=1, role=VERIFIER)))
+    assert driver.campaign.curriculum.success(asked) == before
+    driver._apply(RolloutEnded(rollout_id, group, msgspec.structs.replace(solved, turn=2)))
+    assert driver.campaign.curriculum.success(asked) > before
 
 
 def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> None:

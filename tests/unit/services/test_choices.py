@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from kbrl_async.building import backends
-from kbrl_async.config.schema import Config, DatasetBuilder
+from kbrl_async.config import Config, DatasetBuilder
 from kbrl_async.learning.losses import find_loss
 from kbrl_async.prompts import TEMPLATES
 from kbrl_async.rewards.advantages import find_baseline

@@ -12,8 +12,8 @@ from kbrl_async.telemetry import training_metrics, turn_metrics
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
 from services.reward_aggregator.campaign import BEFORE, Campaign, Entry, Plan, RolloutEnded
-from services.reward_aggregator.dialogues import TurnTaken, best_turn, without_tokens
 from services.reward_aggregator.journal import Journal
+from services.rollouts.dialogues import TurnTaken, best_turn, without_tokens
 
 
 def stats(rollout_id: str, turn: int, reward: float = 0.0, fault: str = "", **more: bool) -> RolloutStats:

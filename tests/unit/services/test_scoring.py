@@ -20,7 +20,7 @@ from protocols.records import (
     Timing,
     Verdict,
 )
-from services.reward_aggregator.scoring import decode, score, score_prediction, stage_seconds
+from services.rollouts.scoring import decode, score, score_prediction, stage_seconds
 
 STAGE3 = find_preset("stage3")
 REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))

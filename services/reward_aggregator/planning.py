@@ -1,0 +1,74 @@
+"""What a configuration means for the campaign: its problems, its rules and what is paid. The same for a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kbrl_async.config import Config
+from kbrl_async.launch.backends import ON_GPU
+from kbrl_async.problems import load_problems, usable
+from kbrl_async.rewards.alarms import AlarmOptions
+from kbrl_async.rewards.curriculum import STAGES, CurriculumOptions
+from kbrl_async.rewards.groups import BookOptions
+from kbrl_async.rewards.presets import Preset, find_preset
+from services.reward_aggregator.campaign import Campaign, Plan
+
+AUTO = "auto"
+"""The reward preset that goes from stage1 to stage3 by itself."""
+
+
+def plan_of(config: Config) -> Plan:
+    """Raises `ProblemError` and `ConfigError`."""
+    shapes = "gpu" if config.backend in ON_GPU else "cpu"
+    problems = load_problems(config.problems or "", levels=config.levels, shapes=shapes, precision=config.precision)
+    learnable = usable(problems) if config.exclude_audited else problems
+    return Plan(
+        training=[problem for problem in learnable if problem.split != "heldout"],
+        heldout=[problem for problem in problems if problem.split == "heldout"],
+        eval_samples=config.eval_samples,
+        group_size=config.group_size,
+        seed=config.seed,
+        book=BookOptions(
+            config.batch_size,
+            config.max_steps,
+            config.max_staleness,
+            baseline=config.advantage,
+            scale_by_std=config.learner.scale_advantages,
+        ),
+        curriculum=CurriculumOptions(
+            config.curriculum.kind,
+            config.curriculum.window,
+            config.curriculum.compile_above,
+            config.curriculum.correct_above,
+        ),
+        eval_every=config.eval_every,
+        eval_credit=config.eval_credit,
+        alarms=alarms_of(config),
+    )
+
+
+def alarms_of(config: Config) -> AlarmOptions:
+    a = config.alarms
+    return AlarmOptions(
+        a.ess_below,
+        a.ess_action,
+        a.kl_above,
+        a.kl_action,
+        a.entropy_below,
+        a.entropy_action,
+        a.nonfinite_action,
+        a.window,
+        a.margin,
+    )
+
+
+def presets_of(config: Config) -> list[Preset]:
+    """The one reward preset, or those of all stages."""
+    builder = config.dataset_builder
+    stages = STAGES if builder.reward_preset == AUTO else (builder.reward_preset,)
+    return [find_preset(stage, builder.reward_weights) for stage in stages]
+
+
+def preset_for(group_id: str, presets: Sequence[Preset], campaign: Campaign) -> Preset:
+    """All rollouts of a group are paid alike, whenever they end."""
+    return presets[0] if len(presets) == 1 else presets[STAGES.index(campaign.stage_of(group_id))]

@@ -1,0 +1,125 @@
+"""`kbrl inspect` and the arguments of `kbrl replay` and `kbrl export`: what a person asks for is found, or named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbrl_async.cli import main
+from kbrl_async.cli import replay as replay_command
+from kbrl_async.config import Config, to_yaml
+from kbrl_async.telemetry.archive import FILE, ArchiveWriter, GroupEnd, Outcome, make_row
+from protocols.records import (
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Frame,
+    Generation,
+    Problem,
+    Purpose,
+    RolloutRequest,
+    SamplingParams,
+    StageReport,
+    Timing,
+    Verdict,
+)
+
+DEADLINE_S = 30.0
+
+
+def record(rollout_id: str, speedup: float) -> list[Frame]:
+    problem = Problem("L1/07_relu", 1, "relu", "")
+    request = RolloutRequest(
+        rollout_id, "g000001", problem, "write relu", "c", SamplingParams(64), Purpose.TRAIN, admitted_at=100.0
+    )
+    written = Generation(
+        3, [1, 2], [5, 6, 7], [-1.0] * 3, "```python\nclass ModelNew: …\n```", "stop",
+        Candidate("class ModelNew: …", "c"), worker_id="sampler.1", started_at=101.0, finished_at=102.0,
+    )  # fmt: skip
+    built = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.1), StageReport("compile", Fault.OK, 0.2)))
+    timing = Timing(9, speedup, speedup - 0.1, speedup + 0.1, 2.0, 3.0, stopped="resolved")
+    proof = "own kernels: run ×1; library operators: none"
+    verdict = Verdict(Fault.OK, 4, 4, evidence=proof, max_abs_error=1e-7, tolerance=1e-4)
+    return [request, written, built, BenchReport(verdict, timing)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(Config()))
+    with ArchiveWriter(folder / FILE) as archive:
+        for name, speedup, reward in (("g000001.r0", 1.0, 0.825), ("g000001.r1", 8.1, 1.0), ("g000001.r10", 2.0, 0.9)):
+            frames = record(name, speedup)
+            row = make_row(name, "g000001", name, frames, at=105.0, fault="ok", reward=reward)
+            archive.add(row, [msgspec.msgpack.encode(frame) for frame in frames]).result(DEADLINE_S)
+        archive.outcomes([Outcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
+        archive.ended([GroupEnd("g000001", "L1/07_relu", "trained")])
+    return folder
+
+
+def test_a_rollout_is_shown_from_prompt_to_advantage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "g000001.r1", "--run", str(run)]) == 0
+    out = capsys.readouterr().out
+    for piece in (
+        "L1/07_relu", "write relu", "class ModelNew", "advantage +1.2500", "batch-000000", "1 old", "static", "compile",
+        "own kernels: run ×1", "8.100", "8.000 … 8.200", "4 of 4 secret input sets", "(preset stage3)", "speed",
+        "g000001.r10", "trained", "sampler.1",
+    ):  # fmt: skip
+        assert piece in out, piece
+
+
+def test_the_parts_of_the_reward_add_up_to_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inspect", "g000001.r1", "--run", str(run), "--json"])
+    (turn,) = json.loads(capsys.readouterr().out)["turns"]
+    assert turn["preset"] == "stage3"
+    assert sum(part["value"] * part["weight"] for part in turn["parts"]) == pytest.approx(turn["row"]["reward"])
+    assert turn["row"]["advantage"] == 1.25
+
+
+def test_an_exact_id_wins_over_those_that_begin_with_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inspect", "g000001.r1", "--run", str(run), "--json"])
+    assert json.loads(capsys.readouterr().out)["rollout_id"] == "g000001.r1"
+
+
+def test_the_beginning_of_an_id_is_enough_where_it_names_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ArchiveWriter(run / FILE) as archive:
+        archive.add(make_row("g000007.r4", "g000007", "g000007.r4", [], at=1.0)).result(DEADLINE_S)
+    main(["inspect", "g000007", "--run", str(run), "--json"])
+    assert json.loads(capsys.readouterr().out)["rollout_id"] == "g000007.r4"
+    assert main(["inspect", "g0", "--run", str(run)]) == 2
+    assert "g000001.r0, g000001.r1, g000001.r10" in capsys.readouterr().err
+
+
+def test_an_id_that_is_not_there_is_an_error_with_a_cure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "g999999", "--run", str(run)]) == 2
+    assert "no rollout begins with 'g999999'" in capsys.readouterr().err
+
+
+def test_a_rollout_whose_record_is_gone_still_shows_its_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ArchiveWriter(run / FILE) as archive:
+        row = make_row("g000002.r0", "g000002", "g000002.r0", [], at=1.0, status="worker_lost")
+        archive.add(row).result(DEADLINE_S)
+    assert main(["inspect", "g000002", "--run", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "worker_lost: never scored" in out
+    assert "was not kept" in out
+
+
+def test_replay_takes_a_run_a_batch_by_id_and_a_batch_by_folder(run: Path) -> None:
+    kept = run / "batches" / "batch-000003"
+    kept.mkdir(parents=True)
+    assert replay_command.target(str(run), "latest") == (run, "")
+    assert replay_command.target("batch-000007", str(run)) == (run, "batch-000007")
+    assert replay_command.target(str(kept), "latest") == (run, "batch-000003")
+
+
+def test_export_of_a_run_without_a_policy_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "holds no policy" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""The evaluator's course: every sample ends once, few are under way, deadlines, and replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kbrl_async.funnel.result import Result
+from kbrl_async.rewards.turns import TurnScore
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from protocols.records import Fault, Problem, StageReport, Timing, TrainSample, Verdict
+from services.evaluator.course import Begun, Course, Ended, Entry, Expired, Tried
+from services.rollouts.dialogues import TurnTaken
+from services.rollouts.journal import EntryJournal
+
+PROBLEMS = [Problem(f"L1/{n}_p{n}", 1, f"{n}_p{n}", "class Model: ...") for n in (1, 2, 3)]
+COMPILED = (StageReport("compile", Fault.OK, 0.1),)
+
+
+def course(samples: int = 2, in_flight: int = 4, deadline_s: float = 100.0) -> Course:
+    return Course(PROBLEMS, samples, in_flight, deadline_s)
+
+
+def tried(rollout_id: str, speedup: float | None = None, at: float = 1.0, source: str = "kernel") -> Tried:
+    timing = None if speedup is None else Timing(9, speedup, speedup - 0.1, speedup + 0.1, 1.0, speedup)
+    fault = Fault.INCORRECT if speedup is None else Fault.OK
+    result = Result("", "c", "cpu", Verdict(fault), COMPILED, timing)
+    stats = RolloutStats(
+        problem_id="", level=1, reward=speedup or 0.0, correct=speedup is not None, speedup_lo=speedup, compiled=True
+    )
+    return Tried(rollout_id, stats, result, source, at)
+
+
+def taken(rollout_id: str) -> TurnTaken:
+    stats = RolloutStats(problem_id="", level=1, reward=0.0)
+    return TurnTaken(rollout_id, "g", TrainSample(rollout_id, [], [], [], 0.0, 0.0, 0), stats, TurnScore(0.0), "again")
+
+
+def begin_all(made: Course, now: float = 0.0) -> list[Entry]:
+    entries: list[Entry] = []
+    while (problem := made.next_problem()) is not None:
+        entries.append(Begun(problem.problem_id, now))
+        made.apply(entries[-1])
+    return entries
+
+
+def test_no_more_samples_are_under_way_than_allowed() -> None:
+    made = course()
+    begin_all(made)
+    assert len(made.open_rollouts()) == 4
+    made.apply(tried("eval.L1/1_p1.0", 2.0))
+    made.apply(Ended("eval.L1/1_p1.0", 1.0))
+    assert made.next_problem() is None, "a problem begins whole"
+    made.apply(Ended("eval.L1/1_p1.1", 1.0, "worker_lost"))
+    assert made.next_problem() == PROBLEMS[2]
+
+
+def test_a_problem_with_more_samples_than_are_allowed_begins_all_the_same() -> None:
+    made = course(samples=9, in_flight=4)
+    begin_all(made)
+    assert len(made.open_rollouts()) == 9
+
+
+def test_lost_samples_are_in_no_figure_and_expired_ones_are_wrong() -> None:
+    made = course()
+    begin_all(made)
+    made.apply(Ended("eval.L1/1_p1.0", 1.0, "worker_lost"))
+    made.apply(Expired("L1/1_p1", 101.0))
+    assert made.lost == {"eval.L1/1_p1.0": "worker_lost"}
+    kept = made.kept["eval.L1/1_p1.1"]
+    assert (kept.sample.correct, kept.sample.expired, kept.sample.fault) == (False, True, "expired")
+    assert kept.outcome.result is not None
+    assert kept.outcome.result.fault is Fault.TIMEOUT
+
+
+def test_only_what_is_late_and_open_is_overdue() -> None:
+    made = course(deadline_s=10.0)
+    begin_all(made, now=0.0)
+    assert (made.overdue(9.9), made.next_deadline()) == ([], 10.0)
+    for rollout in made.rollouts("L1/1_p1"):
+        made.apply(Ended(rollout, 5.0, "lost"))
+    assert made.overdue(10.0) == ["L1/2_p2"]
+
+
+def test_the_best_turn_counts_with_its_own_kernel() -> None:
+    made = course()
+    begin_all(made)
+    rollout = "eval.L1/1_p1.0"
+    for speedup, source in ((1.5, "fine"), (3.0, "best"), (None, "broken")):
+        made.apply(tried(rollout, speedup, source=source))
+        made.apply(taken(rollout))
+    assert made.turns(rollout) == 3
+    made.apply(Ended(rollout, 2.0, "worker_lost"))
+    kept = made.kept[rollout]
+    assert (kept.source, kept.sample.speedup(), kept.sample.turns) == ("best", 3.0, 3)
+    assert rollout not in made.lost, "the turns before the loss count"
+
+
+def test_a_late_copy_of_an_end_changes_nothing() -> None:
+    made = course()
+    begin_all(made)
+    rollout = "eval.L1/1_p1.0"
+    made.apply(tried(rollout, 2.0))
+    made.apply(Ended(rollout, 1.0))
+    for late in (tried(rollout, 9.0), taken(rollout), Ended(rollout, 2.0, "lost"), Expired("L1/1_p1", 3.0)):
+        made.apply(late)
+    assert made.kept[rollout].sample.speedup() == 2.0
+    assert made.done == 2, "the deadline ended the other sample"
+
+
+def test_the_journal_gives_the_same_course_again(tmp_path: Path) -> None:
+    made = course()
+    entries: list[Entry] = begin_all(made)
+    more: list[Entry] = [
+        tried("eval.L1/1_p1.0", 2.0),
+        Ended("eval.L1/1_p1.0", 4.0),
+        tried("eval.L1/1_p1.1"),
+        taken("eval.L1/1_p1.1"),
+        Expired("L1/2_p2", 50.0),
+    ]
+    for entry in more:
+        made.apply(entry)
+    with EntryJournal[Entry](tmp_path / "j.sqlite", Entry) as journal:
+        journal.append([*entries, *more])
+    again = course()
+    with EntryJournal[Entry](tmp_path / "j.sqlite", Entry) as journal:
+        for entry in journal.entries():
+            again.apply(entry)
+    assert again.kept == made.kept
+    assert again.open_rollouts() == made.open_rollouts()
+    assert (again.clock, again.turns("eval.L1/1_p1.1")) == (50.0, 1)
+
+
+def test_it_ends_when_every_sample_has() -> None:
+    made = course(in_flight=99)
+    begin_all(made)
+    for problem in PROBLEMS:
+        assert not made.has_ended
+        made.apply(Expired(problem.problem_id, 1.0))
+    assert made.has_ended
+    assert made.done == made.total == 6

@@ -1,0 +1,161 @@
+"""The learner's state: what no batch can spoil, what is kept for a replay, and where versions go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from kbrl_async.config import Config
+from kbrl_async.config.sections import Learner
+from kbrl_async.learning import kept
+from kbrl_async.learning.trainer import Trainer
+from protocols.records import TrainBatch, TrainGroup, TrainSample
+from services.learner import actor
+from services.learner.actor import Learning, trainer_options
+
+VOCABULARY = 64
+CANARY = [1, 2, 3]
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, object]]] = []
+
+    def info(self, event: str, **values: object) -> None:
+        self.lines.append((event, values))
+
+    warning = error = info
+
+
+def tiny(seed: int = 0) -> torch.nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def learning(folder: Path, **settings: Any) -> Learning:
+    config = Config(max_staleness=0, **settings)
+    service: Any = SimpleNamespace(
+        config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
+    )
+    made = Learning(service, Trainer(tiny(), trainer_options(config, "cpu")), "base", CANARY)
+    made._resume()
+    return made
+
+
+def batch(index: int, number: int | None = None) -> TrainBatch:
+    return TrainBatch(f"batch-{index if number is None else number:06d}", index, 1.0, ["g0"])
+
+
+def groups(seed: int, advantage: float | None = None) -> list[TrainGroup]:
+    """`advantage`: of the last sample."""
+    rng = random.Random(seed)
+    samples = []
+    for r in range(8):
+        tokens = [rng.randrange(VOCABULARY) for _ in range(5)]
+        logprobs = [-rng.uniform(3.5, 4.5) for _ in tokens]
+        samples.append(TrainSample(f"g0.r{r}", [1, 2], tokens, logprobs, rng.uniform(-1, 1), 0.5, 0))
+    if advantage is not None:
+        last = samples[-1]
+        samples[-1] = TrainSample(last.rollout_id, last.prompt_ids, last.token_ids, last.logprobs, advantage, 0.5, 0)
+    return [TrainGroup("g0", "p", 1, samples)]
+
+
+def weights(made: Learning) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in made._trainer.parameters.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("advantage", [float("nan"), 3e38], ids=["nan", "overflow"])
+def test_a_batch_without_a_finite_loss_leaves_no_trace_in_the_weights(tmp_path: Path, advantage: float) -> None:
+    made, untouched = learning(tmp_path / "a"), learning(tmp_path / "b")
+    for one in (made, untouched):
+        one.train(batch(0), groups(0), nothing)
+    before = weights(made)
+    report = made.train(batch(1), groups(1, advantage), nothing)
+    assert (report.policy_version, made.version, report.metrics) == (1, 1, {})
+    assert "finite" in report.failure or "inf" in report.failure
+    assert same(weights(made), before)
+    # the batch after it meets the very same learner: optimizer, step counter and data order too
+    after, expected = (one.train(batch(1, 2), groups(2), nothing) for one in (made, untouched))
+    assert (after.policy_version, after.failure) == (2, "")
+    assert after.metrics["loss"] == expected.metrics["loss"]
+    assert same(weights(made), weights(untouched))
+
+
+def test_a_good_batch_reports_how_the_hardware_was_used(tmp_path: Path) -> None:
+    made = learning(tmp_path, learner=Learner(peak_tflops=1e-3))
+    metrics = made.train(batch(0), groups(0), nothing).metrics
+    flops = metrics["mfu"] * 1e9 * metrics["gradient_s"]
+    parameters = sum(p.numel() for p in made._trainer.model.parameters())
+    assert flops / metrics["input_tokens"] == pytest.approx(6 * parameters, rel=0.2)
+    assert metrics["memory_peak_mb"] > 50
+
+
+def test_the_version_that_a_kept_batch_needs_is_not_collected(tmp_path: Path) -> None:
+    made = learning(tmp_path)
+    kept.keep(tmp_path, [b"frame"], kept.About("batch-000000", 0, "alarm: ess"), 1 << 20)
+    for index in range(actor.KEPT_VERSIONS + 2):
+        made.train(batch(index), groups(index), nothing)
+    names = {path.name for path in (tmp_path / "policies").glob("policy-v*")}
+    assert "policy-v0" in names
+    assert "policy-v1" not in names
+
+
+def test_versions_go_to_the_policy_url_too_and_old_ones_leave_it(tmp_path: Path) -> None:
+    made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote")
+    for index in range(actor.KEPT_VERSIONS + 1):
+        made.train(batch(index), groups(index), nothing)
+    newest = {f"policy-v{v}" for v in range(2, actor.KEPT_VERSIONS + 2)}
+    assert {path.name for path in (tmp_path / "remote").iterdir()} == newest
+
+
+def test_a_store_that_is_away_costs_no_update(tmp_path: Path) -> None:
+    (tmp_path / "remote").write_text("a file where a folder should be")
+    made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote/policies")
+    assert made.train(batch(0), groups(0), nothing).policy_version == 1
+    assert "policy not uploaded" in [event for event, _ in made._service.log.lines]
+
+
+def test_an_interrupted_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    unbroken, first = learning(tmp_path / "a"), learning(tmp_path / "b")
+    expected = [unbroken.train(batch(i), groups(i), nothing).metrics["loss"] for i in range(4)]
+    found = [first.train(batch(i), groups(i), nothing).metrics["loss"] for i in range(2)]
+    again = learning(tmp_path / "b")
+    assert again.version == 2
+    found += [again.train(batch(i), groups(i), nothing).metrics["loss"] for i in range(2, 4)]
+    assert found == expected
+    assert same(weights(again), weights(unbroken))
+    assert again._progress.samples == 32
+    assert again._progress.tokens == 32 * 5
+
+
+def test_a_batch_that_comes_again_is_answered_and_not_trained_again(tmp_path: Path) -> None:
+    made = learning(tmp_path)
+    report = made.train(batch(0), groups(0), nothing)
+    before = weights(made)
+    again = made.train(batch(0), groups(0), nothing)
+    assert (again.policy_version, again.metrics) == (1, report.metrics)
+    assert same(weights(made), before)

@@ -1,0 +1,312 @@
+"""Replay: a run made again from its journal and archive comes out the same, and where it does not, it says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from kbrl_async.config import Config, to_yaml
+from kbrl_async.errors import CheckpointError, UserError
+from kbrl_async.learning import checkpoints, kept, versions
+from kbrl_async.rewards.events import BatchFailed, BatchMade
+from kbrl_async.telemetry.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from protocols.records import (
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Frame,
+    Generation,
+    Purpose,
+    SamplingParams,
+    TrainBatch,
+    Verdict,
+)
+from services.learner.actor import make_trainer
+from services.replay.batches import replay_batch
+from services.replay.runs import JOURNAL, replay_run
+from services.reward_aggregator.campaign import Campaign, Entry, RolloutEnded, Watched, batch_frames
+from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.planning import plan_of, preset_for, presets_of
+from services.rollouts.conduct import Conductor
+from services.rollouts.examples import FirstPrompts
+from services.rollouts.scoring import Scored
+
+VOCABULARY = 64
+CANARY = [1, 2, 3, 4]
+DEADLINE_S = 30.0
+
+
+def tiny_model(folder: Path) -> str:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+class FakeRun:
+    """A run as the aggregator and the learner would leave it: everything decided by the real campaign and trainer."""
+
+    def __init__(self, folder: Path, updates: int = 2, **settings: object) -> None:
+        self.path = folder / "run"
+        self.path.mkdir()
+        self.config = Config(
+            model_name=tiny_model(folder / "model"),
+            level=[1],
+            batch_size=2,
+            group_size=3,
+            max_steps=4,
+            eval_samples=0,
+            device="cpu",
+            **settings,  # type: ignore[arg-type]
+        )
+        (self.path / "config.yaml").write_text(to_yaml(self.config))
+        self._rng = random.Random(0)
+        self._now = 0.0
+        self.campaign = Campaign(plan_of(self.config))
+        first = FirstPrompts(self.config.prompt_option, self.config.backend)
+        sampling = SamplingParams(self.config.max_tokens)
+        self._conductor = Conductor(self.config, self.campaign.dialogues, first, sampling)
+        self._presets = presets_of(self.config)
+        torch.set_num_threads(1)
+        self.trainer = make_trainer(self.config, self.config.model_name, "cpu")
+        self._publish(0)
+        with Journal(self.path / JOURNAL) as self._journal, ArchiveWriter(self.path / FILE) as self._archive:
+            while self.campaign.updates < updates:
+                self._update()
+
+    def _publish(self, version: int) -> None:
+        model, step = self.trainer.model, self.trainer.optimizer_step
+        versions.publish(self.path / "policies", model, version, None, step, CANARY, self.config.model_name)
+
+    def _update(self) -> None:
+        while (batch := self._poll()) is None:
+            self._group()
+        groups = self.campaign.book.train_groups(batch.batch_id)
+        self._archive.outcomes(
+            [
+                Outcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
+                for group in groups
+                for s in group.samples
+            ]
+        ).result(DEADLINE_S)
+        metrics = self.trainer.step(groups, self.config.temperature, version=batch.index)
+        self._archive.updated(Update(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
+        self._publish(batch.index + 1)
+        progress = checkpoints.Progress(version=batch.index + 1)
+        checkpoints.save(self.path / "checkpoints", self.trainer, progress)
+        watched = Watched(batch.index + 1, {"ess": metrics["ess"], "nonfinite": 0.0}, self._tick())
+        self._change(self.campaign.book.trained(batch.batch_id, batch.index + 1, self._now), watched)
+
+    def _poll(self) -> BatchMade | None:
+        change = self.campaign.book.poll(self._tick())
+        self._change(change)
+        return change.event if isinstance(change.event, BatchMade) else None
+
+    def _group(self) -> None:
+        problem = self.campaign.next_problem(self._tick())
+        change = self.campaign.book.admit(problem.problem_id, problem.level, self.config.group_size, self._now)
+        self._change(change)
+        group_id = change.event.group_id  # type: ignore[union-attr]
+        for r in range(self.config.group_size):
+            self._rollout(group_id, f"{group_id}.r{r}", r)
+
+    def _rollout(self, group_id: str, rollout_id: str, place: int) -> None:
+        request = self._conductor.request(
+            rollout_id, group_id, self.campaign.problem(self.campaign.book.group_problem(group_id)), Purpose.TRAIN, 0
+        )
+        record: list[Frame] = [request, *self._work(place)]
+        scored = self._conductor.score(rollout_id, record, preset_for(group_id, self._presets, self.campaign))
+        assert isinstance(scored, Scored)
+        row = make_row(rollout_id, group_id, rollout_id, record, at=1.0, reward=scored.sample.reward)
+        self._archive.add(row, [msgspec.msgpack.encode(frame) for frame in record]).result(DEADLINE_S)
+        change = self.campaign.book.scored(group_id, rollout_id, [scored.sample], self._tick())
+        self._change(change, RolloutEnded(rollout_id, group_id, scored.stats))
+
+    def _work(self, place: int) -> Iterator[Frame]:
+        tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(2, 8))]
+        logprobs = [-self._rng.uniform(3.5, 4.5) for _ in tokens]
+        version = self.campaign.book.version
+        yield Generation(version, [1, 2, 3], tokens, logprobs, "text", "stop", Candidate("src", "c"))
+        built = Fault.COMPILE_ERROR if place == 0 else Fault.OK
+        yield BuildReport(built)
+        if built is Fault.OK:
+            verdict = Fault.OK if self._rng.random() < 0.5 else Fault.INCORRECT
+            yield BenchReport(Verdict(verdict, passed=2, total=4))
+
+    def _change(self, change, *more: Entry) -> None:  # type: ignore[no-untyped-def]
+        if change.event is None:
+            return
+        for entry in more:
+            self.campaign.apply(entry)
+        self.campaign.note(change.event, change.closed)
+        self._journal.append([*more, change.event], [group.group_id for group in change.closed])
+
+    def _tick(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    def sql(self, statement: str, *values: object) -> None:
+        import sqlite3
+
+        db = sqlite3.connect(self.path / FILE)
+        db.execute(statement, values)
+        db.commit()
+        db.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
+    return FakeRun(tmp_path_factory.mktemp("finished"), updates=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path, updates=1)
+
+
+def test_a_replayed_run_makes_the_same_batches_advantages_updates_and_weights(finished: FakeRun) -> None:
+    report = replay_run(finished.path, with_learner=True)
+    assert report.divergence is None
+    assert (report.batches, report.unrecorded) == (3, 0)
+    assert report.rescored == len(finished.campaign.rollouts) > 0
+    assert report.advantages == 3 * 2 * 3
+    assert report.curve is not None
+    assert (report.curve.updates, report.curve.exact, report.curve.worst) == (3, 3, 0.0)
+    assert report.weights == "policy version 3: all weights equal bit by bit"
+    assert report.counters["groups_admitted"] == finished.campaign.book.counts["admitted"]
+
+
+def test_another_recorded_loss_is_the_first_divergence(run: FakeRun) -> None:
+    with Archive(run.path / FILE) as archive:
+        (update,) = archive.updates()
+    changed = msgspec.msgpack.encode({**update.metrics, "loss": update.metrics["loss"] + 0.1})
+    run.sql("UPDATE updates SET metrics = ?", changed)
+    divergence = replay_run(run.path, with_learner=True).divergence
+    assert divergence is not None
+    assert divergence.where == "loss of batch-000000"
+
+
+def test_another_recorded_advantage_is_the_first_divergence(run: FakeRun) -> None:
+    run.sql("UPDATE outcomes SET advantage = advantage + 1e-9")
+    divergence = replay_run(run.path, with_learner=False).divergence
+    assert divergence is not None
+    assert "advantage of g000000.r0" in divergence.where
+
+
+def test_a_journaled_score_that_its_record_does_not_earn_is_the_first_divergence(run: FakeRun) -> None:
+    import sqlite3
+
+    db = sqlite3.connect(run.path / JOURNAL)
+    rows = db.execute("SELECT id, entry FROM entries ORDER BY id").fetchall()
+    decoder = msgspec.msgpack.Decoder(Entry)
+    for key, blob in rows:
+        entry = decoder.decode(blob)
+        if isinstance(entry, RolloutEnded):
+            better = msgspec.structs.replace(entry, stats=msgspec.structs.replace(entry.stats, reward=0.99))
+            db.execute("UPDATE entries SET entry = ? WHERE id = ?", (msgspec.msgpack.encode(better), key))
+            break
+    db.commit()
+    db.close()
+    divergence = replay_run(run.path, with_learner=False).divergence
+    assert divergence is not None
+    assert "RolloutEnded" in divergence.where
+
+
+def test_records_that_were_evicted_leave_the_decisions_replayable_and_the_updates_not(run: FakeRun) -> None:
+    run.sql("DELETE FROM frames")
+    report = replay_run(run.path, with_learner=False)
+    assert report.divergence is None
+    assert (report.rescored, report.unrecorded) == (0, len(run.campaign.rollouts))
+    with pytest.raises(CheckpointError, match="no longer holds"):
+        replay_run(run.path, with_learner=True)
+
+
+def test_a_run_whose_base_model_is_another_one_is_not_replayed(run: FakeRun) -> None:
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM.from_pretrained(run.config.model_name)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    model.save_pretrained(run.config.model_name)
+    with pytest.raises(CheckpointError, match="not what the run began with"):
+        replay_run(run.path, with_learner=True)
+
+
+def test_a_batch_whose_loss_was_not_finite_changes_nothing_in_a_replay(run: FakeRun) -> None:
+    again = Journal(run.path / JOURNAL)
+    with again as journal, ArchiveWriter(run.path / FILE) as archive:
+        run._journal, run._archive = journal, archive
+        while (batch := run._poll()) is None:
+            run._group()
+        archive.updated(Update(batch.batch_id, batch.index, {})).result(DEADLINE_S)
+        change = run.campaign.book.batch_failed(batch.batch_id, "nonfinite", run._tick())
+        assert isinstance(change.event, BatchFailed)
+        run._change(change, Watched(batch.index, {"nonfinite": 1.0}, run._now))
+    report = replay_run(run.path, with_learner=True)
+    assert report.divergence is None
+    assert (report.batches, report.curve.updates) == (2, 1)  # type: ignore[union-attr]
+
+
+def test_one_batch_of_the_archive_goes_through_the_loss_again_with_the_same_metrics(finished: FakeRun) -> None:
+    report = replay_batch(finished.path, "batch-000002")
+    assert (report.version, report.groups, report.samples, report.made_of) == (2, 2, 6, "the archive")
+    assert "step-000002" in report.policy
+    for name in ("loss", "grad_norm", "ess", "entropy", "ratio_p99"):
+        assert report.replayed[name] == report.recorded[name], name
+
+
+def test_without_its_checkpoint_a_batch_is_replayed_on_the_published_policy(finished: FakeRun) -> None:
+    report = replay_batch(finished.path, "batch-000001")
+    assert "policy-v1" in report.policy
+    assert report.replayed["optimizer_step"] == report.recorded["optimizer_step"]
+
+
+def test_a_kept_batch_is_found_first_and_names_why_it_was_kept(run: FakeRun) -> None:
+    while (batch := _made(run)) is None:
+        pass
+    groups = run.campaign.book.train_groups(batch.batch_id)
+    bad = msgspec.structs.replace(groups[0].samples[0], advantage=float("nan"))
+    groups[0].samples[0] = bad
+    frames = [msgspec.msgpack.encode(TrainBatch(batch.batch_id, batch.index, 1.0, batch.group_ids))]
+    about = kept.About(batch.batch_id, batch.index, "nonfinite")
+    kept.keep(run.path, [*frames, *batch_frames(groups)], about, 1 << 20)
+    report = replay_batch(run.path, batch.batch_id)
+    assert (report.made_of, report.reason) == (f"batches/{batch.batch_id}", "nonfinite")
+    assert "not finite" in report.failure
+    assert report.replayed == {}
+
+
+def _made(run: FakeRun) -> BatchMade | None:
+    with Journal(run.path / JOURNAL) as run._journal, ArchiveWriter(run.path / FILE) as run._archive:
+        run._group()
+        return run._poll()
+
+
+def test_a_batch_that_never_was_is_an_error_with_a_cure(finished: FakeRun) -> None:
+    with pytest.raises(UserError, match="no batch batch-000099"):
+        replay_batch(finished.path, "batch-000099")
+
+
+def test_an_adapter_is_replayed_bit_by_bit_too(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, updates=2, lora_rank=2)
+    report = replay_run(run.path, with_learner=True)
+    assert report.divergence is None
+    assert report.curve is not None
+    assert report.curve.exact == 2
+    assert report.weights == "policy version 2: all weights equal bit by bit"
+    assert replay_batch(run.path, "batch-000001").policy.startswith("checkpoint")
