@@ -11,7 +11,9 @@ Invariants
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,13 @@ def build(
         "funnel": funnel(rollout.funnel for rollout in rollouts),
         "best_kernels": best_kernels([*rollouts, *heldout_after]),
     }
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on: Python and the packages that compute."""
+    packages = ("kbrl-async", "torch", "transformers", "triton", "peft", "numpy")
+    installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    return {"python": platform.python_version(), **{name: installed[name] for name in packages if name in installed}}
 
 
 def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from kbrl_async.durable import write_atomically
+
 
 class WorkerSample(msgspec.Struct, frozen=True):
     """What a worker said with its last heartbeat, and what the broker knows of it."""
@@ -22,6 +24,9 @@ class WorkerSample(msgspec.Struct, frozen=True):
     busy: float = 0.0
     lag_ms: float = 0.0
     rss_mb: float = 0.0
+    cpu: float = 0.0
+    gpu: float = -1.0
+    gpu_mb: float = 0.0
     queued: int = 0
     done: int = 0
     tokens: int = 0
@@ -33,6 +38,7 @@ class BrokerSample(msgspec.Struct, frozen=True):
     busy: float = 0.0
     lag_ms: float = 0.0
     rss_mb: float = 0.0
+    cpu: float = 0.0
 
 
 class SystemSample(msgspec.Struct, frozen=True):
@@ -72,6 +78,17 @@ class Tail:
         return [sample for line in lines if (sample := parse(line)) is not None]
 
 
+def begun(run_dir: Path, first: float) -> float:
+    """When the run began, in epoch seconds: the time of its first sample, noted once and kept over restarts."""
+    note = run_dir / "metrics" / "begun"
+    try:
+        return float(note.read_text())
+    except (FileNotFoundError, ValueError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(note, f"{first:.3f}\n")
+        return first
+
+
 def parse(line: bytes) -> SystemSample | None:
     """One line, None if it is no whole sample."""
     try:
@@ -92,6 +109,9 @@ def scalars(previous: SystemSample | None, current: SystemSample) -> dict[str, f
         values |= {f"{folder}/{stage}": float(value) for stage, value in by_stage.items()}
     for name, process in _processes(current).items():
         values |= {f"busy/{name}": process.busy, f"lag_ms/{name}": process.lag_ms, f"rss_mb/{name}": process.rss_mb}
+        values[f"cpu_cores/{name}"] = process.cpu
+        if isinstance(process, WorkerSample) and process.gpu >= 0:
+            values |= {f"gpu/{name}": process.gpu, f"gpu_mb/{name}": process.gpu_mb}
     values["workers/suspect"] = float(sum(worker.suspect for worker in current.workers.values()))
     return values | (_throughput(previous, current) if previous else {})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -24,22 +24,29 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 HISTOGRAM_BINS = 30
+PARTS = ("training", "system")
+"""A run's two series: by update (policy version), and by seconds since the run began."""
 
 DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "Reward": {"mean, min and max": ["reward/(mean|min|max)"], "spread": ["reward/std"]},
+    "Reward": {
+        "mean, min and max": ["reward/(mean|min|max)"],
+        "spread": ["reward/std"],
+    },
     "Rates": {
         "stages passed": ["rate/(format|compile|correct|fast_1)"],
         "cheating": ["rate/cheat"],
         "answers finished": ["rate/completion"],
+        "length of answers, tokens": ["tokens/answer_mean"],
+        "groups by outcome": ["groups/groups_.*"],
     },
     "Speed": {"speedup of correct kernels": ["speedup/.*"]},
-    "Per level": {
-        "reward": [r"level\d+/reward_mean"],
-        "correct": [r"level\d+/correct_rate"],
-        "fast_1": [r"level\d+/fast_1"],
-        "speedup": [r"level\d+/speedup_mean"],
+    "Staleness": {
+        "versions behind when trained on": ["staleness/versions.*"],
+        "versions behind after each stage": ["staleness/at_.*"],
+        "groups dropped as stale": ["groups/groups_dropped_stale"],
+        "tasks ended as stale or lost": ["counter/(stale|lost|expired|poisoned)"],
     },
-    "Policy": {
+    "Learner": {
         "importance ratio": ["policy/.*ratio.*"],
         "divergence from the behaviour policy": ["policy/.*kl.*"],
         "entropy": ["policy/.*entropy.*"],
@@ -48,6 +55,35 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "learning rate": ["policy/(lr|learning_rate)"],
         "loss": ["policy/.*loss.*"],
         "tokens dropped by the correction": ["policy/.*dropped.*"],
+        "alarms": ["alarm/.*"],
+        "size of advantages": ["policy/advantage_abs"],
+        "seconds of an update": ["policy/(proximal|gradient|total)_s"],
+        "tokens a second": ["policy/tokens_per_s"],
+        "share of the hardware's peak": ["policy/mfu.*"],
+        "peak memory, MB": ["policy/memory_peak_mb"],
+    },
+    "Turns": {
+        "correct by turn": [r"turn_\d+/correct_rate"],
+        "reward by turn": [r"turn_\d+/reward_mean"],
+        "compiles by turn": [r"turn_\d+/compile_rate"],
+        "rollouts with a correct turn": ["trajectory/success_rate"],
+        "turns of a rollout": ["trajectory/avg_turns"],
+        "correct turns and best reward": ["trajectory/(max_correct_per_trajectory|best_reward)"],
+        "compile errors repaired": ["trajectory/compile_fix_rate"],
+        "reward by role": ["role_.*/reward_mean"],
+    },
+    "Evaluation": {
+        "compiled, correct, solved, hacked": ["eval[^/]*/(compile|correct|solved|hack)_rate.*"],
+        "reward": ["eval[^/]*/reward_mean"],
+        "pass at k": ["eval[^/]*/pass_at_.*"],
+        "faster than p": ["eval[^/]*/(fast_|proven_faster).*"],
+        "speedup": ["eval[^/]*/speedup_.*"],
+    },
+    "Per level": {
+        "reward": [r"level\d+/reward_mean"],
+        "correct": [r"level\d+/correct_rate"],
+        "fast_1": [r"level\d+/fast_1"],
+        "speedup": [r"level\d+/speedup_mean"],
     },
     "Throughput": {
         "rollouts a second": ["throughput/rollouts_per_s"],
@@ -56,11 +92,17 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "queue depth": ["queue/.*"],
         "in flight": ["in_flight/.*"],
         "oldest waiting, s": ["oldest_s/.*"],
-        "staleness, versions": ["staleness/versions.*"],
         "seconds by stage": ["time/.*"],
         "busy fraction": ["busy/.*"],
-        "event-loop lag, ms": ["lag_ms/.*"],
+    },
+    "Processes": {
+        "cores in use": ["cpu_cores/.*"],
+        "GPU utilisation": ["gpu/.*"],
+        "GPU memory, MB": ["gpu_mb/.*"],
         "memory, MB": ["rss_mb/.*"],
+        "event-loop lag, ms": ["lag_ms/.*"],
+        "suspect workers": ["workers/suspect"],
+        "task counters": ["counter/.*"],
     },
 }
 """Dashboard → chart → patterns of tags, as the custom-scalars plugin takes them."""
@@ -76,10 +118,11 @@ class Writer:
             board.flush()
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, without: Collection[str] = ()) -> None:
+        """`without`: dashboards that this run has nothing for."""
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
-        self._write(layout_value(), step=0)
+        self._write(layout_value(without), step=0)
 
     def __enter__(self) -> Writer:
         return self
@@ -123,7 +166,7 @@ def histogram_value(tag: str, values: Sequence[float], bins: int = HISTOGRAM_BIN
     return _tensor_value(tag, rows, histogram_metadata.create_summary_metadata(display_name=tag, description=""))
 
 
-def layout_value() -> Summary.Value:
+def layout_value(without: Collection[str] = ()) -> Summary.Value:
     """The dashboards as the custom-scalars plugin reads them."""
     categories = [
         layout_pb2.Category(
@@ -134,6 +177,7 @@ def layout_value() -> Summary.Value:
             ],
         )
         for dashboard, charts in DASHBOARDS.items()
+        if dashboard not in without
     ]
     layout = layout_pb2.Layout(version=0, category=categories).SerializeToString()
     return _tensor_value(layout_metadata.CONFIG_SUMMARY_TAG, layout, layout_metadata.create_summary_metadata())
@@ -141,3 +185,23 @@ def layout_value() -> Summary.Value:
 
 def _tensor_value(tag: str, content: object, meta: SummaryMetadata) -> Summary.Value:
     return Summary.Value(tag=tag, metadata=meta, tensor=make_tensor_proto(content))
+
+
+def event_folder(run_dir: Path, log_dir: str | None) -> Path:
+    """Where the event files of a run go: into the run, or with those of other runs into `log_dir/NAME`.
+
+    In the second case the run's own `tensorboard` folder leads there, so that whoever reads a run finds them.
+    """
+    inside = run_dir / "tensorboard"
+    if not log_dir:
+        return inside
+    folder = Path(log_dir).absolute() / run_dir.name
+    for part in PARTS:
+        link = inside / part
+        inside.mkdir(parents=True, exist_ok=True)
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(folder / part)
+    return folder

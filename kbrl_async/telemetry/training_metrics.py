@@ -14,6 +14,7 @@ import msgspec
 
 from kbrl_async.telemetry import turn_metrics
 from kbrl_async.telemetry.funnel import Step
+from protocols.records import SOLVER, VERIFIER
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,15 +50,14 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str = ""
     """Turns of one rollout share it."""
     fault: str = ""
-    role: str = "solver"
+    role: str = SOLVER
     """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
     flagged: bool = False
     """An audit holds something against its problem."""
     funnel: tuple[Step, ...] = ()
     """The steps that it came to."""
-
-
-VERIFIER = "verifier"
+    ages: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """How many versions old it was at the end of each stage."""
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool = True) -> dict
 
 def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
     """Those that wrote a kernel, all in one role."""
-    return [msgspec.structs.replace(r, role="solver") for r in rollouts if r.role != "verifier"]
+    return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
 
 
 def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
@@ -172,7 +172,11 @@ def _age(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     ages = [r.staleness for r in rollouts if r.staleness is not None]
     if not ages:
         return {}
-    return {"staleness/versions_mean": statistics.fmean(ages), "staleness/versions_max": max(ages)}
+    by_stage = {
+        f"staleness/at_{stage}_mean": mean(r.ages[stage] for r in rollouts if stage in r.ages)
+        for stage in dict.fromkeys(stage for r in rollouts for stage in r.ages)
+    }
+    return {"staleness/versions_mean": statistics.fmean(ages), "staleness/versions_max": max(ages)} | _present(by_stage)
 
 
 def _times(rollouts: Sequence[RolloutStats]) -> dict[str, float]:

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from protocols.records import VERIFIER
+
 
 class Turn(Protocol):
     """What is asked of a turn's statistics: see `training_metrics.RolloutStats`."""
@@ -30,7 +32,7 @@ class Turn(Protocol):
 def trajectories(turns: Iterable[Turn]) -> list[list[Turn]]:
     """Turns that wrote a kernel, by rollout, each in order; rollouts in the order of their first scored turn."""
     found: dict[str, list[Turn]] = {}
-    for turn in (turn for turn in turns if turn.role != "verifier"):
+    for turn in (turn for turn in turns if turn.role != VERIFIER):
         found.setdefault(turn.rollout_id, []).append(turn)
     return [sorted(group, key=lambda t: t.turn) for group in found.values()]
 

@@ -1,4 +1,4 @@
-"""What a process knows of itself: share of time at work, event-loop lag, memory, counts. One `Load` per beat."""
+"""What a process knows of itself: share of time at work, loop lag, memory, CPU, GPU, counts. One `Load` per beat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from protocols.messages import Load
+from services.runtime.usage import CpuMeter, GpuMeter
+
+MAX_FACTS = 32
+"""Figures of its own that a process may add to its load; more would bloat every heartbeat."""
 
 
 class LoadMeter:
@@ -19,6 +23,11 @@ class LoadMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.done = 0
         self.tokens = 0
+        self.facts: dict[str, float] = {}
+        """What a viewer shows beside the load; whoever has it writes it here."""
+        self.gpu = GpuMeter()
+        self.last = Load()
+        self._cpu = CpuMeter(clock)
         self._clock = clock
         self._process = psutil.Process()
         self._since = self._busy_since = clock()
@@ -62,6 +71,10 @@ class LoadMeter:
             round(self._process.memory_info().rss / 2**20, 1),
             self.done,
             self.tokens,
+            self._cpu.take(),
+            *self.gpu.take(),
+            dict(list(self.facts.items())[:MAX_FACTS]),
         )
+        self.last = load
         self._since, self._busy_s, self._lag_s = now, 0.0, 0.0
         return load

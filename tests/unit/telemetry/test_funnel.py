@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kbrl_async.telemetry.funnel import Step, funnel
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Generation, StageReport, Verdict
-from services.reward_aggregator.scoring import steps_of
+from services.rollouts.scoring import steps_of
 
 BUILT = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.01), StageReport("compile", Fault.OK, 0.2)))
 BENCHED = BenchReport(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,9 @@ def printed(made: dict[str, Any]) -> str:
     out = io.StringIO()
     Console(file=out, width=140).print(summary.render(made))
     return out.getvalue()
+
+
+def test_the_versions_name_python_and_what_computes() -> None:
+    found = summary.versions()
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == metadata.version("torch")

@@ -36,6 +36,7 @@ def test_each_part_has_a_tag() -> None:
         "queue/bench": 3, "in_flight/bench": 1, "oldest_s/bench": 2.5, "counter/requeued": 4,
         "busy/broker": 0.1, "lag_ms/broker": 1, "rss_mb/broker": 50,
         "busy/w": 0.5, "lag_ms/w": 7, "rss_mb/w": 100, "workers/suspect": 1,
+        "cpu_cores/broker": 0, "cpu_cores/w": 0,
     }  # fmt: skip
 
 

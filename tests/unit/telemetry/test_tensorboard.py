@@ -11,6 +11,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
 from kbrl_async.telemetry import system_metrics, tensorboard, training_metrics
+from kbrl_async.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.telemetry.system_metrics import SystemSample, WorkerSample
 from kbrl_async.telemetry.training_metrics import RolloutStats
 
@@ -77,6 +78,15 @@ def test_the_layout_has_every_dashboard(tmp_path: Path) -> None:
     assert [category.title for category in layout.category] == list(tensorboard.DASHBOARDS)
 
 
+def test_a_dashboard_that_a_run_has_nothing_for_is_left_out(tmp_path: Path) -> None:
+    with tensorboard.Writer(tmp_path, without=("Turns",)):
+        pass
+    (event,) = read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert {category.title for category in layout.category} == set(tensorboard.DASHBOARDS) - {"Turns"}
+    assert not any(category.closed for category in layout.category), "nothing to click open"
+
+
 def test_every_tag_that_we_make_is_on_a_dashboard() -> None:
     rollout = RolloutStats(
         problem_id="a", level=1, reward=1, correct=True, speedup=2.0, staleness=1, advantage=1.0,
@@ -86,8 +96,67 @@ def test_every_tag_that_we_make_is_on_a_dashboard() -> None:
     made = training_metrics.scalars([rollout]) | system_metrics.scalars(SystemSample(t=1), now)
     made |= training_metrics.policy_scalars({"ratio_mean": 1, "mismatch_kl": 0, "entropy": 1, "ess": 1, "lr": 1})
     patterns = [p for charts in tensorboard.DASHBOARDS.values() for tags in charts.values() for p in tags]
-    watched = {tag for tag in made if not tag.startswith(("tokens/", "workers/", "level1/"))}
+    watched = {tag for tag in made if not tag.startswith("level1/")}
     assert {tag for tag in watched if not any(re.fullmatch(p, tag) for p in patterns)} == set()
+
+
+def patterns_of(dashboard: str) -> list[str]:
+    return [pattern for tags in tensorboard.DASHBOARDS[dashboard].values() for pattern in tags]
+
+
+def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
+    turns = [
+        RolloutStats(problem_id="a", level=1, reward=1, rollout_id="r", turn=turn, compiled=turn > 0,
+                     fault="" if turn else "compile_error")
+        for turn in range(3)
+    ]  # fmt: skip
+    made = [tag for tag in training_metrics.scalars(turns) if tag.startswith("trajectory/")]
+    made += [f"turn_{turn}/{rate}" for turn in (1, 2, 3) for rate in ("correct_rate", "reward_mean", "compile_rate")]
+    assert len(made) == 5 + 9
+    assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Turns"))] == []
+
+
+def test_an_evaluation_is_on_a_dashboard_of_its_own() -> None:
+    made = ["eval/correct_rate", "eval_filtered/pass_at_4", "eval_level1/fast_1.5", "eval/speedup_geometric_mean",
+            "eval/proven_faster", "eval/correct_rate_lo", "eval/hack_rate"]  # fmt: skip
+    rollout = RolloutStats(problem_id="a", level=1, reward=1, correct=True, speedup=2.0)
+    made += [tag for tag in heldout_scalars([rollout]) if tag != "eval/policy_version_mean"]
+    assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Evaluation"))] == []
+
+
+def test_cores_and_gpus_are_written_by_process() -> None:
+    workers = {"a": WorkerSample(cpu=1.5, gpu=0.5, gpu_mb=100.0), "b": WorkerSample()}
+    made = system_metrics.scalars(None, SystemSample(t=1, workers=workers))
+    shown = {tag: value for tag, value in made.items() if tag.startswith(("cpu_cores/", "gpu"))}
+    assert shown == {"cpu_cores/broker": 0.0, "cpu_cores/a": 1.5, "cpu_cores/b": 0.0, "gpu/a": 0.5, "gpu_mb/a": 100.0}
+
+
+def test_a_folder_for_several_runs_holds_each_by_its_name_and_the_run_leads_there(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tensorboard.event_folder(tmp_path / "runs" / name, str(tmp_path / "all"))
+        with tensorboard.Writer(folder / "training") as board:
+            board.scalars({"reward/mean": 0.5}, step=1)
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["one", "two"]
+    assert read(tmp_path / "runs" / "two" / "tensorboard" / "training").Tags()["scalars"] == ["reward/mean"]
+
+
+def test_without_such_a_folder_events_stay_in_the_run(tmp_path: Path) -> None:
+    assert tensorboard.event_folder(tmp_path / "one", None) == tmp_path / "one" / "tensorboard"
+
+
+def test_a_continued_run_may_move_its_events_and_keeps_what_lies_in_it(tmp_path: Path) -> None:
+    (tmp_path / "one" / "tensorboard" / "system").mkdir(parents=True)
+    for where in ("first", "second"):
+        tensorboard.event_folder(tmp_path / "one", str(tmp_path / where))
+    inside = tmp_path / "one" / "tensorboard"
+    assert (inside / "training").resolve() == tmp_path / "second" / "one" / "training"
+    assert not (inside / "system").is_symlink()
+
+
+def test_a_run_knows_over_restarts_when_it_began(tmp_path: Path) -> None:
+    assert [system_metrics.begun(tmp_path, first) for first in (1000.5, 2000.0)] == [1000.5, 1000.5]
+    (tmp_path / "metrics" / "begun").write_text("torn")
+    assert system_metrics.begun(tmp_path, 3000.0) == 3000.0
 
 
 @pytest.mark.parametrize("charts", tensorboard.DASHBOARDS.values(), ids=tensorboard.DASHBOARDS.keys())
