@@ -19,6 +19,8 @@ class FromProducer(msgspec.Struct, frozen=True):
 class FromWorker(msgspec.Struct, frozen=True):
     route: bytes
     message: messages.Message
+    owner: str = ""
+    """Whom the sender's key stands for, such as `bench/host7`; empty: a process of this host, which needs none."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -43,7 +45,14 @@ class StartDrain(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Event = FromProducer | FromWorker | Tick | PeerLost | PeerFull | StartDrain
+class Compared(msgspec.Struct, frozen=True):
+    """Which of the opinions on a task agree, as pairs of their places; the answer to `Compare`."""
+
+    task_id: str
+    agree: list[tuple[int, int]]
+
+
+Event = FromProducer | FromWorker | Tick | PeerLost | PeerFull | StartDrain | Compared
 
 
 class TaskRow(msgspec.Struct, frozen=True):
@@ -63,6 +72,8 @@ class TaskRow(msgspec.Struct, frozen=True):
     leased: bool = False
     """Somebody may work on it: after a restart it waits for one lease before it is given away again."""
     needs: str = ""
+    hardware: str = ""
+    """What its group's timings come from, once it has been at a bench."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -104,6 +115,33 @@ class Forget(msgspec.Struct, frozen=True):
     task_id: str
 
 
+class Opinion(msgspec.Struct, frozen=True):
+    """Keep the event's payload frames as an opinion on the task; they are no part of its record yet."""
+
+    task_id: str
+    place: int
+    """What was kept from here on is dropped."""
+
+
+class Compare(msgspec.Struct, frozen=True):
+    """Compare the opinions on the task and say what agrees (`Compared`)."""
+
+    task_id: str
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """Journal the task's new state and append the opinion at this place to its record; forget the others."""
+
+    row: TaskRow
+    opinion: int
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    """This principal has lied: somebody has to look at it."""
+
+    principal: str
+
+
 class SetPolicy(msgspec.Struct, frozen=True):
     version: int
 
@@ -125,4 +163,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     task: messages.Task
 
 
-Action = Store | Append | Update | Finish | Forget | SetPolicy | ToProducer | ToWorker | Dispatch
+Action = (
+    Store | Append | Update | Finish | Forget | SetPolicy | ToProducer | ToWorker | Dispatch
+    | Opinion | Compare | Settle | Quarantine
+)  # fmt: skip

@@ -45,6 +45,12 @@ KINDS: dict[int, type[messages.Message]] = {
     18: messages.Pause,
     19: messages.Paused,
     20: messages.Resume,
+    21: messages.StatusRequest,
+    22: messages.StatusReport,
+    23: messages.Want,
+    24: messages.Chunk,
+    25: messages.Offer,
+    26: messages.Kept,
 }
 
 _encode = msgspec.msgpack.Encoder().encode

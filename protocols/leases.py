@@ -17,7 +17,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from protocols.events import TaskRow
-from protocols.messages import BACKENDS, Load, Status
+from protocols.messages import BACKENDS, Load, Stage, Status
+
+ON = " on "
+"""Between backend and hardware in the name of a lane; no backend's name has spaces."""
 
 
 def lease_id(epoch: int, number: int, stage: str, task_id: str) -> str:
@@ -28,6 +31,21 @@ def parse_lease_id(text: str) -> tuple[str, str] | None:
     """Stage and task id of a lease id, or None where it is none of ours."""
     parts = text.split(":", 2)
     return (parts[1], parts[2]) if len(parts) == 3 else None
+
+
+def seal_lease(text: str, tag: str) -> str:
+    """A lease id that says to whom it was granted: the tag stands in its first part."""
+    head, _, rest = text.partition(":")
+    return f"{head}.{tag}:{rest}"
+
+
+def unseal_lease(text: str) -> tuple[str, str]:
+    """The lease id without its tag, and the tag; an empty one where there is none."""
+    head, colon, rest = text.partition(":")
+    parts = head.split(".")
+    if len(parts) != 3:
+        return text, ""
+    return f"{parts[0]}.{parts[1]}{colon}{rest}", parts[2]
 
 
 class LiveTask(msgspec.Struct, eq=False):
@@ -51,6 +69,16 @@ class LiveTask(msgspec.Struct, eq=False):
     """Leases of this stage whose results are refused."""
     needs: str = ""
     """The capability that a worker must have for it; empty: none."""
+    hardware: str = ""
+    """At a bench: what its group's timings come from; empty: nothing was timed yet."""
+    barred: frozenset[str] = frozenset()
+    """Principals that may not do it at all: they have given an opinion on it."""
+
+    @property
+    def lane(self) -> str:
+        """Who may do it: tasks of one lane wait in one line."""
+        pinned = self.hardware and self.stage == Stage.BENCH  # scoring a timing takes no hardware
+        return f"{self.needs}{ON}{self.hardware}" if pinned else self.needs
 
     def row(self) -> TaskRow:
         leased = self.lease is not None or self.grace_until is not None
@@ -66,6 +94,7 @@ class LiveTask(msgspec.Struct, eq=False):
             self.order,
             leased,
             self.needs,
+            self.hardware,
         )
 
 
@@ -90,12 +119,24 @@ class Worker(msgspec.Struct, eq=False):
     load: Load = msgspec.field(default_factory=Load)
     backends: frozenset[str] | None = None
     """None: it takes anything."""
+    owner: str = ""
+    """Whom its key stands for; empty on this host."""
+    hardware: str = ""
+    """What it times on, as far as it says so."""
+
+    @property
+    def principal(self) -> str:
+        """Whom its results are held against: its key, or itself where it needs none."""
+        return self.owner or self.worker_id
 
     @property
     def free(self) -> int:
         return min(self.slots, self.credit) - len(self.leases)
 
-    def covers(self, needs: str) -> bool:
+    def covers(self, lane: str) -> bool:
+        needs, _, hardware = lane.partition(ON)
+        if hardware and hardware != self.hardware:
+            return False
         return not needs or self.backends is None or needs in self.backends
 
 
@@ -150,7 +191,9 @@ class WorkerPool:
 
     def take(self, task: LiveTask) -> Worker | None:
         """The next able worker in line; one that refused the task only where nobody else could do it."""
-        able = [worker for worker in self._line[task.stage].values() if worker.covers(task.needs)]
+        able = [worker for worker in self._line[task.stage].values() if worker.covers(task.lane)]
+        if task.barred:
+            able = [worker for worker in able if worker.principal not in task.barred]
         for worker in able:
             if worker.worker_id not in task.excluded:
                 return worker
@@ -159,9 +202,20 @@ class WorkerPool:
     def _has_other(self, task: LiveTask) -> bool:
         return any(
             task.stage in worker.stages
-            and worker.covers(task.needs)
+            and worker.covers(task.lane)
+            and worker.principal not in task.barred
             and not worker.suspect
             and worker.worker_id not in task.excluded
+            for worker in self.by_id.values()
+        )
+
+    def others(self, task: LiveTask, barred: frozenset[str]) -> bool:
+        """Is there anybody else who could do this task too?"""
+        return any(
+            task.stage in worker.stages
+            and worker.covers(task.lane)
+            and not worker.suspect
+            and worker.principal not in barred
             for worker in self.by_id.values()
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from protocols.checking import CheckOptions
 from protocols.quiet import QuietOptions
 
 
@@ -28,6 +29,9 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     compile: StageOptions = StageOptions(ttl_s=60.0)
     bench: StageOptions = StageOptions(ttl_s=30.0)
     score: StageOptions = StageOptions(max_losses=None)
+    hardware_wait_s: float = 60.0
+    """How long a pinned group waits for a bench of its hardware while there are others."""
+    checks: CheckOptions = CheckOptions()
     quiet: QuietOptions = QuietOptions()
     train: StageOptions = StageOptions(ttl_s=60.0)
     trained: StageOptions = StageOptions(max_losses=None)

@@ -6,6 +6,8 @@ passes payload frames on untouched. Worker and producer connect with a DEALER to
     producer ─ Submit ─────────▶ broker        worker ─ Hello/Beat/Result/Nack/Bye ─▶ broker
     producer ◀ SubmitAck/Busy ── broker        worker ◀ Welcome/Task/Ack/Revoke/Drain ─ broker
     bench ◀ QuietRequest/Grant/Done ▶ broker   holder ◀ Pause/Paused/Resume ▶ broker        (see `quiet`)
+    viewer ─ StatusRequest ────▶ broker        viewer ◀ StatusReport ── broker             (a third ROUTER, read-only)
+    bench ─ Want ▶ ◀ Chunk ──── broker        farm ─ Offer ▶ ◀ Kept ── broker              (see `transfer`)
 
 Invariants
 * `array_like` and append-only: a new field has a default and stands last, so that old and new peers understand each
@@ -25,6 +27,10 @@ BACKENDS = "backends"
 
 SHARES = "shares"
 """Key of `Hello.caps`: resources (such as a host's GPU) that the worker loads and can leave in peace for a while."""
+
+
+HARDWARE = "hardware"
+"""Key of `Hello.caps`: what a bench times on. The timings of a group come from one kind of it."""
 
 
 class Stage(enum.StrEnum):
@@ -61,6 +67,14 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """Tasks finished since start."""
     tokens: int = 0
     """Tokens generated or trained since start."""
+    cpu: float = 0.0
+    """Cores that the process and its children used since the last beat; 1 is one whole core."""
+    gpu: float = -1.0
+    """Utilisation of the process's GPU (0 … 1); −1: it has none."""
+    gpu_mb: float = 0.0
+    """Memory in use on that GPU, by whomever."""
+    facts: dict[str, float] = msgspec.field(default_factory=dict)
+    """A few figures of its own, such as `reward_mean` of the last update: what a viewer shows beside the load."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -226,6 +240,106 @@ class Resume(msgspec.Struct, array_like=True, frozen=True):
     window_id: str
 
 
+class StatusRequest(msgspec.Struct, array_like=True, frozen=True):
+    """From a viewer: how does the system stand? Changes nothing; the broker's status socket takes nothing else."""
+
+    token: str = ""
+    """Comes back in the report."""
+
+
+class StageStanding(msgspec.Struct, array_like=True, frozen=True):
+    stage: str
+    queued: int = 0
+    in_flight: int = 0
+    """Leased, or in grace after a restart of the broker."""
+    oldest_s: float = 0.0
+    """How long the head of the queue has waited at this stage."""
+    workers: int = 0
+    credit: int = 0
+    """Leases that its workers would take in all, those that are suspect left out."""
+    lag_mean: float = 0.0
+    """Policy versions between now and those that wrote the tasks at this stage (I2)."""
+    lag_max: int = 0
+
+
+class WorkerStanding(msgspec.Struct, array_like=True, frozen=True):
+    worker_id: str
+    stages: list[str] = msgspec.field(default_factory=list)
+    slots: int = 0
+    credit: int = 0
+    leases: int = 0
+    suspect: bool = False
+    silent_s: float = 0.0
+    """Since it was last heard of."""
+    load: Load = msgspec.field(default_factory=Load)
+
+
+class Trouble(msgspec.Struct, array_like=True, frozen=True):
+    """Something that went wrong with a task or a worker, as the broker saw it."""
+
+    at: float
+    """Epoch seconds."""
+    who: str
+    what: str
+
+
+class StatusReport(msgspec.Struct, array_like=True, frozen=True):
+    """To a viewer: how the system stood at `at`."""
+
+    token: str = ""
+    at: float = 0.0
+    """Epoch seconds of the broker's host."""
+    epoch: int = 0
+    uptime_s: float = 0.0
+    """Of this broker process."""
+    policy_version: int = 0
+    draining: bool = False
+    """The run is being stopped, or has ended."""
+    stages: list[StageStanding] = msgspec.field(default_factory=list)
+    workers: list[WorkerStanding] = msgspec.field(default_factory=list)
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+    broker: Load = msgspec.field(default_factory=Load)
+    troubles: list[Trouble] = msgspec.field(default_factory=list)
+    """The last ones, oldest first."""
+    run: str = ""
+    rates: dict[str, float] = msgspec.field(default_factory=dict)
+    """`rollouts_per_s`, `tokens_per_s`, `updates_per_h` over the last half minute; empty right after a start."""
+
+
+class Want(msgspec.Struct, array_like=True, frozen=True):
+    """From a bench that shares no disk: a piece of an artifact. Answered by one `Chunk`; see `transfer`."""
+
+    address: str
+    """Sha256 of the content, as hex digits."""
+    offset: int
+    length: int
+
+
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """To the bench: the piece that begins at `offset` is the payload frame; `total` −1: there is no such artifact."""
+
+    address: str
+    offset: int
+    total: int
+
+
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """From a compile farm that shares no disk: the payload frame is a piece of an artifact; none asks what is kept."""
+
+    address: str
+    offset: int
+    total: int
+
+
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """To the farm: go on at `offset`; `complete` once all is there and hashes to its address; or why it never will."""
+
+    address: str
+    offset: int
+    complete: bool = False
+    reason: str = ""
+
+
 Message = (
     Hello
     | Welcome
@@ -247,4 +361,10 @@ Message = (
     | Pause
     | Paused
     | Resume
+    | StatusRequest
+    | StatusReport
+    | Want
+    | Chunk
+    | Offer
+    | Kept
 )

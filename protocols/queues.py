@@ -17,6 +17,7 @@ import msgspec
 from protocols.events import Snapshot, TaskRow
 from protocols.leases import LiveTask
 from protocols.messages import Stage, Submit
+from protocols.pinning import HardwarePins
 
 STAGES: tuple[str, ...] = tuple(Stage)
 
@@ -39,15 +40,24 @@ class StageQueue:
         """By need; a lane exists while it holds something."""
 
     def add(self, task: LiveTask, *, front: bool = False) -> None:
-        lane = self.lanes.setdefault(task.needs, OrderedDict())
+        lane = self.lanes.setdefault(task.lane, OrderedDict())
         lane[task.task_id] = task
         if front:
             lane.move_to_end(task.task_id, last=False)
 
     def discard(self, task: LiveTask) -> None:
-        lane = self.lanes.get(task.needs)
+        lane = self.lanes.get(task.lane)
         if lane is not None and lane.pop(task.task_id, None) is not None and not lane:
-            del self.lanes[task.needs]
+            del self.lanes[task.lane]
+
+    def move(self, task: LiveTask, hardware: str) -> None:
+        """Another lane for a task of this queue, at the place that its age gives it."""
+        self.discard(task)
+        task.hardware = hardware
+        self.add(task)
+        lane = self.lanes[task.lane]
+        if len(lane) > 1:
+            self.lanes[task.lane] = OrderedDict(sorted(lane.items(), key=lambda item: item[1].order))
 
     def oldest(self, needs: Iterable[str] | None = None) -> LiveTask | None:
         """The head that has waited longest, among these lanes or all."""
@@ -75,6 +85,7 @@ class TaskTable:
         self.ended: OrderedDict[str, Ended] = OrderedDict()
         self.queues: dict[str, StageQueue] = {stage: StageQueue() for stage in STAGES}
         self.grace: dict[str, LiveTask] = {}
+        self.pins = HardwarePins(finished_limit)
         self._groups: dict[str, dict[str, None]] = {}
         self._finished_limit = finished_limit
         self._next_seq = 1
@@ -101,8 +112,21 @@ class TaskTable:
         task.order = self._next_order
         self._next_order += 1
         task.losses = 0
-        task.excluded = task.fenced = frozenset()
+        task.excluded = task.fenced = task.barred = frozenset()
+        if stage == Stage.BENCH:
+            task.hardware = self.pins.of(task.group_id)
         self.queues[stage].add(task)
+
+    def repin(self, group_id: str, hardware: str) -> None:
+        """The group is pinned, or its pin is lifted: its tasks that wait at a bench go to the lane of that hardware."""
+        for task_id in self.group(group_id):
+            task = self.live.get(task_id)
+            if (
+                task is not None
+                and task.stage == Stage.BENCH
+                and task_id in self.queues[Stage.BENCH].lanes.get(task.lane, ())
+            ):
+                self.queues[Stage.BENCH].move(task, hardware)
 
     def give_back(self, task: LiveTask) -> None:
         """Queue the task, which is nowhere else, in front of its stage."""
@@ -155,6 +179,8 @@ class TaskTable:
             self._next_seq = max(self._next_seq, row.seq + 1)
             self._next_order = max(self._next_order, row.order + 1)
             self._index(row.group_id, row.task_id)
+            if row.hardware and self.pins.pin(row.group_id, row.hardware):
+                self.pins.timed(row.group_id)
             if row.stage:
                 self._revive(row, now, grace_s[row.stage])
             else:
@@ -173,6 +199,7 @@ class TaskTable:
             row.order,
             now,
             needs=row.needs,
+            hardware=row.hardware,
         )
         self.live[task.task_id] = task
         if row.leased:

@@ -50,6 +50,10 @@ class Purpose(enum.StrEnum):
     EVAL = "eval"
 
 
+SOLVER, VERIFIER, CORRECTOR = "solver", "verifier", "corrector"
+"""What a turn is asked for: the first kernel, the verdict that one will get, a repaired one."""
+
+
 class GroupOutcome(enum.StrEnum):
     """The one end of every admitted group (I1)."""
 
@@ -98,7 +102,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     turn: int = 0
     admitted_version: int = 0
     admitted_at: float = 0.0
-    role: str = "solver"
+    role: str = SOLVER
     """What is asked for: a kernel (`solver`, `corrector`), or what will become of one (`verifier`)."""
     examples: tuple[str, ...] = ()
     """Names of the retrieved examples in the prompt, best first."""
@@ -247,7 +251,7 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     reward: float
     policy_version: int
     turn: int = 0
-    role: str = "solver"
+    role: str = SOLVER
 
 
 class TrainGroup(msgspec.Struct, frozen=True, tag="train_group"):
@@ -277,6 +281,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     metrics: dict[str, float]
     started_at: float = 0.0
     finished_at: float = 0.0
+    failure: str = ""
+    """Why there was no update: the version is the one before, and so are the weights."""
 
 
 class AdapterProof(msgspec.Struct, frozen=True):

@@ -2,7 +2,9 @@
 
 * `ROUTER` refuses to send to nobody (`EHOSTUNREACH`) and lets a peer that reconnects take its route over.
 * An `ipc://` path is locked first: a second bind would silently steal it.
-* `tcp://` is bound to loopback addresses only unless the caller allows more: nothing is encrypted or authenticated yet.
+* What is not `ipc://` or loopback is encrypted and authenticated by CURVE, on both ends, or refused: no keys, no
+  socket. Whoever has keys uses them on loopback too, where a tunnel to another host may begin.
+* A keyed ROUTER asks the ZAP handler of its context about every peer and takes nobody where there is none.
 """
 
 from __future__ import annotations
@@ -12,16 +14,49 @@ import ipaddress
 import os
 from typing import IO
 
+import msgspec
 import zmq
 
 MAX_IPC_PATH_BYTES = 107
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_REMOTE_BYTES = 64 << 20
+"""Of one frame, on sockets that other hosts can reach."""
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
+HANDSHAKE_MS = 5000
+"""A connection that has not proven its key by then is cut."""
+RECONNECT_MS = (50, 1000)
+ZAP_DOMAIN = b"kbrl"
+VIEWERS_DOMAIN = b"kbrl-viewers"
+WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - what a broker is bound to, not what we bind
 
 Socket = zmq.Socket[bytes]
+
+
+class ServerKeys(msgspec.Struct, frozen=True):
+    """The broker's key pair, as Z85."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"ServerKeys({self.public.decode()})"
+
+
+class ClientKeys(msgspec.Struct, frozen=True):
+    """A peer's key pair and the broker's public key, as Z85; a broker with another key is not talked to."""
+
+    public: bytes
+    secret: bytes
+    server: bytes
+
+    def __repr__(self) -> str:
+        return f"ClientKeys({self.public.decode()})"
+
+
+MAKE_KEYS = "Make them with 'kbrl keys new' and name their folder: broker.keys=FOLDER, or --keys FOLDER for a worker"
 
 
 class AddressError(ValueError):
@@ -36,12 +71,21 @@ class AddressError(ValueError):
 class BoundRouter:
     """A bound ROUTER together with the lock on its address; close it to release both."""
 
-    def __init__(self, context: zmq.Context[Socket], address: str, *, allow_remote: bool = False) -> None:
+    def __init__(
+        self, context: zmq.Context[Socket], address: str, *, keys: ServerKeys | None = None, domain: bytes = ZAP_DOMAIN
+    ) -> None:
         self.address = address
         self._lock = _lock_path(_ipc_path(address)) if address.startswith("ipc://") else None
         if self._lock is None:
-            _check_tcp(address, allow_remote)
+            _check_tcp(address, keys is not None)
+        self.keyed = keys is not None and not address.startswith("ipc://")
+        """Every message has the public key of its sender."""
         self.socket = _make(context, zmq.ROUTER)
+        if keys is not None and self.keyed:
+            _serve_curve(self.socket, keys, domain)
+        # libzmq aborts the process when its own heartbeat falls due on a connection that broke while its queue was
+        # full (zeromq/libzmq#4364): one peer could kill the broker. Peers beat, and say how long they are believed.
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -59,16 +103,22 @@ class BoundRouter:
             self._lock = None
 
 
-def connect_dealer(context: zmq.Context[Socket], address: str, route: bytes) -> Socket:
+def connect_dealer(context: zmq.Context[Socket], address: str, route: bytes, keys: ClientKeys | None = None) -> Socket:
     """A DEALER on its way to `address`; `route` is random and belongs to one incarnation of one process."""
     if address.startswith("ipc://"):
         _ipc_path(address)
+    if keys is None and needs_keys(address):
+        raise AddressError(f"{address} is another host, and there are no keys for it", MAKE_KEYS)
     socket = _make(context, zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, route)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+    if keys is not None and not address.startswith("ipc://"):
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     try:
-        socket.connect(address)
+        socket.connect(_reachable(address))
     except zmq.ZMQError as error:
         socket.close()
         raise AddressError(f"can't connect to {address}: {error.strerror}", "Correct the address") from None
@@ -116,14 +166,39 @@ def _lock_path(path: str) -> IO[str]:
     return lock
 
 
-def _check_tcp(address: str, allow_remote: bool) -> None:
-    scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    if scheme != "tcp" or not host:
+def needs_keys(address: str) -> bool:
+    """True for what other hosts can reach: neither a socket file nor loopback."""
+    return not address.startswith("ipc://") and not _is_loopback(_host(address))
+
+
+def _serve_curve(socket: Socket, keys: ServerKeys, domain: bytes) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REMOTE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+
+
+def _reachable(address: str) -> str:
+    """Where to connect to for what is bound to `address`: this host, where it is bound to all addresses."""
+    for wildcard in WILDCARDS:
+        if address.startswith(f"tcp://{wildcard}:"):
+            return address.replace(wildcard, "127.0.0.1", 1)
+    return address
+
+
+def _host(address: str) -> str:
+    return address.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def _check_tcp(address: str, has_keys: bool) -> None:
+    host = _host(address)
+    if not address.startswith("tcp://") or not host:
         raise AddressError(f"{address} is no address", "Use ipc:///path or tcp://host:port")
-    if not allow_remote and not _is_loopback(host):
-        cause = f"{address} is open to other hosts, and messages are not encrypted"
-        raise AddressError(cause, "Bind 127.0.0.1, or allow remote peers on a network that you trust")
+    if not has_keys and not _is_loopback(host):
+        raise AddressError(f"{address} is open to other hosts, and there are no keys", MAKE_KEYS)
 
 
 def _is_loopback(host: str) -> bool:

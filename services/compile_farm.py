@@ -20,9 +20,10 @@ async def main(stop: asyncio.Event) -> None:
 
     from kbrl_async.building import ArtifactStore, Builder, BuildOptions
     from kbrl_async.config.layout import compile_slots
+    from kbrl_async.errors import InfraError
     from kbrl_async.telemetry.logs import bound
     from protocols.messages import Stage, Task
-    from protocols.records import Fault, Generation, RolloutRequest
+    from protocols.records import BuildReport, Fault, Generation, RolloutRequest
     from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
@@ -46,19 +47,38 @@ async def main(stop: asyncio.Event) -> None:
             assert candidate is not None, "the sampler sends only answers with a candidate here"
             report = await loop.run_in_executor(pool, builder.build, candidate, problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
+            if service.is_apart:
+                await hand_over(report)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
             next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE
             return Outcome(next_stage, [msgspec.msgpack.encode(report)])
+
+        async def hand_over(report: BuildReport) -> None:
+            """The benches are on other hosts: they get artifacts by hash from the broker."""
+            for address in set(report.artifacts.values()):
+                path = builder.store.path(address)
+                if path is None:
+                    raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
+                await worker.transfers.send(await loop.run_in_executor(None, path.read_bytes))
 
         caps, lacking = farm_caps()
         for name, reason in lacking.items():
             if name == service.config.backend:
                 service.log.warning("this host can't build the run's backend", backend=name, reason=reason)
         service.log.info("ready", slots=slots, cores=cores, backends=caps["backends"], **said(builder.isolation))
-        await Worker(
-            service.addresses.work, service.worker_id, [Stage.COMPILE], slots + 1, build, concurrency=slots, caps=caps
-        ).run(stop)
+        worker = Worker(
+            service.addresses.work,
+            service.worker_id,
+            [Stage.COMPILE],
+            slots + 1,
+            build,
+            concurrency=slots,
+            caps=caps,
+            keys=service.keys,
+        )
+        service.watch(worker.meter)
+        await worker.run(stop)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.building import ArtifactStore
     from kbrl_async.errors import InfraError, ProblemError
     from kbrl_async.funnel import SpotChecks
+    from kbrl_async.funnel.compared import Compared
     from kbrl_async.sandbox import Limits
     from kbrl_async.telemetry.logs import bound
     from kbrl_async.timing import Recipe, clocks, resolution, roofline
     from kbrl_async.timing.host import hardware_of
     from kbrl_async.verifying import Bench, BenchOptions
     from kbrl_async.verifying.bench import zygote_for
-    from protocols.messages import Stage, Task
+    from protocols.messages import HARDWARE, Stage, Task
     from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
     from services.runtime.capabilities import bench_caps, bench_device, said
     from services.runtime.quiet import shared_resources
@@ -73,12 +74,22 @@ async def main(stop: asyncio.Event) -> None:
         if len(found) < len(paths):
             raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
         try:
-            report = bench.evaluate(request.problem, candidate, found, tick=worker.progress)
-            return spot_checks.check(request.problem, candidate, found, report, device)
+            report = bench.evaluate(request.problem, candidate, found, timing=settings.timed, tick=worker.progress)
+            report = spot_checks.check(request.problem, candidate, found, report, device)
+            return compared.add(request.problem, report, worker.progress)
         except ProblemError as error:
             raise InfraError(str(error)) from error
 
+    async def fetch(frames: list[bytes]) -> None:
+        """The farms are on other hosts: their artifacts come by hash from the broker."""
+        build = msgspec.msgpack.decode(frames[2], type=BuildReport)
+        for address in set(build.artifacts.values()):
+            if store.path(address) is None:
+                store.put(await worker.transfers.fetch(address))
+
     async def judge(task: Task, frames: list[bytes]) -> Outcome:
+        if service.is_apart:
+            await fetch(frames)
         report = await loop.run_in_executor(pool, evaluate, frames)
         report = msgspec.structs.replace(report, worker_id=service.worker_id)
         with bound(task_id=task.task_id, group_id=task.group_id):
@@ -91,6 +102,7 @@ async def main(stop: asyncio.Event) -> None:
         zygote_for(device) as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
         contextlib.closing(SpotChecks(store, settings.sanitize_share)) as spot_checks,
+        contextlib.closing(Compared(bench, settings.baselines, device)) as compared,
     ):
         pool = ThreadPoolExecutor(1)
         worker = Worker(
@@ -101,8 +113,10 @@ async def main(stop: asyncio.Event) -> None:
             judge,
             concurrency=1,
             wedge_s=60.0,
-            caps=bench_caps(device),
+            caps={**bench_caps(device), HARDWARE: hardware},
+            keys=service.keys,
         )
+        service.watch(worker.meter)
         if settings.shares_with:
             windows = worker.quiet_windows(shared_resources(device)[0])
             bench.quiet = lambda: windows.open(2 * settings.cap_s + 1.0)

@@ -9,6 +9,9 @@ from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
+    from msgspec.structs import replace
+
+    from protocols.checking import CheckOptions
     from protocols.limits import LedgerOptions
     from services.broker.options import BrokerOptions
     from services.broker.server import Broker
@@ -17,15 +20,20 @@ async def main(stop: asyncio.Event) -> None:
     service = Service.start("broker")
     service.pin(service.layout.shared)
     settings = service.config.broker
+    ledger = LedgerOptions.of(settings.heartbeat_s, settings.leases)
     options = BrokerOptions(
         str(service.run_dir),
         service.addresses.submit,
         service.addresses.work,
-        ledger=LedgerOptions.of(settings.heartbeat_s, settings.leases),
-        allow_remote=settings.allow_remote,
+        ledger=replace(ledger, checks=CheckOptions(settings.check_share)),
+        keys=settings.keys or "",
+        store_max_bytes=service.config.compile_farm.store_max_bytes,
+        status_address=service.addresses.status,
     )
     service.log.info("ready", submit=options.submit_address, work=options.work_address)
-    await Broker(options).run(stop)
+    broker = Broker(options)
+    service.export(lambda: broker.load, lambda: broker.standing)
+    await broker.run(stop)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
     submit ROUTER ─┐                                                      ┌─▶ replies to producers
                    ├─ drain ─▶ decode ─▶ Ledger.handle ─▶ Journal.commit ─┤
     work ROUTER ───┘                                                      └─▶ tasks, Acks … to workers
+    keyed sockets: every message passes the Gate first (see `gate`)
+    status ROUTER ── StatusDesk ─▶ reports to viewers, who can change nothing (see `status`)
 
 Invariants
 * Nothing leaves before the commit of the turn that caused it, so a peer never knows more than the journal.
@@ -14,19 +16,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import SystemRandom
 
+import msgspec
 import structlog
 import zmq
 
-from kbrl_async.errors import AddressTaken
+from kbrl_async.errors import AddressTaken, UserError
 from protocols import events as ev
 from protocols import framing
+from protocols import messages as msg
 from protocols.ledger import Ledger
-from protocols.sockets import AddressError, BoundRouter, Socket
+from protocols.messages import Load, Stage, StatusReport
+from protocols.opinions import agreeing
+from protocols.sockets import VIEWERS_DOMAIN, ZAP_DOMAIN, AddressError, BoundRouter, Socket
+from services.broker.depot import Depot
+from services.broker.gate import Gate
 from services.broker.journal import Journal
 from services.broker.metrics import MetricsFile
 from services.broker.options import BrokerOptions
+from services.broker.status import RecentRates, StatusDesk, Troubles
 from services.runtime.channel import drain, readable, send_frames
 from services.runtime.meters import LoadMeter
 
@@ -42,8 +53,17 @@ class Broker:
         self._events: list[ev.Event] = [ev.Tick()]
         self.malformed = 0
         """Messages that were none and have been dropped."""
+        self._depot: Depot | None = None
+        self._opinions: dict[str, list[list[bytes]]] = {}
+        """Of tasks whose bench result is checked by another bench. A restart forgets them: they are verified again."""
         self._scheduled = False
         self._alerted: set[tuple[str, str]] = set()
+        self._troubles = Troubles()
+        self._rates = RecentRates()
+        self.load = Load()
+        """Of the broker itself, as last measured."""
+        self.standing: StatusReport | None = None
+        """What a viewer would have got a moment ago; for threads, which must not look at the ledger."""
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -54,6 +74,9 @@ class Broker:
         except AddressError as error:
             self._context.term()
             raise AddressTaken(error.cause, error.cure) from None
+        except UserError:
+            self._context.term()
+            raise
         try:
             self._restore()
             await self._serve(stop)
@@ -62,27 +85,50 @@ class Broker:
 
     def _bind(self) -> None:
         options = self.options
-        self._submit = BoundRouter(self._context, options.submit_address, allow_remote=options.allow_remote)
+        self._bound: list[BoundRouter] = []
+        self.gate = (
+            Gate(self._context, options.keys, options.limits, self._clock, options.max_connections)
+            if options.keys
+            else None
+        )
+        keys = self.gate.keys if self.gate else None
+        wanted = [(options.submit_address, ZAP_DOMAIN), (options.work_address, ZAP_DOMAIN)]
+        if options.status_address:
+            wanted.append((options.status_address, VIEWERS_DOMAIN))
         try:
-            self._work = BoundRouter(self._context, options.work_address, allow_remote=options.allow_remote)
+            for address, domain in wanted:
+                self._bound.append(BoundRouter(self._context, address, keys=keys, domain=domain))
         except AddressError:
-            self._submit.close()
+            self._unbind()
             raise
+        for router in self._bound:
+            if self.gate is not None and router.keyed:
+                self.gate.watch(router)
+        self._submit, self._work, *viewers = self._bound
+        self._desk = StatusDesk(viewers[0].socket, self.status, self._clock) if viewers else None
         self._journal: Journal | None = None
 
     def _restore(self) -> None:
         self._journal = Journal(self.options.journal_path, self.options.max_journal_pages)
         self._metrics = MetricsFile(self.options.metrics_path)
         self._meter = LoadMeter(self._clock)
+        self._born = self._clock()
         snapshot, self._records = self._journal.load()
-        self.ledger = Ledger(self.options.ledger, self._journal.epoch)
+        self.ledger = Ledger(
+            self.options.ledger, self._journal.epoch, self.gate.seal if self.gate else None, SystemRandom()
+        )
+        if self.options.quarantine.exists():
+            self.ledger.checks.quarantined |= set(self.options.quarantine.read_text(encoding="utf-8").split())
         self.ledger.restore(snapshot, self._clock())
         log.info("broker ready", epoch=self._journal.epoch, live=len(self.ledger.tasks.live))
 
     async def _serve(self, stop: asyncio.Event | None) -> None:
-        fds = [router.socket.fileno() for router in (self._submit, self._work)]
-        for fd in fds:
-            self._loop.add_reader(fd, self._turn)
+        fds = [router.socket.fileno() for router in self._bound]
+        for fd, callback in zip(fds, (self._turn, self._turn, self._answer_viewers), strict=False):
+            self._loop.add_reader(fd, callback)
+        if self.gate is not None:
+            fds.append(self.gate.zap.fileno())
+            self._loop.add_reader(fds[-1], self._answer_handshakes)
         timers = [asyncio.create_task(self._beat()), asyncio.create_task(self._report())]
         if stop is not None:
             timers.append(asyncio.create_task(self._drain_when(stop)))
@@ -95,9 +141,16 @@ class Broker:
                 timer.cancel()
             await asyncio.gather(*timers, return_exceptions=True)
 
-    def _close(self) -> None:
-        for router in (self._submit, self._work):
+    def _unbind(self) -> None:
+        for router in self._bound:
+            if self.gate is not None and router.keyed:
+                self.gate.unwatch(router)
             router.close()
+        if self.gate is not None:
+            self.gate.close()
+
+    def _close(self) -> None:
+        self._unbind()
         if self._journal is not None:
             self._journal.close()
         self._context.term()
@@ -124,10 +177,10 @@ class Broker:
         events, self._events = self._events, []
         for event in events:
             self._handle(event, [], now, sends)
-        for frames in drain(self._work.socket):
-            self._decode(ev.FromWorker, frames, now, sends)
-        for frames in drain(self._submit.socket):
-            self._decode(ev.FromProducer, frames, now, sends)
+        for public, frames in self._arrived(self._work, now):
+            self._decode(ev.FromWorker, public, frames, now, sends)
+        for public, frames in self._arrived(self._submit, now):
+            self._decode(ev.FromProducer, public, frames, now, sends)
         self._journal.commit(self.ledger.counters)
         for socket, route, frames in sends:
             self._send(socket, route, frames)
@@ -139,9 +192,16 @@ class Broker:
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
+    def _arrived(self, router: BoundRouter, now: float) -> Iterable[tuple[str, list[bytes]]]:
+        """Messages with the key of their sender, which is empty on sockets that only this host can reach."""
+        if self.gate is not None and router.keyed:
+            return self.gate.take(router.socket, now)
+        return (("", frames) for frames in drain(router.socket))
+
     def _decode(
         self,
         kind: type[ev.FromWorker] | type[ev.FromProducer],
+        public: str,
         frames: list[bytes],
         now: float,
         sends: list[tuple[Socket, bytes, list[bytes]]],
@@ -153,12 +213,45 @@ class Broker:
             if self.malformed == 1:
                 log.warning("dropped a malformed message; further ones are only counted", cause=str(error))
             return
-        self._handle(kind(frames[0], message), payload, now, sends)
+        if public and self._is_refused(public, frames[0], message, payload, now, sends):
+            return
+        owner = self.gate.guard.owner(public) if self.gate and public else ""
+        if isinstance(message, msg.Want | msg.Offer):
+            sends.append((self._work.socket, frames[0], self._transfer(owner, message, payload)))
+        elif kind is ev.FromWorker:
+            self._handle(ev.FromWorker(frames[0], message, owner), payload, now, sends)
+        else:
+            self._handle(ev.FromProducer(frames[0], message), payload, now, sends)
+
+    def _transfer(self, owner: str, message: msg.Want | msg.Offer, payload: list[bytes]) -> list[bytes]:
+        """A piece of an artifact, from or for a host that shares no disk."""
+        if self._depot is None:
+            self._depot = Depot(self.options.artifacts, self.options.store_max_bytes, self._clock)
+        if isinstance(message, msg.Want):
+            return framing.encode(*self._depot.want(message))
+        return framing.encode(self._depot.offer(owner, message, payload))
+
+    def _is_refused(
+        self,
+        public: str,
+        route: bytes,
+        message: msg.Message,
+        payload: list[bytes],
+        now: float,
+        sends: list[tuple[Socket, bytes, list[bytes]]],
+    ) -> bool:
+        assert self.gate is not None
+        reason = self.gate.admit(public, route, message, payload, now)
+        if reason and isinstance(message, msg.Hello):
+            # An honest worker with the wrong key ends with this reason, instead of waiting for ever.
+            sends.append((self._work.socket, route, framing.encode(msg.Drain(f"refused: {reason}"))))
+        return bool(reason)
 
     def _handle(
         self, event: ev.Event, payload: list[bytes], now: float, sends: list[tuple[Socket, bytes, list[bytes]]]
     ) -> None:
         assert self._journal is not None
+        self._troubles.saw(event, self.ledger)
         for action in self.ledger.handle(event, now):
             match action:
                 case ev.Dispatch(route, task):
@@ -167,12 +260,30 @@ class Broker:
                     sends.append((self._work.socket, route, framing.encode(message)))
                 case ev.ToProducer(route, message):
                     sends.append((self._submit.socket, route, framing.encode(message)))
+                case ev.Opinion(task_id, place):
+                    self._opinions[task_id] = [*self._opinions.get(task_id, [])[:place], payload]
+                case ev.Compare(task_id):
+                    agree = agreeing(self._opinions.get(task_id, []), self.options.ledger.checks.tolerance)
+                    self._handle(ev.Compared(task_id, agree), [], now, sends)
+                case ev.Settle(row, opinion):
+                    settled = self._opinions[row.task_id][opinion]
+                    self._journal.perform(ev.Append(row), settled)
+                    self._keep(ev.Append(row), settled)
+                case ev.Quarantine(principal):
+                    log.error("quarantined a worker: others measure otherwise", principal=principal)
+                    with self.options.quarantine.open("a", encoding="utf-8") as file:
+                        file.write(f"{principal}\n")
+                    self._troubles.add(principal, "is quarantined: its results differ from those of others")
                 case _:
                     self._journal.perform(action, payload)
                     self._keep(action, payload)
 
     def _keep(self, action: ev.Action, payload: list[bytes]) -> None:
         """Records of live tasks are held in memory as well; queue limits bound them."""
+        if isinstance(action, ev.Forget) or (
+            isinstance(action, ev.Update | ev.Append | ev.Finish) and action.row.stage != Stage.BENCH
+        ):
+            self._opinions.pop(action.task_id if isinstance(action, ev.Forget) else action.row.task_id, None)
         match action:
             case ev.Store(row):
                 self._records[row.task_id] = payload
@@ -195,6 +306,29 @@ class Broker:
             if socket is self._work.socket:
                 self._events.append(ev.PeerLost(route))
 
+    def _answer_handshakes(self) -> None:
+        if self.gate is not None and not self._done.done():
+            self.gate.serve()
+
+    # ── viewers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _answer_viewers(self) -> None:
+        if self._desk is not None and not self._done.done() and self._desk.serve():
+            self._loop.call_soon(self._answer_viewers)
+
+    def status(self) -> StatusReport:
+        """How the system stands; what viewers get."""
+        now = self._clock()
+        report = msgspec.structs.replace(
+            self.ledger.status(now),
+            at=round(time.time(), 3),
+            uptime_s=round(now - self._born, 1),
+            broker=self.load,
+            troubles=self._troubles.listed(),
+            run=Path(self.options.run_dir).name,
+        )
+        return msgspec.structs.replace(report, rates=self._rates.of(report))
+
     # ── timers ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _beat(self) -> None:
@@ -204,14 +338,21 @@ class Broker:
             await asyncio.sleep(self.options.ledger.heartbeat_s)
             self._meter.saw_lag(self._clock() - due)
             self._events.append(ev.Tick())
+            if self.gate is not None:
+                self._events += [ev.PeerLost(route) for route in self.gate.poll(self._clock())]
+                self._answer_handshakes()
             self._turn()
+            self._answer_viewers()
 
     async def _report(self) -> None:
         while not self._done.done():
             await asyncio.sleep(self.options.metrics_s)
             try:
                 self._alert()
+                self._troubles.counted(self.ledger.counters)
                 self._metrics.write(self._line())
+                self.standing = self.status()
+                self._rates.add(self.standing)
             except Exception as error:  # as in `_turn`: `run` raises it
                 if not self._done.done():
                     self._done.set_exception(error)
@@ -230,9 +371,11 @@ class Broker:
 
     def _line(self) -> dict[str, object]:
         stats = self.ledger.stats(self._clock())
-        load = self._meter.take()
+        self.load = load = self._meter.take()
         counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}
-        own = {"busy": load.busy, "lag_ms": load.lag_ms, "rss_mb": load.rss_mb}
+        if self.gate is not None:
+            stats["gate"] = self.gate.stats()
+        own = {"busy": load.busy, "lag_ms": load.lag_ms, "rss_mb": load.rss_mb, "cpu": load.cpu}
         return {"t": time.time(), **stats, "counters": counters, "broker": own}
 
     async def _drain_when(self, stop: asyncio.Event) -> None:

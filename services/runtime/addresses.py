@@ -9,17 +9,33 @@ import os
 import stat
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kbrl_async.config import Config, Endpoints, endpoints
 from kbrl_async.errors import HostError
+from protocols.sockets import WILDCARDS
+
+BROKER_HOST = "KBRL_BROKER_HOST"
+"""Variable for services that have the run's folder but not the broker's network: its host, as reached from here."""
 
 
 def addresses(run_dir: str | os.PathLike[str], config: Config | None = None) -> Endpoints:
     """The addresses of a run; the folders of their socket files exist afterwards. Raises `HostError`."""
     found = endpoints(config or Config(), Path(run_dir))
-    for address in (found.submit, found.work):
+    if host := os.environ.get(BROKER_HOST):
+        found = replace(found, submit=_at(host, found.submit), work=_at(host, found.work))
+    for address in (found.submit, found.work, found.status):
         if address.startswith("ipc://"):
             _make_private(Path(address.removeprefix("ipc://")).parent, Path(run_dir).absolute())
     return found
+
+
+def _at(host: str, address: str) -> str:
+    """An address that is bound to every interface, as it is reached from another host."""
+    for wildcard in WILDCARDS:
+        if address.startswith(f"tcp://{wildcard}:"):
+            return address.replace(wildcard, host, 1)
+    return address
 
 
 def _make_private(folder: Path, run_dir: Path) -> None:

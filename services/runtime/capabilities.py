@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from kbrl_async.building import backend, backends
 from kbrl_async.errors import MissingTool
+from kbrl_async.launch.backends import CPU_ONLY, ON_CPU, ON_GPU
 from kbrl_async.sandbox import Isolation
 from protocols.messages import BACKENDS
-
-ON_CPU = ("c", "cpp", "triton")
-"""Backends whose kernels run without a GPU; Triton's in its interpreter."""
 
 
 def farm_caps() -> tuple[dict[str, str], dict[str, str]]:
@@ -20,7 +18,8 @@ def farm_caps() -> tuple[dict[str, str], dict[str, str]]:
 
 def bench_caps(device: str) -> dict[str, str]:
     """Caps of a bench that runs kernels on `device`."""
-    able = [name for name in backends() if (name in ON_CPU) != device.startswith("cuda") or name == "triton"]
+    runs_here = ON_GPU if device.startswith("cuda") else ON_CPU
+    able = [name for name in backends() if name in runs_here]
     return {BACKENDS: ",".join(able)}
 
 
@@ -32,7 +31,7 @@ def bench_device(wanted: str, backend: str, instance: int) -> str:
     import torch
 
     count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and (backend in ON_CPU[:2] or (backend == "triton" and not count))):
+    if wanted == "cpu" or (wanted == "auto" and (backend in CPU_ONLY or (backend in ON_CPU and not count))):
         return "cpu"
     if not count:
         raise MissingTool("this host has no GPU for the timing bench", f"Choose another backend than {backend}")

@@ -13,7 +13,7 @@ import zmq
 
 from protocols import framing
 from protocols.messages import Message
-from protocols.sockets import Socket, connect_dealer
+from protocols.sockets import ClientKeys, Socket, connect_dealer
 
 BATCH = 256
 # Plain integers: combining pyzmq's enum flags costs more than the send itself.
@@ -48,12 +48,18 @@ def readable(socket: Socket) -> bool:
 class Channel:
     """A connected DEALER whose messages go to `on_message`; frames that are none are counted and dropped."""
 
-    def __init__(self, address: str, route: bytes, on_message: Callable[[Message, list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        route: bytes,
+        on_message: Callable[[Message, list[bytes]], None],
+        keys: ClientKeys | None = None,
+    ) -> None:
         self.malformed = 0
         self._on_message = on_message
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
-            self._socket = connect_dealer(self._context, address, route)
+            self._socket = connect_dealer(self._context, address, route, keys)
         except ValueError:
             self._context.term()
             raise

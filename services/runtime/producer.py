@@ -15,6 +15,7 @@ from types import TracebackType
 
 from protocols.messages import Message, Stage, Submit
 from protocols.session import Emit, ProducerEffect, ProducerSession, Submitted
+from protocols.sockets import ClientKeys
 from services.runtime.channel import Channel
 
 TICK_S = 0.05
@@ -30,8 +31,10 @@ class Producer:
         silence_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
+        self._keys = keys
         self._clock = clock
         self._session = ProducerSession(rng or random.Random(), silence_s)
         self._channel: Channel | None = None
@@ -44,7 +47,7 @@ class Producer:
         return self._session.pending
 
     async def __aenter__(self) -> Producer:
-        self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received)
+        self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received, self._keys)
         self._tick()
         return self
 

@@ -21,13 +21,19 @@ import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import structlog
 
-from kbrl_async.errors import InfraError, KbrlError
+from kbrl_async.errors import HostError, InfraError, KbrlError
 from protocols import messages as msg
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
+from protocols.sockets import ClientKeys
 from services.runtime.channel import Channel
 from services.runtime.meters import LoadMeter
 from services.runtime.quiet import Gate, QuietWindows
+from services.runtime.transfers import Transfers
+
+LONELY_S = 20.0
+log = structlog.get_logger()
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -71,9 +77,11 @@ class Worker:
         auto_busy: bool = True,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         """`slots` leases are held at most, of which `concurrency` (default: all) run and the rest is prefetched."""
         self._address = address
+        self._keys = keys
         self._handler = handler
         self._clock = clock
         self._wedge_s = wedge_s
@@ -92,6 +100,7 @@ class Worker:
         )
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._last_progress = clock()
+        self._lonely_since = clock()
         self._channel: Channel | None = None
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
@@ -99,6 +108,8 @@ class Worker:
         """Leases whose handler has begun; it may end before the work does, see `finish`."""
         self.gate = Gate(clock, self._say, lambda: self._begun.isdisjoint(self.session.running))
         self._windows: dict[str, QuietWindows] = {}
+        self.transfers = Transfers(self._carry, clock)
+        """Artifacts, for a worker that shares no disk with the broker."""
 
     # ── for the actor ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +118,7 @@ class Worker:
 
         Raises what a handler raised (other than `InfraError`), and `KbrlError` where a newer process has our id.
         """
-        self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received)
+        self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received, self._keys)
         helpers = [asyncio.create_task(self._pulse())]
         if stop is not None:
             helpers.append(asyncio.create_task(self._stop_when(stop)))
@@ -192,6 +203,19 @@ class Worker:
         alive = not self._is_wedged(now)
         load = self.meter.take(len(self.session.running)) if alive and self.session.beat_due(now) else None
         self._perform(self.session.tick(now, load, alive=alive))
+        self.transfers.tick()
+        self._warn_if_lonely(now)
+
+    def _warn_if_lonely(self, now: float) -> None:
+        """A key that is not allowed is not told so: nobody answers. Then somebody has to look, here or there."""
+        if self.welcomed:
+            self._lonely_since = now
+        elif now - self._lonely_since >= LONELY_S:
+            self._lonely_since = now
+            log.warning(
+                f"no answer from the broker at {self._address} for {LONELY_S:.0f} s",
+                cure="see that it runs and can be reached" + ("; is this key on its allow-list?" if self._keys else ""),
+            )
 
     def _is_wedged(self, now: float) -> bool:
         if self._wedge_s is None or not self.session.running or not self.gate.is_open:
@@ -204,12 +228,19 @@ class Worker:
             self.gate.handle(message)
         elif isinstance(message, msg.QuietGrant) and message.resource in self._windows:
             self._windows[message.resource].handle(message)
+        elif isinstance(message, msg.Chunk | msg.Kept):
+            self.progress()
+            self.transfers.handle(message, payload)
         if isinstance(message, msg.Ack):
             self._wake.set()
 
     def _say(self, message: msg.Message) -> None:
         if self._channel is not None and self.session.epoch:
             self._channel.send(message, [])
+
+    def _carry(self, message: msg.Message, payload: list[bytes]) -> None:
+        if self._channel is not None and self.session.epoch:
+            self._channel.send(message, payload)
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -238,6 +269,9 @@ class Worker:
             cause = f"another process has introduced itself as worker {self.session.worker_id}"
             # Not a HostError: if it was a late Hello of our own dead predecessor, the nanny's next child settles it.
             self._failure = KbrlError(cause, "Give every worker an id of its own")
+        elif reason.startswith("refused"):
+            cause = f"the broker has refused worker {self.session.worker_id}: {reason.removeprefix('refused: ')}"
+            self._failure = HostError(cause, "Use a key of the right role: kbrl keys new ROLE --name NAME")
         self._wake.set()
 
     async def _work(self, task: msg.Task, frames: list[bytes]) -> None:

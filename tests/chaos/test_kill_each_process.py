@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.running import SERVICES, Run, assert_counters_add_up
+from tests.running import SERVICES, Run, assert_counters_add_up, assert_replays
 
 STEPS = 8
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_survives_the_death_of_every_kind_of_process(start_run: Callable[..., Run]) -> None:
     run = start_run(f"max_steps={STEPS}", "broker.heartbeat_s=0.5")
     for number, service in enumerate(SERVICES, start=1):
-        run.until(lambda wanted=number: run.updates() >= wanted, 150)  # type: ignore[misc]
+        run.until(lambda wanted=number: run.updates() >= wanted, 280)  # type: ignore[misc]
         run.kill(service)
-    assert run.wait(200) == 0, run.tail()
+    assert run.wait(300) == 0, run.tail()
     summary = run.summary()
     assert_counters_add_up(summary)
     assert summary["updates"] == STEPS
@@ -25,3 +25,4 @@ def test_a_run_survives_the_death_of_every_kind_of_process(start_run: Callable[.
     assert summary["max_staleness"] <= 2
     versions = [line["policy_version"] for line in run.log("reward_aggregator") if line["event"] == "update"]
     assert sorted(set(versions)) == list(range(1, STEPS + 1)), "every version was made, none was skipped"
+    assert_replays(run)

@@ -18,7 +18,7 @@ LEASE = "3.17:compile:g000012.r3.t0"
 MESSAGES: list[msg.Message] = [
     msg.Hello("farm-1", "a1b2", ["compile"], 4, [LEASE], {"cores": "4"}, 7),
     msg.Welcome(3, 1.0, 60.0, 7, [LEASE]),
-    msg.Beat(4, [LEASE], msg.Load(0.5, 2, 1.25, 48.5, 12, 340), 3),
+    msg.Beat(4, [LEASE], msg.Load(0.5, 2, 1.25, 48.5, 12, 340, 0.75, 0.5, 512.0, {"reward_mean": 0.25}), 3),
     msg.Task("g000012.r3.t0", LEASE, "compile", 1, 60.0, 7, msg.Status.OK, "g000012"),
     msg.Result("g000012.r3.t0", LEASE, "bench", 7, "g000012"),
     msg.Ack("g000012.r3.t0", LEASE, False, "duplicate"),
@@ -36,6 +36,26 @@ MESSAGES: list[msg.Message] = [
     msg.Pause("q1", "host/gpu0", 7.5),
     msg.Paused("q1"),
     msg.Resume("q1"),
+    msg.StatusRequest("t1"),
+    msg.StatusReport(
+        "t1",
+        1795246147.5,
+        3,
+        12.5,
+        7,
+        True,
+        [msg.StageStanding("bench", 5, 2, 1.5, 1, 2, 0.5, 2)],
+        [msg.WorkerStanding("farm-1", ["compile"], 4, 3, 2, True, 4.5, msg.Load(0.5, 2, 1.25, 48.5, 12, 340, 0.75))],
+        {"submitted": 9},
+        msg.Load(0.25),
+        [msg.Trouble(1795246140.0, "farm-1", "gave a task back: no space left")],
+        "default",
+        {"rollouts_per_s": 2.5},
+    ),
+    msg.Want("ab" * 32, 262144, 1000),
+    msg.Chunk("ab" * 32, 262144, 300000),
+    msg.Offer("ab" * 32, 262144, 300000),
+    msg.Kept("ab" * 32, 262144, False, "too large"),
 ]
 REQUIRED = {name: len([f for f in msgspec.structs.fields(kind) if f.required]) for name, kind in vars(msg).items()
             if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}  # fmt: skip
@@ -56,6 +76,12 @@ def test_a_message_of_before_a_field_was_appended_means_what_it_did() -> None:
     before_needs = "94ad673030303031322e72332e7430a867656e6572617465a76730303030313201"
     message, _ = framing.decode([b"\x01\x0b", bytes.fromhex(before_needs)])
     assert message == msg.Submit("g000012.r3.t0", "generate", "g000012", 1, needs="")
+
+
+def test_a_beat_of_before_cpu_and_gpu_were_added_means_what_it_did() -> None:
+    old_load = msgspec.msgpack.encode([4, [LEASE], [0.5, 2, 1.25, 48.5, 12, 340], 3])
+    message, _ = framing.decode([b"\x01\x03", old_load])
+    assert message == msg.Beat(4, [LEASE], msg.Load(0.5, 2, 1.25, 48.5, 12, 340, cpu=0.0, gpu=-1.0, facts={}), 3)
 
 
 @by_name
@@ -101,7 +127,7 @@ def test_frames_that_are_no_message_are_refused_with_the_cause_in_one_line(frame
 
 @given(
     st.lists(st.binary(max_size=40), max_size=4)
-    | st.tuples(st.integers(1, 20).map(lambda k: bytes((1, k))), st.binary())
+    | st.tuples(st.integers(1, len(framing.KINDS)).map(lambda k: bytes((1, k))), st.binary())
 )
 def test_garbage_never_raises_anything_but_a_frame_error(frames: list[bytes]) -> None:
     try:

@@ -58,7 +58,7 @@ def command(tmp_path: Path, how: str) -> list[str]:
 
 
 def play(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(tmp_path, how), env=ENVIRONMENT, capture_output=True, text=True, timeout=10)
+    return subprocess.run(command(tmp_path, how), env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
 
 
 def starts(tmp_path: Path) -> list[int]:
@@ -67,11 +67,10 @@ def starts(tmp_path: Path) -> list[int]:
 
 
 def until_started(tmp_path: Path) -> int:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not starts(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(0.05)
     return starts(tmp_path)[0]
 
 
@@ -104,7 +103,7 @@ def test_a_signal_reaches_the_child_which_ends_in_peace(tmp_path: Path, number: 
     with subprocess.Popen(command(tmp_path, "waits"), env=ENVIRONMENT, stdout=subprocess.PIPE) as nanny:
         until_started(tmp_path)
         nanny.send_signal(number)
-        assert nanny.wait(timeout=3) == 0
+        assert nanny.wait(timeout=60) == 0
         assert nanny.stdout is not None
         assert nanny.stdout.read() == b"bye\n"
 
@@ -113,7 +112,7 @@ def test_a_child_dies_with_its_nanny(tmp_path: Path) -> None:
     with subprocess.Popen(command(tmp_path, "is_deaf"), env=ENVIRONMENT) as nanny:
         child = until_started(tmp_path)
         nanny.kill()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _lives(child)
@@ -129,7 +128,7 @@ def _lives(pid: int) -> bool:
 def test_an_error_before_the_first_child_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "KBRL_RUN_DIR": str(tmp_path / "nothing")}
     done = subprocess.run(
-        [sys.executable, "-m", "services.broker"], env=environment, capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "services.broker"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert "is no run folder" in done.stderr
@@ -149,7 +148,7 @@ def test_the_broker_process_survives_kill_nine_and_remembers(tmp_path: Path) -> 
 
     command = [sys.executable, str(tmp_path / "broker_service.py"), str(tmp_path)]
     with subprocess.Popen(command, env=ENVIRONMENT) as broker:
-        new = asyncio.run(asyncio.wait_for(submit_through_a_crash(broker), 10))
+        new = asyncio.run(asyncio.wait_for(submit_through_a_crash(broker), 60))
         broker.terminate()
-        assert broker.wait(timeout=4) == 0
+        assert broker.wait(timeout=60) == 0
     assert new == [True, True, False]

@@ -15,7 +15,7 @@ from services.runtime.quiet import Gate, Window
 from tests.protocol.test_broker import Run, ends, scenario, until
 
 GPU = "host/gpu0"
-STEP_S = 0.02
+STEP_S, LENGTH_S = 0.02, 8.0
 
 
 class Learner:
@@ -31,7 +31,7 @@ class Learner:
         return Outcome()
 
     def _work(self) -> None:
-        until_s = time.monotonic() + 3.0
+        until_s = time.monotonic() + 25.0
         while not self.is_over and time.monotonic() < until_s:
             time.sleep(STEP_S)
             self.steps.append(time.monotonic())
@@ -41,7 +41,7 @@ class Learner:
         return sum(begin < at < end for at in self.steps)
 
 
-async def hold(bench: object, length_s: float, wait_s: float = 2.0) -> tuple[Window, float, float]:
+async def hold(bench: object, length_s: float, wait_s: float = 20.0) -> tuple[Window, float, float]:
     """Open a window from a thread and stay in it."""
 
     def work() -> tuple[Window, float, float]:
@@ -65,12 +65,12 @@ async def test_a_learner_at_work_stands_still_while_a_bench_measures(run: Run) -
     async with run.running(learner.worker, bench.worker), Producer(run.submit) as producer:
         await producer.submit("b1", "train", [b""])
         await until(lambda: len(learner.steps) > 2)
-        window, begin, end = await hold(bench, 1.0)
+        window, begin, end = await hold(bench, LENGTH_S)
         assert window.missing == ()
         assert learner.stepped_between(begin, end) == 0
         await until(lambda: learner.steps[-1] > end)
         learner.is_over = True
-        assert 0 < run.broker.ledger.quiet.costs()[GPU].held_s < 1.0
+        assert 0 < run.broker.ledger.quiet.costs()[GPU].held_s < LENGTH_S
 
 
 @scenario
@@ -78,7 +78,7 @@ async def test_an_idle_learner_answers_at_once_and_a_batch_that_comes_waits(run:
     learner, bench = Learner(run), Bench(run)
     async with run.running(learner.worker, bench.worker), Producer(run.submit) as producer:
         await until(lambda: learner.worker.welcomed and bench.worker.welcomed)
-        holding = asyncio.create_task(hold(bench, 1.0))
+        holding = asyncio.create_task(hold(bench, LENGTH_S))
         await until(lambda: not learner.worker.gate.is_open)
         await producer.submit("b1", "train", [b""])
         _, begin, end = await holding
@@ -91,7 +91,7 @@ async def test_an_idle_learner_answers_at_once_and_a_batch_that_comes_waits(run:
 async def test_two_benches_never_measure_at_the_same_time(run: Run) -> None:
     benches = Bench(run, "b1"), Bench(run, "b2")
     async with run.running(*(bench.worker for bench in benches)):
-        (_, begin1, end1), (_, begin2, end2) = await asyncio.gather(*(hold(bench, 1.0) for bench in benches))
+        (_, begin1, end1), (_, begin2, end2) = await asyncio.gather(*(hold(bench, LENGTH_S) for bench in benches))
         assert end1 <= begin2 or end2 <= begin1
 
 
@@ -110,8 +110,8 @@ async def test_a_bench_without_a_broker_gives_up_at_its_deadline(run: Run) -> No
 async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(run: Run) -> None:
     said: list[msg.Message] = []
     gate = Gate(time.monotonic, said.append, lambda: True)
+    begin = time.monotonic()
     gate.handle(msg.Pause("q1", GPU, 0.1))
     assert said == [msg.Paused("q1")]
-    begin = time.monotonic()
     await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
-    assert 0.05 < time.monotonic() - begin < 1.0
+    assert 0.1 <= time.monotonic() - begin < 10.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import zmq
 
 from kbrl_async.errors import HostError
-from protocols.sockets import AddressError, BoundRouter, Socket, connect_dealer
+from protocols.sockets import AddressError, BoundRouter, ClientKeys, ServerKeys, Socket, connect_dealer
 from services.runtime.addresses import addresses
 
 
@@ -48,13 +50,58 @@ def test_a_path_that_is_too_long_is_refused(context: zmq.Context[Socket]) -> Non
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.1:0", "tcp://[::]:0", "tcp://host:0"]
 )
-def test_other_hosts_are_not_let_in_by_default(context: zmq.Context[Socket], address: str) -> None:
-    with pytest.raises(AddressError, match="open to other hosts"):
+def test_other_hosts_are_not_let_in_without_keys(context: zmq.Context[Socket], address: str) -> None:
+    with pytest.raises(
+        AddressError, match=r"open to other hosts, and there are no keys. Make them with 'kbrl keys new'"
+    ):
         BoundRouter(context, address)
 
 
-def test_other_hosts_are_let_in_where_it_is_asked_for(context: zmq.Context[Socket]) -> None:
-    BoundRouter(context, "tcp://0.0.0.0:*", allow_remote=True).close()
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://192.0.2.1:1", "tcp://host:1"])
+def test_nothing_is_said_to_another_host_without_keys(context: zmq.Context[Socket], address: str) -> None:
+    with pytest.raises(AddressError, match=r"there are no keys for it. Make them with 'kbrl keys new'"):
+        connect_dealer(context, address, b"route")
+
+
+def test_with_keys_a_socket_is_open_to_other_hosts(context: zmq.Context[Socket]) -> None:
+    router = BoundRouter(context, "tcp://0.0.0.0:*", keys=ServerKeys(*zmq.curve_keypair()))
+    assert router.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    router.close()
+
+
+def test_a_keyed_socket_without_its_zap_handler_lets_nobody_in(context: zmq.Context[Socket]) -> None:
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    router = BoundRouter(context, "tcp://127.0.0.1:*", keys=ServerKeys(*server))
+    endpoint = router.socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    address = endpoint.rstrip(b"\0").decode()
+    dealer = connect_dealer(context, address, b"route", ClientKeys(*client, server[0]))
+    dealer.send(b"hello")
+    assert not router.socket.poll(300)
+    dealer.close()
+    router.close()
+
+
+def test_a_peer_that_dies_on_a_full_queue_does_not_take_the_broker_along(tmp_path: Path) -> None:
+    """libzmq's own heartbeat would abort the process here, so this runs in another one."""
+    code = (
+        "import time, zmq\nfrom protocols.sockets import BoundRouter, connect_dealer, HIGH_WATER_MARK\n"
+        "ours, theirs = zmq.Context(), zmq.Context()\n"
+        "router = BoundRouter(ours, 'tcp://127.0.0.1:*')\n"
+        "address = router.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b'\\0').decode()\n"
+        "dealer = connect_dealer(theirs, address, b'route')\ndealer.setsockopt(zmq.SNDTIMEO, 300)\n"
+        "try:\n    while True:\n        dealer.send(b'x' * 2000)\nexcept zmq.Again:\n    pass\n"
+        "dealer.close(0)\ntheirs.term()\ntime.sleep(1.5)\nrouter.close()\nours.term()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_secrets_are_not_shown() -> None:
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    shown = repr([ServerKeys(*server), ClientKeys(*client, server[0])])
+    assert server[1].decode() not in shown
+    assert client[1].decode() not in shown
 
 
 def test_a_taken_port_is_refused(context: zmq.Context[Socket]) -> None:
@@ -89,7 +136,7 @@ def test_a_worker_that_reconnects_takes_its_route_over(context: zmq.Context[Sock
     new.send(b"new")
     router.socket.recv_multipart()
     router.socket.send_multipart([b"route", b"hi"])
-    assert new.poll(1000)
+    assert new.poll(30_000)
     for socket in (old, new):
         socket.close()
     router.close()

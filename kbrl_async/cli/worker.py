@@ -1,0 +1,128 @@
+"""`kbrl worker`: join a run's broker from any host, with one service process; see docs/hosts.md.
+
+::
+
+    kbrl worker bench --connect tcp://broker:5756 --keys host7 backend=cuda
+       └─▶ a folder of its own (settings, log, artifact store) ─▶ python -m services.timing_bench, in our place
+
+It shares no disk with the broker: problems are in the tasks, artifacts travel by hash. SIGTERM drains.
+
+Invariant: the run folders of this host, and `runs/latest`, are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kbrl_async.cli import settings
+from kbrl_async.config import Config, to_yaml
+from kbrl_async.config.loading import CONFIG_FILE
+from kbrl_async.config.rundir import FOLDERS, writing
+from kbrl_async.durable import write_atomically
+from kbrl_async.errors import UserError
+from kbrl_async.keyring import peer_of
+from protocols.auth import Role
+from protocols.sockets import needs_keys
+
+NAME = "worker"
+HELP = "join the broker of a run on another host: compile, time or sample for it"
+
+SERVICES = {
+    "compile": ("compile_farm", Role.COMPILE),
+    "bench": ("timing_bench", Role.BENCH),
+    "sample": ("sampler", Role.SAMPLER),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=tuple(SERVICES))
+    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="tcp://HOST:PORT of the broker's workers")
+    parser.add_argument(
+        "--keys", type=Path, metavar="FOLDER", help="issued/ROLE/NAME of the broker's keys, copied here"
+    )
+    parser.add_argument("--number", type=int, default=1, help="1, 2, …: which process of its kind on this host (1)")
+    parser.add_argument("--folder", type=Path, help="where it keeps log and artifacts; default: below cache_path")
+    parser.add_argument("--policies", type=Path, help="sample: the run's folder of policies, on a disk that is shared")
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    environment = prepare(args)
+    service, _ = SERVICES[args.kind]
+    command = [sys.executable, "-m", f"services.{service}"]
+    sys.stdout.flush()
+    os.execvpe(command[0], command, {**os.environ, **environment})  # noqa: S606 - no shell is wanted
+
+
+def prepare(args: argparse.Namespace) -> Mapping[str, str]:
+    """Make the worker's folder; the variables that its service needs.
+
+    :raises UserError: the address needs keys, or they are of another role.
+    """
+    service, role = SERVICES[args.kind]
+    check_keys(args.connect, args.keys, role)
+    config = settings.resolve(args)
+    host = socket.gethostname().replace("/", "_") or "host"
+    name = f"{service}.{host}.{args.number}"
+    folder = (args.folder or _cache(config) / "workers" / name).absolute()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FOLDERS:
+            (folder / name).mkdir(exist_ok=True)
+        write_atomically(folder / CONFIG_FILE, to_yaml(_joined(config, args, folder)))
+        if args.kind == "sample":
+            _share_policies(folder, args.policies)
+    variables = {
+        "KBRL_RUN_DIR": str(folder),
+        "KBRL_WORKER_APART": "1",
+        "HONCHO_PROCESS_NAME": name,
+    }
+    return {**variables, "KBRL_KEYS": str(args.keys.absolute())} if args.keys else variables
+
+
+def _cache(config: Config) -> Path:
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
+
+
+def check_keys(address: str, keys: Path | None, role: Role) -> None:
+    if keys is None:
+        if needs_keys(address):
+            cure = f"On the broker's host: kbrl keys new {role} --name NAME; copy the folder here and add --keys FOLDER"
+            raise UserError(f"{address} is another host, and there are no keys for it", cure)
+        return
+    found = peer_of(keys).role
+    if found is not role:
+        raise UserError(f"{keys} holds a key of role {found}, and this worker is a {role}", "Use a key of its role")
+
+
+def _joined(config: Config, args: argparse.Namespace, folder: Path) -> Config:
+    """The settings of the worker's own folder, with the broker's address in it."""
+    benches = max(config.processes.timing_bench, args.number if args.kind == "bench" else 1)
+    return replace(
+        config,
+        name=None,
+        log_path=str(folder.parent),
+        resume=None,
+        broker=replace(
+            config.broker, work=args.connect, allow_remote=True, keys=str(args.keys.absolute()) if args.keys else None
+        ),
+        processes=replace(config.processes, timing_bench=benches),
+    )
+
+
+def _share_policies(folder: Path, policies: Path | None) -> None:
+    if policies is None or not policies.is_dir():
+        raise UserError("a sampler needs the run's policies", "Mount RUN/policies here and add --policies FOLDER")
+    link = folder / "policies"
+    fresh = folder / ".policies.new"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(policies.absolute())
+    fresh.replace(link)

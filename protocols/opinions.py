@@ -1,0 +1,66 @@
+"""Do two reports on one candidate say the same? What a bench may measure differently is allowed for, a lie is not.
+
+A report that can't be read agrees with nothing, nor does a speedup outside of its own interval or a figure that is no
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from protocols.records import BenchReport, Fault, Timing, Verdict
+
+_CRASHES = frozenset({Fault.RUNTIME_ERROR, Fault.TIMEOUT, Fault.OUT_OF_MEMORY, Fault.ILLEGAL_ACCESS})
+"""An endless loop or a wild pointer ends one way here and another way there."""
+_PASSED_APART = 0.5
+"""Secret inputs differ between two verifications, so does how many of them a wrong kernel passes by luck."""
+_decode = msgspec.msgpack.Decoder(BenchReport).decode
+
+
+def agreeing(opinions: Sequence[Sequence[bytes]], tolerance: float) -> list[tuple[int, int]]:
+    """Pairs of opinions, each the payload of a bench's result, that agree."""
+    reports = [_read(opinion) for opinion in opinions]
+    return [
+        (i, j)
+        for j, second in enumerate(reports)
+        for i, first in enumerate(reports[:j])
+        if first is not None and second is not None and agree(first, second, tolerance)
+    ]
+
+
+def _read(opinion: Sequence[bytes]) -> BenchReport | None:
+    if len(opinion) != 1:
+        return None
+    try:
+        return _decode(opinion[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def agree(first: BenchReport, second: BenchReport, tolerance: float) -> bool:
+    return _same_verdict(first.verdict, second.verdict) and _same_timing(first.timing, second.timing, tolerance)
+
+
+def _same_verdict(first: Verdict, second: Verdict) -> bool:
+    if first.fault is not second.fault:
+        return first.fault in _CRASHES and second.fault in _CRASHES
+    return first.fault is Fault.OK or abs(_share(first) - _share(second)) <= _PASSED_APART
+
+
+def _share(verdict: Verdict) -> float:
+    return verdict.passed / verdict.total if verdict.total > 0 else 0.0
+
+
+def _same_timing(first: Timing | None, second: Timing | None, tolerance: float) -> bool:
+    if first is None or second is None:
+        return first is second
+    if not (_is_sound(first) and _is_sound(second)):
+        return False
+    reach = 1.0 + tolerance
+    return first.lo <= second.hi * reach and second.lo <= first.hi * reach
+
+
+def _is_sound(timing: Timing) -> bool:
+    return 0.0 < timing.lo <= timing.speedup <= timing.hi < float("inf")

@@ -1,0 +1,323 @@
+"""Second opinions: a bench that lies is found out, what it said is done again, and honest ones are believed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbrl_async.errors import HostError
+from protocols import events as ev
+from protocols import messages as msg
+from protocols.checking import CheckDesk, CheckOptions
+from protocols.ledger import Ledger, LedgerOptions
+from protocols.opinions import agree, agreeing
+from protocols.records import BenchReport, Fault, Timing, Verdict
+from services.broker.options import BrokerOptions
+from services.broker.server import Broker
+from services.runtime import Outcome, Producer, Worker, addresses
+
+
+def report(speedup: float = 2.0, fault: Fault = Fault.OK, passed: int = 5, width: float = 0.1) -> BenchReport:
+    timing = Timing(9, speedup, speedup - width, speedup + width, 1.0, speedup) if fault is Fault.OK else None
+    return BenchReport(Verdict(fault, passed, 5), timing)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (report(2.0), report(2.3)),
+        (report(fault=Fault.TIMEOUT), report(fault=Fault.RUNTIME_ERROR)),
+        (report(fault=Fault.INCORRECT, passed=2), report(fault=Fault.INCORRECT, passed=4)),
+    ],
+)
+def test_what_may_differ_between_honest_benches_agrees(first: BenchReport, second: BenchReport) -> None:
+    assert agree(first, second, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (report(2.0), report(5.0)),
+        (report(fault=Fault.INCORRECT), report()),
+        (report(), report(fault=Fault.TIMEOUT)),
+        (report(fault=Fault.INCORRECT, passed=0), report(fault=Fault.INCORRECT, passed=5)),
+        (report(), msgspec.structs.replace(report(), timing=None)),
+        (report(), BenchReport(Verdict(Fault.OK), Timing(9, 50.0, 1.9, 2.1, 1.0, 2.0))),
+        (report(), BenchReport(Verdict(Fault.OK), Timing(9, 9.0, 9.0, float("inf"), 1.0, 2.0))),
+        (report(), BenchReport(Verdict(Fault.OK), Timing(9, 9.0, float("nan"), 9.0, 1.0, 2.0))),
+    ],
+)
+def test_what_only_a_lie_explains_does_not(first: BenchReport, second: BenchReport) -> None:
+    assert not agree(first, second, 0.25)
+    assert not agree(second, first, 0.25)
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"\xc1"], [b"\x91" * 5000], [b"a", b"b"], [msgspec.msgpack.encode({})]])
+def test_an_opinion_that_can_not_be_read_agrees_with_nothing(frames: list[bytes]) -> None:
+    assert agreeing([frames, frames], 0.25) == []
+
+
+# ── the desk ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def desk(share: float = 1.0, **more: float) -> CheckDesk:
+    return CheckDesk(CheckOptions(share, **more), random.Random(0))
+
+
+def test_what_is_not_picked_is_held_until_a_check_agrees() -> None:
+    ours = desk(share=1e-9)
+    assert [ours.opinion(f"t{n}", "a", True, 0.0) for n in range(3)] == ["hold"] * 3
+    ours.options = CheckOptions(share=1.0)
+    assert ours.opinion("t9", "a", True, 1.0) == "check"
+    assert ours.opinion("t9", "b", True, 2.0) == "compare"
+    found = ours.compared("t9", [(0, 1)], True)
+    assert (found.winner, found.release) == (0, ("t0", "t1", "t2"))
+
+
+def test_two_that_differ_need_a_third_and_the_lonely_one_lied() -> None:
+    ours = desk(strikes=1.0)
+    ours.opinion("t", "liar", True, 0.0)
+    ours.opinion("t", "b", True, 0.0)
+    assert ours.compared("t", [], True).more
+    ours.opinion("t", "c", True, 0.0)
+    found = ours.compared("t", [(1, 2)], True)
+    assert (found.winner, found.quarantine) == (1, "liar")
+
+
+def test_without_a_third_nobody_is_blamed_and_nothing_is_believed() -> None:
+    ours = desk()
+    ours.opinion("t", "a", True, 0.0)
+    ours.opinion("t", "b", False, 0.0)
+    found = ours.compared("t", [], False)
+    assert (found.winner, found.more, found.quarantine) == (-1, False, "")
+    assert not ours.strikes
+
+
+def test_agreement_wears_strikes_off() -> None:
+    ours = desk(strikes=2.0)
+    ours.strikes["a"] = 1.0
+    ours.opinion("t", "a", True, 0.0)
+    ours.opinion("t", "b", True, 0.0)
+    ours.compared("t", [(0, 1)], True)
+    assert ours.strikes["a"] == 0.5
+
+
+def test_the_only_bench_is_believed_and_counted_as_unchecked() -> None:
+    ours = desk()
+    assert ours.opinion("t", "a", False, 0.0) == "pass"
+    assert ours.counters["unchecked"] == 1
+
+
+# ── in the ledger ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Site:
+    """A ledger whose comparisons are made by name: whoever is in `liars` disagrees with everybody."""
+
+    def __init__(self, share: float = 1.0, liars: Iterable[str] = (), **options: float) -> None:
+        checks = CheckOptions(share, **options)
+        self.ledger = Ledger(LedgerOptions(checks=checks), rng=random.Random(1))
+        self.liars = set(liars)
+        self.now = 0.0
+        self.settled: dict[str, int] = {}
+
+    def does(self, event: ev.Event) -> None:
+        for action in self.ledger.handle(event, self.now):
+            if isinstance(action, ev.Compare):
+                said = self.ledger.checks.cases[action.task_id].principals
+                pairs = [(i, j) for j, b in enumerate(said) for i, a in enumerate(said[:j]) if not {a, b} & self.liars]
+                self.does(ev.Compared(action.task_id, pairs))
+            elif isinstance(action, ev.Settle):
+                self.settled[action.row.task_id] = action.opinion
+
+    def joins(self, *names: str, slots: int = 1) -> None:
+        for name in names:
+            self.does(ev.FromWorker(name.encode(), msg.Hello(name, "a", ["bench"], slots)))
+
+    def submit(self, count: int) -> None:
+        for number in range(count):
+            self.does(ev.FromProducer(b"p", msg.Submit(f"t{number}", "bench", f"g{number}")))
+
+    def work(self, rounds: int = 200) -> None:
+        for _ in range(rounds):
+            leases = [lease for worker in self.ledger.pool.by_id.values() for lease in worker.leases.values()]
+            for lease in leases:
+                result = msg.Result(lease.task.task_id, lease.lease_id, "score")
+                self.does(ev.FromWorker(lease.worker.route, result))
+            self.now += 1.0
+            for worker in list(self.ledger.pool.by_id.values()):
+                self.does(ev.FromWorker(worker.route, msg.Beat(worker.slots, list(worker.leases))))
+            self.does(ev.Tick())
+
+    def at(self, stage: str) -> int:
+        return len(self.ledger.tasks.queues[stage])
+
+
+def test_honest_benches_settle_everything_once() -> None:
+    site = Site(share=0.3)
+    site.joins("a", "b", "c")
+    site.submit(40)
+    site.work()
+    assert site.at("score") == 40
+    assert not site.ledger.checks.strikes
+    assert not site.ledger.checks.cases
+
+
+def test_a_liar_is_quarantined_and_nothing_it_said_alone_goes_on() -> None:
+    site = Site(share=0.3, liars=["liar"])
+    site.joins("liar", "b", "c")
+    site.submit(60)
+    site.work(rounds=300)
+    assert site.ledger.checks.quarantined == {"liar"}
+    assert "liar" not in site.ledger.pool.by_id
+    assert site.at("score") == 60
+    assert site.ledger.checks.counters["redone"] > 0, "what it had held was done again"
+
+
+def test_a_quarantined_worker_is_not_let_in_again() -> None:
+    site = Site()
+    site.ledger.checks.quarantined.add("liar")
+    site.joins("liar")
+    assert not site.ledger.pool.by_id
+
+
+def test_the_leases_of_a_liar_are_done_by_others() -> None:
+    site = Site(liars=["liar"], strikes=1.0)
+    site.joins("liar", slots=5)
+    site.joins("b", "c")
+    site.submit(12)
+    site.work()
+    assert site.at("score") == 12
+    assert site.ledger.counters["lost"] == 0
+
+
+def test_nobody_checks_itself_not_even_under_another_name() -> None:
+    site = Site()
+    for name in ("k.1", "k.2"):
+        hello = msg.Hello(name, "a", ["bench"], 1)
+        site.does(ev.FromWorker(name.encode(), hello, "bench/k"))
+    site.submit(1)
+    (lease,) = [lease for worker in site.ledger.pool.by_id.values() for lease in worker.leases.values()]
+    site.does(ev.FromWorker(lease.worker.route, msg.Result("t0", lease.lease_id, "score"), "bench/k"))
+    assert site.ledger.checks.counters["checked"] == 0
+    assert site.at("score") == 1
+
+
+def test_an_older_lease_of_its_own_is_no_second_opinion() -> None:
+    site = Site()
+    site.joins("a")
+    site.submit(1)
+    (old,) = site.ledger.pool.by_id["a"].leases
+    for _ in range(60):  # without beats the lease runs out, and the same worker gets the task again
+        site.now += 1.0
+        site.does(ev.Tick())
+        site.joins("a")
+        if old not in site.ledger.pool.by_id["a"].leases:
+            break
+    (new,) = site.ledger.pool.by_id["a"].leases
+    site.joins("b", slots=0)
+    site.does(ev.FromWorker(b"a", msg.Result("t0", new, "score")))
+    site.does(ev.FromWorker(b"a", msg.Result("t0", old, "score")))
+    assert site.ledger.checks.cases["t0"].principals == ["a"]
+
+
+def test_a_beat_that_crosses_the_result_does_not_take_the_task_back() -> None:
+    site = Site()
+    site.joins("a")
+    site.submit(1)
+    site.joins("b", slots=0)
+    (lease,) = site.ledger.pool.by_id["a"].leases
+    site.does(ev.FromWorker(b"a", msg.Result("t0", lease, "score")))
+    site.does(ev.FromWorker(b"a", msg.Beat(1, [lease])))
+    assert not site.ledger.pool.by_id["a"].leases
+
+
+def test_a_check_that_nobody_can_make_any_more_does_not_hold_a_task_for_ever() -> None:
+    site = Site()
+    site.joins("a", "b")
+    site.submit(1)
+    (lease,) = [lease for worker in site.ledger.pool.by_id.values() for lease in worker.leases.values()]
+    other = b"b" if lease.worker.worker_id == "a" else b"a"
+    site.does(ev.FromWorker(other, msg.Bye()))
+    site.joins("late")
+    site.does(ev.FromWorker(lease.worker.route, msg.Result("t0", lease.lease_id, "score")))
+    site.does(ev.FromWorker(b"late", msg.Bye()))
+    site.work(rounds=15)
+    assert site.at("score") == 1
+    assert site.ledger.checks.counters["unchecked"] == 1
+
+
+def test_a_held_task_of_a_retired_group_is_forgotten() -> None:
+    site = Site(share=1e-9)
+    site.joins("a", "b")
+    site.submit(1)
+    site.does(ev.FromWorker(b"a", msg.Result("t0", next(iter(site.ledger.pool.by_id["a"].leases)), "score")))
+    assert site.ledger.checks.cases
+    site.does(ev.FromProducer(b"p", msg.Retire("g0")))
+    assert not site.ledger.checks.cases
+    site.work(rounds=30)
+
+
+def test_nothing_is_held_or_checked_by_default() -> None:
+    site = Site(share=0.0)
+    site.joins("a", "b")
+    site.submit(3)
+    site.work(rounds=5)
+    assert site.at("score") == 3
+    assert not site.settled
+
+
+# ── over sockets ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lying_worker_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
+    async def play() -> None:
+        found = addresses(tmp_path)
+        options = BrokerOptions(
+            str(tmp_path), found.submit, found.work,
+            ledger=LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5)),
+        )  # fmt: skip
+        broker = Broker(options)
+        serving = asyncio.create_task(broker.run())
+        records: list[list[bytes]] = []
+
+        def bench(speedup: float) -> object:
+            async def judge(_: msg.Task, __: list[bytes]) -> Outcome:
+                await asyncio.sleep(0.001)
+                return Outcome("score", [msgspec.msgpack.encode(report(speedup))])
+
+            return judge
+
+        async def score(_: msg.Task, frames: list[bytes]) -> Outcome:
+            records.append(frames)
+            return Outcome()
+
+        liar = Worker(found.work, "liar", ["bench"], 1, bench(40.0))  # type: ignore[arg-type]
+        honest = [Worker(found.work, name, ["bench"], 1, bench(2.0)) for name in ("b", "c")]  # type: ignore[arg-type]
+        aggregator = Worker(found.work, "agg", ["score"], 4, score)
+        lying = asyncio.create_task(liar.run())
+        running = [asyncio.create_task(worker.run()) for worker in (*honest, aggregator)]
+        async with asyncio.timeout(40), Producer(found.submit) as producer:
+            while len(broker.ledger.pool.by_id if hasattr(broker, "ledger") else ()) < 4:
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(producer.submit(f"t{n}", "bench", [b"request"], f"g{n}") for n in range(60)))
+            while len(records) < 60:
+                await asyncio.sleep(0.02)
+            with pytest.raises(HostError, match="quarantined"):
+                await lying
+        for worker in (*honest, aggregator):
+            worker.stop()
+        await asyncio.gather(*running)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        speedups = {msgspec.msgpack.decode(frames[1], type=BenchReport).timing.speedup for frames in records}  # type: ignore[union-attr]
+        assert speedups == {2.0}, "no lie has reached the aggregator"
+        assert {len(frames) for frames in records} == {2}
+        assert (tmp_path / "quarantined").read_text() == "liar\n"
+
+    asyncio.run(play())
