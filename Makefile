@@ -1,4 +1,4 @@
-# Targets: run, test, lint, clean. All but clean make .venv first, and again when what it is made from has changed.
+# Targets: run, test, lint, docs, clean; constraints, licences, sbom, audit, dist. All but clean make .venv first, and again when what it is made from has changed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 CONFIG ?= configs/default.yaml
 ARGS ?=
 
-.PHONY: run test lint clean
+.PHONY: run test lint docs clean constraints licences sbom audit dist
 .DEFAULT_GOAL := run
 
 run: $(VENV)/.installed
@@ -23,6 +23,26 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Reference pages from the code; a test says when they are out of date.
+docs: $(VENV)/.installed
+	$(BIN)/kbrl config --docs > docs/reference/config.md
+	$(BIN)/kbrl config --metrics > docs/reference/metrics.md
+
+# What the project is made of and made into: deploy/supply.py. The tools live apart, so that they are in no list of ours.
+TOOLS := $(VENV)/tools
+constraints licences: $(VENV)/.installed-dev
+	$(BIN)/python deploy/supply.py $@
+
+sbom: $(VENV)/.installed-dev $(TOOLS)/.installed
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json $(BIN)/python
+
+audit: $(VENV)/.installed-dev $(TOOLS)/.installed
+	$(BIN)/python deploy/supply.py audit $(TOOLS)/bin/pip-audit
+
+dist: $(VENV)/.installed-dev
+	$(BIN)/python deploy/supply.py dist dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -42,3 +62,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "installing into $(VENV) with the tools for tests, about a minute …"
 	@$(PIP) -c constraints-cpu.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(TOOLS)/.installed: | $(BIN)/python
+	@$(BIN)/python -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@

@@ -1,0 +1,203 @@
+"""`kbrl plan`: how many samplers, compile cores and benches a wished throughput needs, from measured stage times."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kbrl_async import planning
+from kbrl_async.cli import summary
+from kbrl_async.config import LATEST, Config, load_run
+from kbrl_async.errors import UserError
+from kbrl_async.planning import Observation, Plan, Window
+from kbrl_async.planning.capacity import TARGET
+from kbrl_async.telemetry.system_metrics import SystemSample, Tail
+
+NAME = "plan"
+HELP = "how many processes a throughput needs, from a run's measured stage times"
+ENOUGH_UPDATES = 4
+"""With fewer, half a run says nothing."""
+EXAMPLES = """\
+examples:
+  kbrl plan                                       what the newest run carried, and what bounded it
+  kbrl plan --rollouts-per-hour 100000            what five times the default run would take
+  kbrl plan --rollouts-per-hour 20000 --model 7B  generation and updates scaled by the parameters
+  kbrl plan --rollouts-per-hour 20000 --times generate=0.4,compile=1.1,bench=2.5,train=0.3
+
+Formulas, and what to scale on: docs/capacity.md"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--rollouts-per-hour", type=float, metavar="N", help="scored answers an hour; default: what the run reached")
+    add("--run", metavar="RUN", dest="run_folder", help="folder or name of the measured run; default: the newest")
+    add(
+        "--times",
+        metavar="STAGE=SECONDS",
+        action="append",
+        default=[],
+        help="seconds of one sampler, core, bench or learner per rollout: they replace measured ones",
+    )
+    add("--model", metavar="FOLDER|SIZE", help="plan for this model, such as 7B: scales generation and updates")
+    add("--utilisation", type=float, default=TARGET, metavar="U", help=f"largest share of busy time ({TARGET})")
+    add("--variability", type=float, default=1.0, metavar="C", help="of arrivals and times: 1 Poisson, more in bursts")
+    add("--json", action="store_true", help="the plan as JSON")
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a plan is made from."""
+
+    source: str
+    observed: Observation
+    window: Window
+    samples: list[SystemSample] = msgspec.field(default_factory=list)
+
+
+def run(args: argparse.Namespace) -> int:
+    times = parse_times(args.times)
+    measured = _told(times) if times and args.run_folder is None else _of_run(args.run_folder or LATEST)
+    observed = measured.observed.replaced(times)
+    factor = 1.0
+    if args.model is not None:
+        factor = model_factor(args.model, measured)
+        observed = observed.scaled({"generate": factor, "train": factor})
+    wanted = args.rollouts_per_hour
+    if wanted is None:
+        wanted = _reached(measured)
+    found = planning.plan(
+        observed, wanted, target=args.utilisation, variability=args.variability, window=measured.window
+    )
+    if args.json:
+        print(msgspec.json.encode(_finite(found)).decode())
+        return 0
+    show(measured, found, factor, Console())
+    return 0
+
+
+def parse_times(words: Sequence[str]) -> dict[str, float]:
+    """`generate=0.5,bench=2` by stage.
+
+    :raises UserError: a word that is none, or an unknown stage.
+    """
+    times: dict[str, float] = {}
+    for part in filter(None, ",".join(words).split(",")):
+        stage, _, number = part.partition("=")
+        try:
+            times[stage.strip()] = float(number)
+        except ValueError:
+            raise UserError(f"--times {part}: no number of seconds", "Write bench=2.5") from None
+    planning.check_times(times)
+    return times
+
+
+def model_factor(model: str, measured: Measured) -> float:
+    """How many times as many parameters as the policy of the measured run has."""
+    policies = sorted(Path(measured.source).glob("policies/policy-v*"), key=lambda path: path.stat().st_mtime)
+    if not policies:
+        raise UserError(
+            f"{measured.source} holds no policy to compare {model} with",
+            "Give the times of that model instead: --times generate=…,train=…",
+        )
+    return planning.count_parameters(model) / planning.count_parameters(str(policies[-1]))
+
+
+def _of_run(wanted: str) -> Measured:
+    folder = summary.find(wanted)
+    samples = Tail(folder / "metrics" / "system.jsonl").new()
+    return Measured(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
+
+
+def _told(times: dict[str, float]) -> Measured:
+    config = Config()
+    return Measured("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
+
+
+def _window(config: Config) -> Window:
+    return Window(config.max_staleness, config.batch_size, config.group_size)
+
+
+def _reached(measured: Measured) -> float:
+    if not measured.samples:
+        raise UserError("how much is wanted is not said", "Give --rollouts-per-hour N")
+    return measured.observed.rollouts_per_hour
+
+
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show(measured: Measured, found: Plan, factor: float, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"measured: {measured.source}")
+    if measured.samples:
+        for line in check_lines(measured):
+            say(line)
+    if factor != 1.0:
+        say(f"model: {factor:.3g} × the parameters; generation and updates are taken to cost as many times as much")
+    say("")
+    console.print(_table(found))
+    for line in closing_lines(found):
+        say(line)
+
+
+def check_lines(measured: Measured) -> Iterator[str]:
+    """What the formula says of the very run that was measured, beside what happened."""
+    observed = measured.observed
+    predicted, bottleneck = planning.carried(observed)
+    actual = observed.rollouts_per_hour
+    yield (
+        f"check: {predicted:,.0f} rollouts an hour predicted for its own processes, {actual:,.0f} measured "
+        f"({predicted / actual - 1:+.1%}); {bottleneck} is what bounds it"
+    )
+    if observed.updates < ENOUGH_UPDATES:
+        return
+    first, second = planning.halves(measured.samples)
+    forecast, _ = planning.carried(first)
+    yield (
+        f"check: its first half predicts {forecast:,.0f} for its second, {second.rollouts_per_hour:,.0f} measured "
+        f"({forecast / second.rollouts_per_hour - 1:+.1%}): times change as the policy learns"
+    )
+
+
+def closing_lines(found: Plan) -> Iterator[str]:
+    limit = found.bottleneck
+    yield (
+        f"bottleneck: {limit.name}, which would carry {_rate(limit.limit_per_hour)} an hour; "
+        f"admission window {_rate(found.window_per_hour)}"
+    )
+    learner = next(resource for resource in found.resources if resource.stage == "train")
+    yield f"learner: busy {learner.load:.0%} of the time"
+    for problem in found.problems:
+        yield f"not reachable: {problem}"
+
+
+def _table(found: Plan) -> Table:
+    title = f"{found.rollouts_per_hour:,.0f} rollouts an hour, each stage busy at most {found.target:.0%}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "number", "s per rollout", "busy", "wait in queue", "these carry"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for r in found.resources:
+        wait = "∞" if math.isinf(r.wait_s) else f"{r.wait_s:.3f} s"
+        rate = _rate(r.limit_per_hour)
+        table.add_row(r.name, str(r.servers), f"{r.demand_s:.4f}", f"{r.utilisation:.0%}", wait, f"{rate}/h")
+    return table
+
+
+def _rate(rate: float) -> str:
+    return "∞" if math.isinf(rate) else f"{rate:,.0f}"
+
+
+def _finite(found: Plan) -> dict[str, object]:
+    """JSON has no infinity: null stands for it."""
+    plain = msgspec.to_builtins(found)
+    assert isinstance(plain, dict)
+    return {**plain, "problems": found.problems}
