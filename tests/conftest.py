@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.running import Run
+
+with contextlib.suppress(ImportError):  # hosts with a GPU run their tests without it
+    from hypothesis import HealthCheck, settings
+
+    # Others may load the machine: how long an example takes says nothing about the code.
+    settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

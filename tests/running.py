@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,9 +19,9 @@ TINY = (
     "batch_size=2",
     "group_size=4",
     "eval_samples=1",
-    "max_minutes=4",
+    "max_minutes=10",
     "sft.examples=4000",
-    "sft.max_seconds=60",
+    "sft.max_seconds=120",
     "sft.steps=300",
     "sft.batch_tokens=1024",
     "sft.lr=0.004",
@@ -67,7 +68,8 @@ class Run:
     def log(self, process: str) -> list[dict[str, Any]]:
         """The JSON lines of a process's log."""
         path = self.path / "logs" / f"{process}.1.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be written
 
     def updates(self) -> int:
         return sum(line["event"] == "update" for line in self.log("reward_aggregator"))
@@ -93,9 +95,10 @@ class Run:
 
     def kill(self, service: str) -> None:
         """`kill -9` of a service's working process."""
-        self.until(lambda: bool(self.children(service)), 20)
+        self.until(lambda: bool(self.children(service)), 60)
         for pid in self.children(service):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
@@ -114,3 +117,15 @@ def assert_counters_add_up(summary: dict[str, Any]) -> None:
     """I1: every admitted group has exactly one end."""
     ends = ("groups_trained", "groups_filtered", "groups_dropped_stale", "groups_failed")
     assert summary["groups_admitted"] == sum(summary[name] for name in ends), summary
+
+
+def assert_replays(run: Run) -> None:
+    """Journal and archive are complete: every decision and every update can be made again, to the last bit."""
+    command = [sys.executable, "-m", "kbrl_async", "replay", str(run.path), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "KBRL_LOG_PATH": str(run.path.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["divergence"] is None
+    assert report["unrecorded"] == 0
+    assert report["curve"]["exact"] == report["curve"]["updates"] == run.summary()["updates"]

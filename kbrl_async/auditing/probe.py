@@ -7,17 +7,16 @@ a step that does not fit leaves the earlier ones.
 
 from __future__ import annotations
 
-import random
 import socket
 import types
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from kbrl_async.auditing import trials
+from kbrl_async.launch import contract
 from kbrl_async.problems.audit_file import HALF, KERNELBENCH, Finding, Trial
 from kbrl_async.sandbox import Isolation
 
@@ -177,15 +176,15 @@ class _Steps:
             return None
 
     def _build(self) -> torch.nn.Module:
-        _seed(0)
-        args, kwargs = _arguments(self.module.__dict__["get_init_inputs"]())
-        _seed(0)
+        contract.seed(0)
+        args, kwargs = contract.arguments(self.module.__dict__["get_init_inputs"]())
+        contract.seed(0)
         model = self.module.__dict__["Model"](*args, **kwargs)
         assert isinstance(model, torch.nn.Module)
         return model.to(self.task.device)
 
     def _draw(self, seed: int) -> list[Any]:
-        _seed(seed)
+        contract.seed(seed)
         items = list(self.module.__dict__["get_inputs"]())
         return [item.to(self.task.device) if isinstance(item, torch.Tensor) else item for item in items]
 
@@ -231,16 +230,3 @@ def _checksum(item: Any) -> tuple[float, float] | None:
 
 def _same(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
     return a == b or (a is not None and b is not None and all(x != x and y != y for x, y in zip(a, b, strict=True)))
-
-
-def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    items = list(value)
-    if len(items) == 2 and isinstance(items[0], (list, tuple)) and isinstance(items[1], dict):
-        return list(items[0]), dict(items[1])
-    return items, {}
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 
+from kbrl_async.building import syntax
 from protocols.records import BuildReport, Fault
 
 _PURE: tuple[str, ...] = (
@@ -85,13 +86,9 @@ class Refusal(Exception):  # noqa: N818 - control flow of the checks only
 
 def checked_tree(source: str) -> ast.Module:
     """The syntax tree of a candidate that defines `ModelNew` and holds the common rules. Raises `Refusal`."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        message = f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)
-        hint = "The candidate must be one valid Python file."
-        raise Refusal("syntax", f"Python syntax error: {message}", hint, fault=Fault.FORMAT_ERROR) from error
+    tree = syntax.parsed(source)
+    if isinstance(tree, BuildReport):
+        raise Refusal(tree.rule, tree.message, tree.hint, fault=tree.fault)
     _check_model(tree)
     for node in ast.walk(tree):
         _check_import(node)

@@ -13,7 +13,7 @@ import re
 
 import msgspec
 
-from kbrl_async.building import answers
+from kbrl_async.building import answers, syntax
 from kbrl_async.building.inline_build import Attempt, Build
 from kbrl_async.building.inline_flags import Refused, chosen
 from kbrl_async.building.inline_recording import RECORDS, Order, Recorded, mentions_loader, read
@@ -83,12 +83,9 @@ class InlineBackend:
         self.name = name
 
     def check(self, candidate: Candidate) -> BuildReport | None:
-        try:
-            tree = ast.parse(candidate.source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = getattr(error, "lineno", None)
-            text = f"Python syntax error: {f'line {line}: ' if line else ''}{getattr(error, 'msg', error)}"
-            return _report(Fault.FORMAT_ERROR, "syntax", text, "The candidate must be one valid Python file.")
+        tree = syntax.parsed(candidate.source)
+        if isinstance(tree, BuildReport):
+            return tree
         return _check_model(tree) or _check_names(tree) or self._check_loader(tree)
 
     def _check_loader(self, tree: ast.Module) -> BuildReport | None:

@@ -12,7 +12,6 @@ that end where the tensors end.
 from __future__ import annotations
 
 import ctypes
-import random
 import socket
 import sys
 import types
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from kbrl_async import launch
 from kbrl_async.launch import c as launch_c
+from kbrl_async.launch import contract
 from kbrl_async.sandbox import Isolation
 
 CALLS_FILE = "calls.json"
@@ -92,16 +91,16 @@ def run_once(task: Task) -> None:
     torch.set_grad_enabled(False)
     launch.prepare(task.artifacts, task.device.partition(":")[0])
     problem, candidate = _module("problem", task.problem), _module("candidate", task.candidate)
-    _seed(task.seed)
-    args, kwargs = _arguments(problem.get_init_inputs())
-    _seed(task.seed)
+    contract.seed(task.seed)
+    args, kwargs = contract.arguments(problem.get_init_inputs())
+    contract.seed(task.seed)
     reference = problem.Model(*args, **kwargs)
-    _seed(task.seed)
+    contract.seed(task.seed)
     model = candidate.ModelNew(*args, **kwargs)
     _copy_weights(reference, model)
     if isinstance(model, torch.nn.Module):
         model = model.to(task.device)
-    _seed(task.seed + 1)
+    contract.seed(task.seed + 1)
     given = [item.to(task.device) if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
     model(*given)
     if task.device != "cpu":
@@ -173,19 +172,6 @@ def _copy_weights(reference: torch.nn.Module, model: Any) -> None:
     for name, tensor in model.state_dict().items():
         if name in given and given[name].shape == tensor.shape:
             tensor.copy_(given[name])
-
-
-def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    items = list(value)
-    if len(items) == 2 and isinstance(items[0], (list, tuple)) and isinstance(items[1], dict):
-        return list(items[0]), dict(items[1])
-    return items, {}
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
 
 
 if __name__ == "__main__":

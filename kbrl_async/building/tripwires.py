@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kbrl_async.building import syntax
 from kbrl_async.building.constants import LOOPS, Constants
 from protocols.records import BuildReport, Fault
 
@@ -125,15 +126,9 @@ class _Violation(Exception):  # noqa: N818 - control flow inside this module onl
 
 def parse(source: str) -> Program | BuildReport:
     """The program, or the report that says what is wrong with it."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        message = f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)
-        hint = "The candidate must be one valid Python file."
-        return BuildReport(
-            Fault.FORMAT_ERROR, message=f"Python syntax error: {message}"[:800], hint=hint, rule="syntax"
-        )
+    tree = syntax.parsed(source)
+    if isinstance(tree, BuildReport):
+        return tree
     try:
         return _check(tree)
     except _Violation as violation:

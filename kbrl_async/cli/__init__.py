@@ -15,7 +15,28 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from kbrl_async.cli import bench, compare, config, index, prepare, problems, summary, train, verify
+from kbrl_async.cli import (
+    bench,
+    compare,
+    config,
+    export,
+    index,
+    inspect,
+    keys,
+    logs,
+    optimize,
+    plan,
+    prepare,
+    problems,
+    replay,
+    report,
+    summary,
+    top,
+    train,
+    verify,
+    worker,
+)
+from kbrl_async.cli import eval as evaluate
 from kbrl_async.errors import KbrlError, UserError
 
 EXAMPLES = """\
@@ -25,13 +46,25 @@ examples:
   kbrl train --config my.yaml learning_rate=1e-4 settings from a file, one of them replaced
   kbrl train --dry-run level=1,2                 show what would run, start nothing
   kbrl train resume=runs/default                 continue a run that was stopped
+  kbrl top                                       watch the newest run: stages, workers, rates, errors
+  kbrl logs -f --level warning                   what all its processes log, by time
   kbrl summary                                   the result of the newest run again
+  kbrl report                                    the newest run as one HTML page
   kbrl compare one two --plot reward.svg         runs side by side
+  kbrl eval default --samples 8 --heldout        what the newest policy of a run is worth
+  kbrl optimize my_module.py                     the fastest proven kernel for a module of your own
+  kbrl inspect g000012.r3                        one rollout: prompt, answer, reports, reward, advantage
+  kbrl replay default                            a run's decisions and updates again, compared
+  kbrl export default my-model                   the newest policy as a plain Hugging Face folder
   kbrl config                                    every key=value there is
   kbrl problems list                             what the policy is trained on
   kbrl index build runs/default --output index   worked examples for dataset_builder.prompt_option=raicl
   kbrl verify --problem L1/13 --candidate my.py  build, check and time one kernel
   kbrl bench --aa                                what this host's bench can tell apart
+  kbrl plan --rollouts-per-hour 100000           how many processes that takes, by a run's stage times
+  kbrl keys new all                              keys for a run that other hosts may join
+  kbrl worker bench --connect tcp://host:5756 --keys host7
+                                                 verify and time for a run on another host
 """
 
 
@@ -46,7 +79,28 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (train, prepare, summary, compare, config, problems, verify, index, bench)
+COMMANDS: tuple[Command, ...] = (
+    train,
+    evaluate,
+    optimize,
+    prepare,
+    top,
+    logs,
+    summary,
+    report,
+    compare,
+    inspect,
+    replay,
+    export,
+    config,
+    problems,
+    verify,
+    index,
+    bench,
+    plan,
+    keys,
+    worker,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

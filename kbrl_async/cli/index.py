@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kbrl_async.errors import UserError
+from kbrl_async.launch.backends import GPU_ONLY
 from kbrl_async.problems import load_file, load_problems
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "index"
 HELP = "build or query an index of worked examples (prompt_option=raicl)"
 DENSE = "BAAI/bge-code-v1"
-BACKENDS = {"triton_only": frozenset({"triton"}), "cuda_only": frozenset({"cuda", "cuda-nvrtc"})}
+BACKENDS = {"triton_only": frozenset({"triton"}), "cuda_only": GPU_ONLY}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,8 @@ import zmq
 
 from kbrl_async.config import Config, Plan, available_cores, cpu_layout, endpoints
 from kbrl_async.config.rundir import refused
-from kbrl_async.errors import AddressTaken, CheckpointError, DiskFull, MissingTool
+from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool
+from kbrl_async.keyring import Keyring
 from kbrl_async.problems import load_problems
 from protocols.sockets import AddressError, BoundRouter
 
@@ -30,6 +31,7 @@ def check(plan: Plan) -> None:
     check_cores(config)
     check_problems(config)
     check_policy(config)
+    check_engine(config)
     check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
     check_addresses(plan)
     if config.backend == "c":
@@ -57,6 +59,13 @@ def check_policy(config: Config) -> None:
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 
 
+def check_engine(config: Config) -> None:
+    """An endpoint can be trained on only where it proves what it samples from; the engine refuses it too."""
+    if config.sampler.engine == "openai" and not config.sampler.train_logprobs:
+        cause = "sampler.engine=openai cannot train: endpoints return no log-probs of the sampling distribution"
+        raise ConfigError(cause, "Train with sampler.engine=transformers, or see sampler.train_logprobs")
+
+
 def check_disk(run_dir: Path, needed: int) -> None:
     """There is room, and we may write."""
     parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
@@ -75,11 +84,12 @@ def check_disk(run_dir: Path, needed: int) -> None:
 def check_addresses(plan: Plan) -> None:
     """Nobody else holds the broker's addresses: they are bound for a moment."""
     config, wanted = plan.config, endpoints(plan.config, plan.path)
+    keys = Keyring(config.broker.keys).server() if config.broker.keys else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        for address in (wanted.submit, wanted.work):
+        for address in (wanted.submit, wanted.work, wanted.status):
             if not address.startswith("ipc://") or Path(address.removeprefix("ipc://")).parent.is_dir():
-                BoundRouter(context, address, allow_remote=config.broker.allow_remote).close()
+                BoundRouter(context, address, keys=keys).close()
     except AddressError as error:
         raise AddressTaken(error.cause, error.cure) from None
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from kbrl_async.cli import eval as evaluate
 from kbrl_async.config import LATEST, SUMMARY_FILE, environment, load
 from kbrl_async.errors import UserError
 from kbrl_async.telemetry import summary
@@ -46,4 +47,7 @@ def show(run_dir: Path, console: Console | None = None) -> None:
         raise UserError(f"{run_dir} has not ended: it has no {SUMMARY_FILE}", cure) from None
     except msgspec.DecodeError as error:
         raise UserError(f"{run_dir / SUMMARY_FILE} can't be read: {error}", "Restore it from a copy") from None
+    if content.get("kind") == evaluate.KIND:
+        evaluate.show(run_dir, console)
+        return
     (console or Console()).print(summary.render(content))

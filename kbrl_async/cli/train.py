@@ -22,7 +22,7 @@ from kbrl_async.config import (
     process_counts,
     to_yaml,
 )
-from kbrl_async.errors import RunError
+from kbrl_async.errors import RunError, UserError
 
 NAME = "train"
 HELP = "train a policy; continues the run of that name if it has not ended"
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = settings.resolve(args)
+    if config.evaluation.policy is not None:
+        raise UserError(f"{config.resume or 'this'} is an evaluation", "Go on with the same 'kbrl eval' command")
     todo = plan(config)
     if args.dry_run:
         print(describe(todo))
@@ -53,7 +55,7 @@ def conclude(run_dir: Path, ended: Ended) -> int:
     """
     if is_finished(run_dir):
         summary.show(run_dir)
-        print(f"everything is in {run_dir}; see it with 'tensorboard --logdir {run_dir}'")
+        print(f"everything is in {run_dir}; see it with 'kbrl report {run_dir}' or 'tensorboard --logdir {run_dir}'")
         return 0
     again = f"continue with 'kbrl train resume={run_dir}'"
     if ended.interrupted:

@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timing", action=argparse.BooleanOptionalAction, default=True, help="time what is correct (default)"
     )
     parser.add_argument("--device", default="auto", help="where kernels run: cpu, cuda or cuda:N; default: auto")
+    parser.add_argument(
+        "--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="number format of module and inputs"
+    )
     parser.add_argument("--sanitize", action="store_true", help="also run under sanitizers; slower")
 
 
@@ -91,6 +94,7 @@ def _one(args: argparse.Namespace) -> int:
             problems=args.problems,
             response=args.response,
             sanitize=args.sanitize,
+            precision=args.precision,
         )
     if args.json:
         _print_json(result.document())
@@ -121,7 +125,9 @@ def _run_folder(args: argparse.Namespace) -> int:
     from kbrl_async.funnel.kernelbench import problems_root
     from kbrl_async.funnel.runs import RunFolder, RunOptions
 
-    options = RunOptions(args.backend, args.device, args.timing, args.sanitize, args.workers, args.overwrite)
+    options = RunOptions(
+        args.backend, args.device, args.timing, args.sanitize, args.workers, args.overwrite, precision=args.precision
+    )
     folder = RunFolder(args.run, problems_root(args.problems, os.environ), options)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(

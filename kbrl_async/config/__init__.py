@@ -1,9 +1,9 @@
 """The configuration of a run, and the folder that it lives in.
 
-Owns: the keys (`schema`), reading them from files, variables and the command line (`loading`), the run folder
-(`rundir`), and what follows from keys and host (`layout`). Never touches: torch, sockets, any other room.
+Owns: the keys (`schema`, `sections`, `ranges`), reading them from files, variables and the command line (`loading`),
+the run folder (`rundir`), and what follows from keys and host (`layout`). Never touches: torch, sockets, another room.
 
-To add a key: one field with its docstring in `schema`; a rule between two keys: one line in `checks`.
+To add a key: one field with its docstring in `schema` or `sections`; a rule between two keys: one line in `checks`.
 """
 
 from kbrl_async.config.keys import KEYS
@@ -31,10 +31,10 @@ from kbrl_async.config.rundir import (
     prepare,
     writing,
 )
-from kbrl_async.config.schema import (
+from kbrl_async.config.schema import Config
+from kbrl_async.config.sections import (
     Broker,
     CompileFarm,
-    Config,
     Cpu,
     DatasetBuilder,
     Learner,

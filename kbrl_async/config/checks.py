@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.config.schema import Config
+from kbrl_async.config.sections import DatasetBuilder
 from kbrl_async.errors import ConfigError
+from kbrl_async.rewards.presets import find_preset
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+")
@@ -24,6 +26,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key, cause, cure) of what contradicts; the first one is reported."""
     yield from _modes(config)
     yield from _examples(config)
+    yield from _endpoint(config)
     yield from _names(config)
     yield from _addresses(config)
     bench, learner = config.timing_bench, config.learner
@@ -35,6 +38,9 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if bench.cap_s >= bench.deadline_s:
         cause = f"timing_bench.cap_s={bench.cap_s:g} leaves nothing of timing_bench.deadline_s={bench.deadline_s:g}"
         yield "timing_bench.cap_s", cause, "Raise deadline_s: it covers correctness and timing"
+    if not bench.timed and _pays_for_speed(config.dataset_builder):
+        cause = f"timing_bench.timed=false, and reward_preset={config.dataset_builder.reward_preset} pays for speed"
+        yield "timing_bench.timed", cause, "Use dataset_builder.reward_preset=stage2, or leave kernels timed"
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
         yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"
@@ -48,6 +54,13 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.sft.hidden_size % (2 * config.sft.heads):
         cause = f"sft.hidden_size={config.sft.hidden_size} does not split into {config.sft.heads} heads of even width"
         yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
+
+
+def _pays_for_speed(builder: DatasetBuilder) -> bool:
+    if builder.reward_preset == "auto":
+        return True
+    weights = find_preset(builder.reward_preset, builder.reward_weights).weights
+    return any(weight for part, weight in weights.items() if part.startswith("speed"))
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -71,6 +84,24 @@ def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
         yield key, f"{key} is used by prompt_option=raicl only", "Add dataset_builder.prompt_option=raicl"
 
 
+def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
+    sampler = config.sampler
+    if sampler.engine != "openai":
+        if sampler.base_url:
+            yield "sampler.base_url", "sampler.base_url needs sampler.engine=openai", "Add sampler.engine=openai"
+        return
+    if not sampler.base_url:
+        cure = "Add the address of the endpoint, such as sampler.base_url=http://127.0.0.1:8000/v1"
+        yield "sampler.engine", "sampler.engine=openai needs sampler.base_url", cure
+    if config.model_name == "small":
+        yield "model_name", "sampler.engine=openai needs the endpoint's model", "Add model_name=… as it is served there"
+    if sampler.max_cost is not None and not (sampler.price_input or sampler.price_output):
+        yield "sampler.max_cost", "sampler.max_cost needs prices", "Add sampler.price_input and sampler.price_output"
+    if "sampler" in config.timing_bench.shares_with:
+        cause = "timing_bench.shares_with names the sampler, which computes nothing with sampler.engine=openai"
+        yield "timing_bench.shares_with", cause, "Leave the sampler out"
+
+
 def _names(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.name is not None and (not _NAME.fullmatch(config.name) or config.name == "latest"):
         cause = f"name '{config.name}' cannot be the folder of a run"
@@ -81,14 +112,19 @@ def _names(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _addresses(config: Config) -> Iterator[tuple[str, str, str]]:
-    given = {"broker.submit": config.broker.submit, "broker.work": config.broker.work}
+    given = {f"broker.{name}": getattr(config.broker, name) for name in ("submit", "work", "status")}
     for key, address in given.items():
         if address is None or address.startswith("ipc://"):
             continue
         if not _TCP.fullmatch(address):
             yield key, f"{key}={address} is no address", "Write tcp://HOST:PORT or ipc://PATH"
         elif not _LOOPBACK.fullmatch(address) and not config.broker.allow_remote:
-            cause = f"{key}={address} can be reached from other hosts, unencrypted"
-            yield key, cause, "Use tcp://127.0.0.1:PORT, or broker.allow_remote=true on a network that you trust"
+            cause = f"{key}={address} can be reached from other hosts"
+            yield key, cause, "Use tcp://127.0.0.1:PORT, or broker.allow_remote=true and keys: 'kbrl keys new all'"
+        elif not _LOOPBACK.fullmatch(address) and not config.broker.keys:
+            cause = f"{key}={address} can be reached from other hosts, and there are no keys"
+            yield key, cause, "Make them with 'kbrl keys new all' and add broker.keys=keys"
     if config.broker.submit is not None and config.broker.submit == config.broker.work:
         yield "broker.work", "broker.submit and broker.work are the same address", "Give each its own port"
+    if config.broker.status is not None and config.broker.status in (config.broker.submit, config.broker.work):
+        yield "broker.status", "broker.status is the address of another socket too", "Give it a port of its own"

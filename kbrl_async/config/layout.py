@@ -17,6 +17,8 @@ from protocols.sockets import MAX_IPC_PATH_BYTES
 
 SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "reward_aggregator")
 """Every service, in starting order."""
+EVALUATION_SERVICES = ("broker", "sampler", "compile_farm", "timing_bench", "evaluator")
+"""Those of an evaluation: what training learns with is replaced by an evaluator."""
 SCALABLE = ("sampler", "compile_farm", "timing_bench")
 
 
@@ -33,10 +35,11 @@ class CpuLayout(msgspec.Struct, frozen=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The broker's two addresses."""
+    """The broker's addresses: for producers, for workers, and for viewers, who can change nothing."""
 
     submit: str
     work: str
+    status: str = ""
 
 
 def available_cores() -> list[int]:
@@ -94,9 +97,11 @@ def endpoints(config: Config, run_dir: Path) -> Endpoints:
     return Endpoints(
         submit=config.broker.submit or f"ipc://{folder / 'submit'}",
         work=config.broker.work or f"ipc://{folder / 'work'}",
+        status=config.broker.status or f"ipc://{folder / 'status'}",
     )
 
 
 def process_counts(config: Config) -> dict[str, int]:
     """How many processes of each service run on this host, in starting order."""
-    return {name: getattr(config.processes, name, 1) for name in SERVICES}
+    services = EVALUATION_SERVICES if config.evaluation.policy is not None else SERVICES
+    return {name: getattr(config.processes, name, 1) for name in services}

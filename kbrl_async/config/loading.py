@@ -37,16 +37,31 @@ PLACE_KEYS = frozenset({"name", "log_path", "resume"})
 """Where a run lies, not what it is."""
 
 CHANGEABLE = PLACE_KEYS | {
-    "max_steps", "max_minutes", "log_level", "device",
+    "max_steps", "max_minutes", "log_level", "device", "policy_url",
     *(name for name in KEYS if name.startswith(("cpu.", "processes.", "broker.", "tensorboard."))),
-    "learner.threads", "learner.checkpoint_every", "learner.keep_checkpoints", "sampler.threads", "sampler.slots",
+    *(name for name in KEYS if name.startswith(("archive.", "alarms.", "metrics."))),
+    "learner.threads", "learner.peak_tflops", "learner.checkpoint_every", "learner.keep_checkpoints",
+    "sampler.threads", "sampler.slots",
+    "sampler.base_url", "sampler.api_key_env", "sampler.endpoint_deadline_s", "sampler.endpoint_retries",
+    "sampler.requests_per_minute", "sampler.price_input", "sampler.price_output", "sampler.max_cost",
     "compile_farm.slots", "compile_farm.nice", "compile_farm.store_max_bytes", "timing_bench.core",
+    "eval_every", "eval_credit", "evaluation.deadline_s", "evaluation.in_flight",
+    "evaluation.tensorboard_log_dir", "evaluation.tensorboard_step",
 }  # fmt: skip
 """Keys that may differ when an unfinished run is continued; the others would make it another experiment."""
 
 
 OTHER_NAMES = {"lr": "learning_rate", "model": "model_name", "steps": "max_steps", "rank": "lora_rank"}
 """What some keys are called elsewhere, where the spelling alone would lead astray."""
+
+
+ALIASES = {
+    "tensorboard_enabled": "tensorboard.enabled",
+    "tensorboard_log_dir": "tensorboard.log_dir",
+    "tensorboard_log_histograms_every": "tensorboard.histograms_every",
+    "tensorboard_log_per_level": "tensorboard.per_level",
+}
+"""Names that users of such tools know, taken for ours."""
 
 
 def environment(shell: Mapping[str, str], dotenv: Path = Path(".env")) -> dict[str, str]:
@@ -65,6 +80,7 @@ def load(
     """
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
+    settings = [msgspec.structs.replace(setting, key=ALIASES.get(setting.key, setting.key)) for setting in settings]
     return resolve([*preset_settings(settings), *_resumed(settings), *settings])
 
 

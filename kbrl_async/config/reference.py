@@ -32,8 +32,13 @@ def as_text(width: int = 100) -> str:
 
 
 def as_markdown() -> str:
-    """docs/configuration.md."""
-    lines = ["# Configuration", "", "Made by `kbrl config --docs`; edit `kbrl_async/config/schema.py` instead.", ""]
+    """docs/reference/config.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "Made by `make docs` from `kbrl_async/config/schema.py`; `kbrl config` prints the same.",
+        "",
+    ]
     for section, purpose, keys in _sections():
         lines += [f"## {section}" if section else "## Keys at the top", purpose, ""] if section else []
         lines += ["| key | default | expects | |", "|---|---|---|---|"]

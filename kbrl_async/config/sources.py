@@ -18,8 +18,10 @@ import yaml
 from kbrl_async.errors import ConfigError
 
 PREFIX = "KBRL_"
-RESERVED = frozenset({"KBRL_RUN_DIR", "KBRL_CONFIG"})
-"""Variables that are no keys: the prepared run, and the file that a run prepared by `honcho start` is made from."""
+RESERVED = frozenset(
+    {"KBRL_RUN_DIR", "KBRL_CONFIG", "KBRL_KEYS", "KBRL_WORKER_APART", "KBRL_BROKER_HOST", "KBRL_NANNY_PID"}
+)
+"""Variables that are no keys: what services are told by whoever starts them; deploy/README.md lists them."""
 
 
 class Setting(msgspec.Struct, frozen=True):

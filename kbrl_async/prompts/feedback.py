@@ -124,7 +124,7 @@ def clipped(kernel: str, limit: int = KERNEL_CHARACTERS) -> str:
 def _limits(timing: Timing | None) -> str:
     if timing is None:
         return ""
-    share = getattr(timing, "roofline", None)
+    share = timing.roofline
     spent = f"{timing.candidate_ms:.3g} ms against {timing.reference_ms:.3g} ms of PyTorch"
     return spent if share is None else f"{spent}, {share:.0%} of what the memory and arithmetic of this machine allow"
 

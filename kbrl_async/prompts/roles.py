@@ -12,9 +12,8 @@ import re
 
 from kbrl_async.prompts.feedback import CATEGORIES, clipped
 from kbrl_async.prompts.templates import render_prompt
-from protocols.records import Problem
+from protocols.records import CORRECTOR, SOLVER, VERIFIER, Problem
 
-SOLVER, VERIFIER, CORRECTOR = "solver", "verifier", "corrector"
 OUTCOMES = (*dict.fromkeys(CATEGORIES.values()), "slow", "fast")
 """What a verifier may predict: why a kernel fails, or how fast a right one is."""
 _WORD = re.compile(r"\b(" + "|".join(OUTCOMES) + r")\b")

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.launch import contract
 from kbrl_async.timing.statistics import Interval
 
 EAGER = "eager"
@@ -151,7 +152,7 @@ def compile_library(order: Order) -> bool:
 
     namespace: dict[str, Any] = {"__name__": "problem"}
     exec(compile(order.source, "problem.py", "exec"), namespace)  # noqa: S102 - this confined child exists to run it
-    arguments, named = _arguments(namespace["get_init_inputs"]())
+    arguments, named = contract.arguments(namespace["get_init_inputs"]())
     model = namespace["Model"](*arguments, **named)
     inputs = list(namespace["get_inputs"]())
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -173,10 +174,3 @@ def compile_library(order: Order) -> bool:
         inside = next(name for name in archive.namelist() if name.endswith(".so"))
         Path(order.library).write_bytes(archive.read(inside))
     return single
-
-
-def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    items = list(value)
-    if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], dict):
-        return list(items[0]), dict(items[1])
-    return items, {}

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from kbrl_async.launch import contract
 from kbrl_async.sandbox import Isolation, gpu
 from kbrl_async.timing.cuda_driver import CudaError, driver
 from kbrl_async.verifying import runner, values, wire
@@ -162,7 +163,7 @@ class CudaRunner(runner.Runner):
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            runner.seed(order.seed)
+            contract.seed(order.seed)
             tensors: list[torch.Tensor] = []
             tree = values.flatten(list(self._inputs()), tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))

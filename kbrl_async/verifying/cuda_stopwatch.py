@@ -36,6 +36,7 @@ from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.cuda_reference import CudaReference
 from kbrl_async.verifying.cuda_session import CudaSession, Sample
 from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Session
 from protocols.records import Candidate, Timing
 
@@ -331,29 +332,16 @@ class CudaStopwatch:
         return sample
 
     def _timing(self, measured: Measured) -> Timing:
-        interval, empty = measured.interval, f"{self._empty / 1000:.1f} µs of empty events subtracted"
+        empty = f"{self._empty / 1000:.1f} µs of empty events subtracted"
         if self._refused:
             way = f"events around an ordinary forward ({self._refused}), {self._hidden / 1000:.0f} µs outside of them"
         else:
             way = f"CUDA graph of {self._plan.batch} forward{'s' if self._plan.batch > 1 else ''}"
-        return Timing(
-            measured.n,
-            interval.median,
-            interval.lo,
-            interval.hi,
-            measured.candidate_ms,
-            measured.reference_ms,
-            self._options.recipe.confidence,
-            f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected",
-            measured.stopped,
-            torch.cuda.get_device_name(torch.device(self._options.device)),
-            measured.mhz,
-            sorted({reason for seen in self._seen for reason in seen.throttle}),
-            load=measured.load,
-            resolution=measured.share,
-            rejected=measured.rejected,
-            spent_s=measured.spent_s,
-        )
+        method = f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected"
+        chip = torch.cuda.get_device_name(torch.device(self._options.device))
+        timing = timing_of(measured, self._options.recipe, method, chip, measured.mhz)
+        throttle = sorted({reason for seen in self._seen for reason in seen.throttle})
+        return msgspec.structs.replace(timing, throttle=throttle)
 
 
 def _recipe(recipe: Recipe) -> Recipe:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.launch.backends import ON_CPU, ON_GPU
 from kbrl_async.verifying.operators import computes
 from kbrl_async.verifying.wire import Trace
 
 RECORDED = frozenset({"c", "triton"})
 """Backends whose launches all go through `launch.proof.RECORDER`."""
-OWN_KERNELS = frozenset({"c", "cpp", "cuda", "cuda-nvrtc", "triton"})
+OWN_KERNELS = ON_CPU | ON_GPU
 """Backends whose candidates must bring kernels of their own."""
 MIN_SHARE = 0.002
 MIN_LIBRARY_NS = 300_000

@@ -1,12 +1,15 @@
-"""Findings → `Verdict`: fault, message and hint for the model, all of it text that is bounded and cleaned."""
+"""Findings → `Verdict`: fault, message and hint for the model, all of it text that is bounded and cleaned; and what was
+measured → `Timing`.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from kbrl_async.timing import Measured, Recipe
 from kbrl_async.verifying.compare import Difference
 from kbrl_async.verifying.session import CandidateFault
-from protocols.records import Fault, Verdict
+from protocols.records import Fault, Timing, Verdict
 
 MAX_TEXT = 800
 _HINTS = {
@@ -112,3 +115,25 @@ def _explain(found: Findings) -> tuple[str, str]:
     if share < 0.1:
         return message, "Few values are wrong: check the edges, tails and special cases."
     return message, "Check the formula, and on which inputs it goes wrong."
+
+
+def timing_of(measured: Measured, recipe: Recipe, method: str, hardware: str, clock_mhz: float | None) -> Timing:
+    """What every stopwatch says in the same way; `load` is the measurement's own."""
+    interval = measured.interval
+    return Timing(
+        measured.n,
+        interval.median,
+        interval.lo,
+        interval.hi,
+        measured.candidate_ms,
+        measured.reference_ms,
+        recipe.confidence,
+        method,
+        measured.stopped,
+        hardware,
+        clock_mhz,
+        load=measured.load,
+        resolution=measured.share,
+        rejected=measured.rejected,
+        spent_s=measured.spent_s,
+    )

@@ -9,18 +9,16 @@ import ctypes
 import linecache
 import mmap
 import os
-import random
 import socket
 import sys
 import traceback
 import types
 from typing import Any
 
-import numpy as np
 import torch
 
 from kbrl_async import launch
-from kbrl_async.launch import plan
+from kbrl_async.launch import contract, plan
 from kbrl_async.sandbox import Isolation
 from kbrl_async.verifying import trace, values, wire
 
@@ -57,12 +55,6 @@ def mute() -> None:
     os.close(null)
 
 
-def seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
 class Runner:
     """`cuda_runner` has the one for a GPU."""
 
@@ -79,10 +71,10 @@ class Runner:
         self.double: torch.nn.Module | None = None
         launch.prepare(setup.artifacts, self.device)
         self.module: Any = plan.load(setup.source) or _load(setup.source)
-        seed(setup.seed)
+        contract.seed(setup.seed)
         init = self._init(setup)
-        args, kwargs = values.arguments(init)
-        seed(setup.seed)
+        args, kwargs = contract.arguments(init)
+        contract.seed(setup.seed)
         self.model = self._construct(getattr(self.module, setup.entry), args, kwargs)
         self._take_weights(setup)
         channel.send(wire.encode(self._ready(setup, init)))
@@ -103,8 +95,10 @@ class Runner:
         return [values.view(data, meta) for meta in metas]
 
     def _take_weights(self, setup: wire.Setup) -> None:
-        own = self.model.state_dict() if isinstance(self.model, torch.nn.Module) else {}
         given = dict(zip((name for name, _ in setup.weights), self._read([m for _, m in setup.weights]), strict=True))
+        if isinstance(self.model, torch.nn.Module):
+            _take_formats(self.model, given)
+        own = self.model.state_dict() if isinstance(self.model, torch.nn.Module) else {}
         if isinstance(self.model, plan.PlanModule):
             self.model.take_weights(given)
         for name, tensor in own.items():
@@ -188,9 +182,9 @@ class Runner:
 
     def _double(self, slot: int) -> Any:
         if self.double is None:
-            seed(self.seed)
+            contract.seed(self.seed)
             init = self._init(wire.Setup("", "", 0))
-            args, kwargs = values.arguments(init)
+            args, kwargs = contract.arguments(init)
             self.double = self._construct(type(self.model), args, kwargs)
             self.double.load_state_dict(self.model.state_dict())
             self.double.double()
@@ -199,7 +193,7 @@ class Runner:
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            seed(order.seed)
+            contract.seed(order.seed)
             tensors: list[torch.Tensor] = []
             tree = values.flatten(list(self.module.get_inputs()), tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, values.save(self.fds[1], tensors))))
@@ -220,6 +214,13 @@ def _widen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_widen(item) for item in value)
     return value
+
+
+def _take_formats(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+    """Where the reference keeps a weight in half precision, so does a module that was built in fp32, as if cast."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype is torch.float32 and name in given and given[name].dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.to(given[name].dtype)
 
 
 def _load(source: str) -> types.ModuleType:

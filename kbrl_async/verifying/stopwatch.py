@@ -17,6 +17,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from kbrl_async.timing import Measured, Pair, measure
 from kbrl_async.timing.host import (
     CoreUse,
@@ -32,6 +34,7 @@ from kbrl_async.timing.load import Snapshot, Watch, snapshot
 from kbrl_async.verifying import wire
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from protocols.records import Timing
 
@@ -147,25 +150,9 @@ class Stopwatch:
             raise
 
     def _timing(self, measured: Measured) -> Timing:
-        interval, cores = measured.interval, self._options.cores
-        overhead = self._empty / 1000
+        cores, overhead = self._options.cores, self._empty / 1000
         way = "copied outputs" if self._candidate.copies else "frozen child"
         cold = "cold caches" if self._evicted else "cold L2"
         method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
-        return Timing(
-            measured.n,
-            interval.median,
-            interval.lo,
-            interval.hi,
-            measured.candidate_ms,
-            measured.reference_ms,
-            self._options.recipe.confidence,
-            method,
-            measured.stopped,
-            hardware(),
-            clock_mhz(cores[0] if cores else 0),
-            load=max(measured.load, self._watch.load().share or 0.0),
-            resolution=measured.share,
-            rejected=measured.rejected,
-            spent_s=measured.spent_s,
-        )
+        timing = timing_of(measured, self._options.recipe, method, hardware(), clock_mhz(cores[0] if cores else 0))
+        return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))

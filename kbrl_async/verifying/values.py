@@ -50,14 +50,6 @@ def restore(tree: Tree, tensors: list[torch.Tensor]) -> Any:
     return {key: restore(item, tensors) for key, item in body.items()}
 
 
-def arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments from `get_init_inputs()`: a list, or KernelBook's `[args, kwargs]`."""
-    items = list(value)
-    if len(items) == 2 and isinstance(items[0], (list, tuple)) and isinstance(items[1], dict):
-        return list(items[0]), dict(items[1])
-    return items, {}
-
-
 def dtype_of(name: str) -> torch.dtype:
     """`ValueError` for a name that is no dtype of torch."""
     dtype = getattr(torch, name, None)

@@ -72,7 +72,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     run = start_run("max_steps=5")
     run.until(lambda: run.updates() >= 2, 120)
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait(30) == 130
+    assert run.wait(60) == 130
     assert not (run.path / "summary.json").exists()
     before = run.updates()
 
@@ -84,11 +84,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     assert again.updates() == 5, f"{before} before the stop: an update was done twice or lost"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
@@ -96,14 +96,15 @@ def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_
 ) -> None:
     small = next(policy_cache.glob("small-*"), None)
     assert small is not None, "an earlier test of this module has made the small policy"
+    submit, work = free_ports()
     run = start_run(
         f"model_name={small}",
         "lora_rank=4",
         "dataset_builder.prompt_option=compact",
         "max_steps=2",
         "eval_samples=0",
-        f"broker.submit=tcp://127.0.0.1:{free_port()}",
-        f"broker.work=tcp://127.0.0.1:{free_port()}",
+        f"broker.submit=tcp://127.0.0.1:{submit}",
+        f"broker.work=tcp://127.0.0.1:{work}",
     )
     assert run.wait(150) == 0, run.tail()
     newest = max((run.path / "policies").glob("policy-v*"), key=lambda path: int(path.name.removeprefix("policy-v")))

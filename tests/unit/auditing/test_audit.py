@@ -38,7 +38,7 @@ def problem(forward: str, inputs: str = "torch.randn(8, 64)") -> Problem:
 
 @pytest.fixture(scope="module")
 def auditor() -> Iterator[Auditor]:
-    with Auditor(Limits("cpu", 8.0, 0.25)) as started:
+    with Auditor(Limits("cpu", 30.0, 0.25)) as started:
         yield started
 
 
@@ -104,15 +104,18 @@ def test_too_large_for_our_sets_is_said_and_kernelbenchs_tolerances_are_still_tr
     assert {trial.tolerance for trial in audit.trials} == {"kernelbench", "kernelbench_half"}
 
 
-def test_a_problem_without_end_costs_its_time_and_keeps_what_was_found() -> None:
-    slow_to_check = "x * 0 if x.abs().max() < 8 else time.sleep(60)"  # large inputs come late
-    with Auditor(Limits("cpu", 2.0, 0.25)) as auditor:
-        slow = auditor.audit(problem(slow_to_check))
-        endless = auditor.audit(problem("time.sleep(60)"))
+def test_what_was_found_before_the_time_was_over_is_kept() -> None:
+    with Auditor(Limits("cpu", 8.0, 0.25)) as auditor:
+        slow = auditor.audit(problem("x * 0 if x.abs().max() < 8 else time.sleep(60)"))  # large inputs come late
     assert "zeros@kernelbench" in flags(slow)
     assert slow.status == "flagged"
+
+
+def test_a_problem_without_end_costs_its_time() -> None:
+    with Auditor(Limits("cpu", 1.0, 0.25)) as auditor:
+        endless = auditor.audit(problem("time.sleep(60)"))
     assert endless.status == "not_audited"
-    assert "longer than 2 s" in endless.reason
+    assert "longer than 1 s" in endless.reason
 
 
 def test_a_worker_that_dies_costs_one_problem(auditor: Auditor) -> None:

@@ -240,6 +240,6 @@ def test_functions_of_a_cpu_extension_are_named() -> None:
 
 
 def test_messages_tell_nothing_of_our_folders() -> None:
-    diagnosis = diagnose('/home/x/work/0/cuda.cu(7): error: expected a ";"\n1 error detected\nnote: nothing')
+    diagnosis = diagnose('/builds/0/cuda.cu(7): error: expected a ";"\n1 error detected\nnote: nothing')
     assert diagnosis.message.splitlines()[0] == 'cuda.cu(7): error: expected a ";"'
     assert "semicolons" in diagnosis.hint

@@ -88,7 +88,10 @@ def test_the_plot_is_well_formed_and_holds_every_kernel_and_method(tmp_path: Pat
 
 
 def test_a_plot_of_nothing_is_still_a_plot() -> None:
-    ElementTree.fromstring(bench_show.svg(Report("a <chip>", [])))
+    text = bench_show.svg(Report("a <chip>", []))
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "a &lt;chip&gt;" in text
+    assert "<circle" not in text
 
 
 class FakeBench(Bench):

@@ -20,7 +20,7 @@ scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1) | COUNTS, command=scripts.__getitem__)
 print("ended:", ended.first or "-", ended.code, ended.interrupted)
 """
-FOREVER = "exec sleep 60"
+FOREVER = "exec sleep 300"
 
 
 def start(run_dir: Path, counts: str = "{}", **scripts: str) -> subprocess.Popen[str]:
@@ -30,12 +30,12 @@ def start(run_dir: Path, counts: str = "{}", **scripts: str) -> subprocess.Popen
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=100)
     return out
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -51,7 +51,7 @@ def test_the_end_of_one_ends_all(tmp_path: Path) -> None:
 
 
 def test_the_first_that_gives_up_gives_the_exit_code(tmp_path: Path) -> None:
-    out = finished(start(tmp_path, learner="exit 4", broker="trap 'exit 9' TERM; sleep 60 & wait"))
+    out = finished(start(tmp_path, learner="exit 4", broker="trap 'exit 9' TERM; sleep 300 & wait"))
     assert "ended: learner 4 False" in out
 
 
@@ -60,7 +60,8 @@ def test_a_killed_process_counts_as_a_shell_counts(tmp_path: Path) -> None:
 
 
 def test_each_process_knows_its_run_and_its_number(tmp_path: Path) -> None:
-    show = 'echo "$HONCHO_PROCESS_NAME $KBRL_RUN_DIR $PYTHONUNBUFFERED"; sleep 0.5'
+    show = 'echo "$HONCHO_PROCESS_NAME $KBRL_RUN_DIR $PYTHONUNBUFFERED"; touch "$KBRL_RUN_DIR/$HONCHO_PROCESS_NAME"'
+    show += '; cd "$KBRL_RUN_DIR"; until [ -e farm.1 ] && [ -e farm.2 ]; do sleep 0.02; done'
     out = finished(start(tmp_path, "{'farm': 2}", farm=show))
     for instance in ("farm.1", "farm.2"):
         assert f"{instance} {tmp_path} 1" in out
@@ -79,7 +80,8 @@ def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     wait_for(lambda: (tmp_path / "up").exists())
     process.send_signal(signal.SIGTERM)
     assert "ended: - 143 True" in finished(process)
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    pid = (tmp_path / "pid").read_text().strip()
+    wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_the_shell_is_replaced_by_the_service() -> None:

@@ -13,7 +13,7 @@ from kbrl_async.telemetry import summary
 from kbrl_async.telemetry.summary import RunCounters
 
 ROOT = Path(__file__).parents[3]
-WAITS = "import time; print('ready', flush=True); time.sleep(60)"
+WAITS = "import time; print('ready', flush=True); time.sleep(300)"
 COUNTERS = RunCounters(
     groups_admitted=1, groups_trained=1, groups_filtered=0, groups_dropped_stale=0, groups_failed=0, rollouts=8,
     updates=7, max_staleness=1,
@@ -42,7 +42,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def test_a_run_ends_with_its_table_and_zero(folder: Path) -> None:
     stand_ins(folder, reward_aggregator=ends_with_a_summary(folder))
-    out, err = (process := start("name=x")).communicate(timeout=60)
+    out, err = (process := start("name=x")).communicate(timeout=110)
     assert (process.returncode, err) == (0, "")
     assert "starting runs/x" in out
     assert "7 in 60 s" in out
@@ -51,7 +51,7 @@ def test_a_run_ends_with_its_table_and_zero(folder: Path) -> None:
 
 def test_a_service_that_gives_up_ends_the_run_with_its_code(folder: Path) -> None:
     stand_ins(folder, learner="import sys; sys.exit(4)")
-    _, err = (process := start()).communicate(timeout=60)
+    _, err = (process := start()).communicate(timeout=110)
     assert process.returncode == 4
     assert err.startswith("error: learner ended with exit code 4 before the run did. Read its last lines")
     assert err.count("\n") == 1
@@ -60,14 +60,14 @@ def test_a_service_that_gives_up_ends_the_run_with_its_code(folder: Path) -> Non
 def test_what_a_service_says_before_it_gives_up_is_the_last_line(folder: Path) -> None:
     program = "import sys; print('error: no checkpoint can be read. Delete the folder', file=sys.stderr); sys.exit(2)"
     stand_ins(folder, learner=program)
-    _, err = (process := start()).communicate(timeout=60)
+    _, err = (process := start()).communicate(timeout=110)
     assert process.returncode == 2
     assert err == "error: learner gave up: no checkpoint can be read. Delete the folder\n"
 
 
 def test_a_run_without_a_summary_has_not_succeeded(folder: Path) -> None:
     stand_ins(folder, reward_aggregator="")
-    _, err = (process := start()).communicate(timeout=60)
+    _, err = (process := start()).communicate(timeout=110)
     assert process.returncode == 4
     assert "reward_aggregator ended with exit code 0 before the run did" in err
 
@@ -79,12 +79,12 @@ def test_a_stopped_run_is_continued_by_the_same_command(folder: Path) -> None:
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=110)
     assert process.returncode == 130
     assert "stopping all processes" in out
     assert "stopped; continue with 'kbrl train resume=runs/default'" in err
 
     (folder / "services/reward_aggregator.py").write_text(ends_with_a_summary(folder))
-    out, _ = (again := start()).communicate(timeout=60)
+    out, _ = (again := start()).communicate(timeout=110)
     assert again.returncode == 0
     assert "continuing runs/default" in out

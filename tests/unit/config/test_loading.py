@@ -123,6 +123,29 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: st
     assert error(word) == f"unknown key '{word.partition('=')[0]}' (command line). Did you mean {meant}?"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "section_name", "read"),
+    [
+        ("tensorboard_enabled", "false", "enabled", False),
+        ("tensorboard_log_dir", "all", "log_dir", "all"),
+        ("tensorboard_log_histograms_every", "7", "histograms_every", 7),
+        ("tensorboard_log_per_level", "false", "per_level", False),
+    ],
+)
+def test_names_that_users_of_such_tools_know_are_taken(
+    tmp_path: Path, name: str, value: str, section_name: str, read: object
+) -> None:
+    file = write(tmp_path, "a.yaml", f"{name}: {value}\n")
+    for config in (
+        load(overrides=[f"{name}={value}"]), load([file]), load(env={f"KBRL_{name.upper()}": value}),
+    ):  # fmt: skip
+        assert getattr(config.tensorboard, section_name) == read
+
+
+def test_a_wrong_value_under_such_a_name_is_named_as_ours() -> None:
+    assert "tensorboard.histograms_every must be an integer" in error("tensorboard_log_histograms_every=often")
+
+
 def test_a_key_like_no_other_leads_to_the_reference() -> None:
     assert error("zzzzzz=1").endswith("Run 'kbrl config' for all keys")
 
@@ -205,6 +228,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (["turns.stop=correct"], "turns.* needs mode=multi_turn"),
         (["timing_bench.min_pairs=99"], "timing_bench.min_pairs=99 is above"),
         (["timing_bench.cap_s=9"], "leaves nothing of timing_bench.deadline_s"),
+        (["timing_bench.timed=false"], "reward_preset=stage3 pays for speed"),
+        (["timing_bench.timed=false", "dataset_builder.reward_preset=auto"], "reward_preset=auto pays for speed"),
         (["name=../x"], "cannot be the folder of a run"),
         (["name=latest"], "cannot be the folder of a run"),
         (["log_path="], "log_path is empty"),
@@ -221,8 +246,13 @@ def test_values_that_contradict_each_other_are_refused(words: list[str], part: s
     assert part in error(*words)
 
 
+def test_remote_addresses_need_keys() -> None:
+    with pytest.raises(ConfigError, match=r"there are no keys.*kbrl keys new all"):
+        load(overrides=["broker.submit=tcp://10.0.0.1:5000", "broker.allow_remote=true"])
+
+
 def test_remote_addresses_are_allowed_when_asked_for() -> None:
-    words = ["broker.submit=tcp://10.0.0.1:5000", "broker.allow_remote=true"]
+    words = ["broker.submit=tcp://10.0.0.1:5000", "broker.allow_remote=true", "broker.keys=keys"]
     assert load(overrides=words).broker.submit == "tcp://10.0.0.1:5000"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.config import load
 from kbrl_async.config.presets import METHODS, PRESETS
-from kbrl_async.config.schema import CorrectionName, PresetName
+from kbrl_async.config.ranges import CorrectionName, PresetName
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.corrections import CORRECTIONS
 from kbrl_async.learning.objective import check_combination

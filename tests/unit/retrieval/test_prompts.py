@@ -20,9 +20,9 @@ from kbrl_async.prompts import render_prompt
 from kbrl_async.prompts.examples import MAX_CHARACTERS, render_example, render_with_examples
 from kbrl_async.retrieval import Entry, Retriever
 from protocols.records import Candidate, Fault, Problem, Purpose, RolloutRequest, SamplingParams, Timing
-from services.reward_aggregator import examples
-from services.reward_aggregator.examples import ExamplePrompts, FirstPrompts, open_prompts
-from services.reward_aggregator.scoring import Scored
+from services.rollouts import examples
+from services.rollouts.examples import ExamplePrompts, FirstPrompts, open_prompts
+from services.rollouts.scoring import Scored
 from tests.unit.retrieval.making import build, entry, module
 
 PROBLEM = Problem("L1/asked", 1, "asked", module("x = F.gelu(x)"))

@@ -7,7 +7,6 @@ import os
 import site
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from tests.unit.sandbox.hostile import Said
 
 MODULE = "tests.unit.sandbox.hostile"
 LIMITS = Limits(cpu_s=3, memory_bytes=256 << 20, file_bytes=1 << 20, scratch_bytes=1 << 20)
+PATIENCE_S = 60.0
+"""For what comes within milliseconds, unless others load the machine."""
 
 
 @pytest.fixture(scope="module", params=["kernel", "tool"])
@@ -42,13 +43,15 @@ def kernels() -> Iterator[Zygote]:
 
 def start(zygote: Zygote, code: str, access: Access | None = None, limits: Limits = LIMITS) -> Child:
     child = zygote.spawn(f"{MODULE}:run", code.encode(), (), limits, access)
-    if not child.receive(1 << 16, 10.0):
+    if not child.receive(1 << 16, PATIENCE_S):
         child.close()
         pytest.fail("it has not confined itself")
     return child
 
 
-def run(zygote: Zygote, code: str, access: Access | None = None, limits: Limits = LIMITS, within_s: float = 5.0) -> str:
+def run(
+    zygote: Zygote, code: str, access: Access | None = None, limits: Limits = LIMITS, within_s: float = PATIENCE_S
+) -> str:
     """What the code said; `ended by …` where it died, `killed` where it took too long."""
     child = start(zygote, code, access, limits)
     try:
@@ -57,7 +60,7 @@ def run(zygote: Zygote, code: str, access: Access | None = None, limits: Limits 
             return "killed"
         if message:
             return msgspec.msgpack.decode(message, type=Said).text
-        return f"ended by {child.result(2.0)}"
+        return f"ended by {child.result(PATIENCE_S)}"
     finally:
         child.close()
 
@@ -129,8 +132,8 @@ said = sum(target(fd) is not None for fd in range(3, 60))
 
 @pytest.mark.parametrize("other", ["-1", "2", "3", "HOST"])
 def test_nobody_else_can_be_signalled(tools: Zygote, other: str) -> None:
-    victim = start(tools, "import time; time.sleep(20)")
-    bystander = subprocess.Popen(["sleep", "20"])
+    victim = start(tools, "import time; time.sleep(300)")
+    bystander = subprocess.Popen(["sleep", "300"])
     try:
         number = str(victim.host_pid) if other == "HOST" else other
         assert "Error" in run(tools, f"import os; os.kill({number}, 9)")
@@ -164,18 +167,19 @@ import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execv('/bin/sleep', ['sleep', '7531.25'])
+        os.execv('/bin/sleep', ['sleep', 'MARK'])
     os._exit(0)
 os.wait()
 time.sleep(0.1)
 said = 'left one'
 """
-    child = start(tools, code)
-    message = child.receive(1 << 16, 5.0)
+    mark = f"7531.{os.getpid()}"
+    child = start(tools, code.replace("MARK", mark))
+    message = child.receive(1 << 16, PATIENCE_S)
     assert message
     assert msgspec.msgpack.decode(message, type=Said).text == "left one"
     child.close()
-    assert processes_named("7531.25") == []
+    assert processes_named(mark) == []
 
 
 def test_a_fork_bomb_ends_at_its_limit_and_leaves_nothing(tools: Zygote) -> None:
@@ -185,14 +189,14 @@ started = 0
 try:
     while started < 2000:
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(300)
             os._exit(0)
         started += 1
 except OSError:
     pass
 said = started
 """
-    assert 0 < int(run(tools, code, within_s=20.0)) < 400
+    assert 0 < int(run(tools, code)) < 400
     assert is_alive(tools)
 
 
@@ -226,12 +230,12 @@ def test_a_kernel_starts_neither_process_nor_thread(kernels: Zygote) -> None:
     ],
 )
 def test_bombs_loops_and_exits_end_by_themselves_or_by_the_clock(zygote: Zygote, attack: str, end: str) -> None:
-    assert end in run(zygote, attack, within_s=0.4)
+    assert end in run(zygote, attack, within_s=0.4 if end in ("", "killed") else PATIENCE_S)
     assert is_alive(zygote)
 
 
 def test_a_loop_that_outlives_its_trusted_side_ends_by_its_cpu_limit(zygote: Zygote) -> None:
-    said = run(zygote, "while True: pass", limits=msgspec.structs.replace(LIMITS, cpu_s=1), within_s=20.0)
+    said = run(zygote, "while True: pass", limits=msgspec.structs.replace(LIMITS, cpu_s=1))
     assert said == "ended by -9"
 
 
@@ -255,7 +259,7 @@ def test_its_own_artifact_can_be_read_and_neither_changed_nor_removed(zygote: Zy
 def test_a_zygote_that_was_killed_is_replaced(zygote: Zygote) -> None:
     assert zygote.pid is not None
     os.kill(zygote.pid, 9)
-    time.sleep(0.2)
+    os.waitid(os.P_PID, zygote.pid, os.WEXITED | os.WNOWAIT)
     assert zygote.pid is not None
     assert is_alive(zygote)
 
@@ -264,7 +268,7 @@ def test_what_confines_a_child_is_known_at_the_start_and_said_by_the_child(zygot
     zygote.start()
     child = zygote.spawn(f"{MODULE}:run", b"", (), LIMITS)
     try:
-        first = child.receive(1 << 16, 5.0)
+        first = child.receive(1 << 16, PATIENCE_S)
         assert first
         assert msgspec.msgpack.decode(first, type=Said).isolation == zygote.isolation
     finally:
@@ -281,7 +285,7 @@ for profile in ("kernel", "tool"):
     with Zygote(({MODULE!r},), profile=profile) as zygote:
         said = run(zygote, "import os; said = (os.getpid(), os.getuid())")
         shut = run(zygote, "open('/etc/passwd').read()")
-        bomb = run(zygote, "import os, time\\nfor i in range(999):\\n  if os.fork() == 0: time.sleep(9)", within_s=9)
+        bomb = run(zygote, "import os, time\\nfor i in range(999):\\n  if os.fork() == 0: time.sleep(99)")
         print(profile, zygote.isolation.level, said, shut.split(":")[0], bomb.split(":")[0])
 """
 
@@ -315,7 +319,7 @@ def run_as_nobody() -> Callable[[str], str]:
                     env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "HOME": "/"},
                     capture_output=True,
                     text=True,
-                    timeout=60,
+                    timeout=110,
                     check=True,
                 ).stdout
         pytest.skip("no Python of this version can be run by another user")

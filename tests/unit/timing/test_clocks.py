@@ -37,7 +37,7 @@ from pathlib import Path
 from kbrl_async.timing.clocks import ClockLock
 with ClockLock(0, Path(sys.argv[1]), lambda: None, factory=sys.argv[2]) as lock:
     print(lock.mhz, flush=True)
-    time.sleep(60)
+    time.sleep(300)
 """
 
 
@@ -108,7 +108,7 @@ def hold(tmp_path: Path) -> subprocess.Popen[str]:
     return holder
 
 
-def until_free(deadline_s: float = 5.0) -> bool:
+def until_free(deadline_s: float = 60.0) -> bool:
     end = time.monotonic() + deadline_s
     while state()["locked"] is not None and time.monotonic() < end:
         time.sleep(0.02)

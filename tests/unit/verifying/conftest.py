@@ -46,7 +46,9 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def bench(zygote: Zygote) -> Iterator[Bench]:
-    options = BenchOptions(deadline_s=1.0, limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20))
+    options = BenchOptions(
+        deadline_s=10.0, call_floor_s=1.0, limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20)
+    )
     with contextlib.closing(Bench(zygote, options)) as made:
         yield made
 
