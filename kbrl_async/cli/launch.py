@@ -49,6 +49,7 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
         super().__init__(output)
         self.first_stopped = ""
         self.reasons: dict[str, str] = {}
+        self._killed: set[str] = set()
         self._stopping = False
 
     def write(self, message: Message) -> None:
@@ -68,7 +69,8 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
             self._stopping = True
             self.first_stopped = stopped[1]
             super().write(message)
-        elif "SIGKILL" in line:
+        elif "SIGKILL" in line and line not in self._killed:  # honcho repeats it until the process is gone
+            self._killed.add(line)
             super().write(message)
 
 

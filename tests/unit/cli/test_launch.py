@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+
+from honcho.printer import Message
+
+from kbrl_async.cli import launch
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys
 from pathlib import Path
+
+from honcho.printer import Message
+
+from kbrl_async.cli import launch
 from kbrl_async.cli import launch
 launch.GRACE_S = 1.0
 scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -90,3 +100,14 @@ def test_the_shell_is_replaced_by_the_service() -> None:
     assert python_service("broker").startswith("exec ")
     assert python_service("broker").endswith(" -m services.broker")
     assert os.path.isabs(python_service("broker").split()[1])
+
+
+def test_that_a_process_is_killed_is_said_once() -> None:
+    shown = io.StringIO()
+    printer = launch.RunPrinter(shown)
+    for name in ("learner", "learner", "sampler"):
+        killed = Message(
+            type="line", data=f"sending SIGKILL to {name}\n", time=datetime.now(UTC), name="system", colour=None
+        )
+        printer.write(killed)
+    assert [shown.getvalue().count(name) for name in ("learner", "sampler")] == [1, 1]

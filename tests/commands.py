@@ -1,0 +1,100 @@
+"""What `tests/e2e/test_docs.py` does with each command of the pages. People read this list: every entry has its reason.
+
+A new command that reads or makes files needs no entry. One that takes minutes, or things that a test host lacks, does:
+it is then parsed, its settings are resolved and its files looked for, but it is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+READING = ("config", "problems", "verify", "index", "prepare", "top", "logs", "summary", "report", "compare", "inspect",
+           "replay", "export", "plan", "keys")  # fmt: skip
+"""Commands of kbrl that end in seconds and leave nothing but files."""
+
+NOT_RUN: Mapping[str, tuple[str, ...]] = {
+    "installs into .venv: CI installs the same lists": (
+        "make run",
+        ". .venv/bin/activate",
+        "pip install 'kbrl-async[otel]'",
+        "pip install -e '.[triton,cuda-build]'",
+    ),
+    "trains for minutes: tests/e2e/test_run.py has runs": (
+        "kbrl train level=1 seed=1 name=level-1",
+        "kbrl train --config configs/default.yaml max_staleness=0 name=synchronous",
+        "kbrl train problems=my_problems level=1 name=mine",
+        "kbrl train seed=1 name=second",
+        "kbrl train dataset_builder.prompt_option=raicl dataset_builder.rag_index_path=index dataset_builder.raicl_k=3",
+        "kbrl train metrics.prometheus_port=9464",
+        "kbrl train metrics.otlp_endpoint=http://127.0.0.1:4318/v1/traces",
+    ),
+    "asks and verifies for minutes: tests/e2e/test_eval.py has an evaluation": (
+        "kbrl eval default --samples 8 --heldout",
+        "kbrl eval default --samples 4 --heldout",
+        "kbrl eval small --samples 4 --heldout",
+        "kbrl eval default --problems tasks.jsonl",
+    ),
+    "searches for a minute or more: tests/unit/cli/test_optimize.py has searches": (
+        "kbrl optimize my_module.py",
+        "kbrl optimize my_module.py --policy runs/default",
+        "kbrl optimize my_module.py --seconds 300 --turns 4 --examples runs/default",
+        "kbrl optimize layers.py:bias_gelu --inputs 'torch.randn(512, 1024), torch.randn(1024)'",
+        "kbrl optimize package.layers:GatedNorm --init 1024 --inputs-from package.layers:make_inputs",
+    ),
+    "times for minutes on a quiet core: tests/unit/cli/test_bench.py": (
+        "kbrl bench --problem L1/13 --candidate softmax.py",
+        "kbrl bench --aa",
+    ),
+    "needs the hub or an endpoint": (
+        "kbrl index build GPUMODE/KernelBook archive.parquet my-kernels --output index",
+        "kbrl optimize my_module.py --policy https://host/v1 model_name=NAME sampler.api_key_env=MY_KEY …",
+    ),
+    "needs a KernelBench checkout or run: tests/unit/funnel/test_runs.py, tests/unit/cli/test_audit.py": (
+        "kbrl verify --run runs/mine --workers 2",
+        "kbrl problems audit ~/KernelBench/KernelBench --level 2 …",
+        "python scripts/benchmark_eval_analysis.py …",
+    ),
+    "needs GPUs and a model": (
+        "kbrl train --config model.yaml name=one-gpu",
+        "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
+        "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",
+        "CUDA_VISIBLE_DEVICES=1 python -m services.timing_bench",
+        "CUDA_VISIBLE_DEVICES=1 HONCHO_PROCESS_NAME=sampler.1 python -m services.sampler",
+        "CUDA_VISIBLE_DEVICES=2 HONCHO_PROCESS_NAME=sampler.2 python -m services.sampler",
+        "CUDA_VISIBLE_DEVICES=5 HONCHO_PROCESS_NAME=timing_bench.1 python -m services.timing_bench",
+        "CUDA_VISIBLE_DEVICES=6 HONCHO_PROCESS_NAME=timing_bench.2 python -m services.timing_bench",
+    ),
+    "needs more cores than two": (
+        "kbrl prepare --config model.yaml name=eight-gpus timing_bench.shares_with=[] processes.timing_bench=3 "
+        "processes.sampler=4",
+    ),
+    "serves until it is stopped: tests/e2e/test_run.py and tests/chaos start the same": (
+        "python -m services.broker",
+        "python -m services.reward_aggregator",
+        "python -m services.compile_farm",
+        "honcho start -c compile_farm=2",
+        "tensorboard --logdir runs",
+        "prometheus --config.file=deploy/prometheus/prometheus.yml",
+    ),
+    "binds fixed ports of this host": (
+        "kbrl prepare broker.submit=tcp://127.0.0.1:5755 broker.work=tcp://127.0.0.1:5756",
+    ),
+    "needs another host: tests/chaos/test_workers_of_other_hosts.py": (
+        "kbrl worker compile --connect tcp://broker:5756 --keys host7-compile backend=cuda",
+        "kbrl worker bench --connect tcp://broker:5756 --keys host7 backend=cuda",
+        "kbrl top --connect tcp://host:5757 --keys observer",
+    ),
+    "needs root, a cluster or a queue: tests/unit/deploy holds the files": (
+        "sudo -u kbrl .venv/bin/kbrl prepare name=long max_steps=100000 max_minutes=null",
+        "sudo systemctl enable --now kbrl@{broker,learner,sampler,compile_farm,timing_bench,reward_aggregator}",
+        "sudo systemctl enable --now kbrl-worker@{compile,bench}",
+        "install -D -m 644 deploy/kubernetes/profiles/kbrl-sandbox.json …",
+        "apparmor_parser -r deploy/kubernetes/profiles/kbrl-sandbox.apparmor",
+        "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+        "kubectl apply -k deploy/kubernetes/overlays/gpu",
+        "for role in compile bench sampler; do ; kubectl …",
+        "sbatch --nodes=4 deploy/slurm/run.sbatch name=long backend=cuda max_minutes=null",
+        "sbatch --array=1-32 …",
+    ),
+}
+"""Reason → commands that are only parsed and resolved; `…` at the end stands for the rest."""

@@ -1,0 +1,123 @@
+"""The generated pages are current, and say of every metric what it is; what pages list by hand is what the code has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kbrl_async import cli
+from kbrl_async.evaluating import document, show
+from kbrl_async.evaluating.metrics import Sample
+from kbrl_async.learning.losses import Tokens
+from kbrl_async.learning.metrics import StepLog, staleness
+from kbrl_async.rewards.alarms import AlarmOptions
+from kbrl_async.rewards.parts import PART_NAMES
+from kbrl_async.rewards.presets import PRESETS, Preset
+from kbrl_async.telemetry import reference, system_metrics, tensorboard, training_metrics
+from kbrl_async.telemetry.heldout_metrics import heldout_scalars
+from kbrl_async.telemetry.summary import RunCounters
+from kbrl_async.telemetry.system_metrics import SystemSample, WorkerSample
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from protocols.records import SOLVER, VERIFIER, TrainSample
+from tests.pages import ROOT, Page
+
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize(("page", "option"), [("config.md", "--docs"), ("metrics.md", "--metrics")])
+def test_the_reference_is_what_make_docs_writes(page: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", option]) == 0
+    same = (DOCS / "reference" / page).read_text() == capsys.readouterr().out
+    assert same, f"docs/reference/{page} is out of date: run 'make docs'"
+    assert f"kbrl config {option} > docs/reference/{page}" in (ROOT / "Makefile").read_text()
+
+
+def written_tags() -> Iterator[str]:
+    """Every tag that the code can write, by the functions that write them."""
+    yield from training_metrics.scalars(rollouts())
+    yield from training_metrics.scalars([*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)])
+    yield from training_metrics.policy_scalars(learner())
+    yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
+    yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
+    yield from (f"alarm/{rule.name}" for rule in AlarmOptions().rules())
+    yield from heldout_scalars(rollouts())
+    yield from show.scalars(evaluation())
+    before, after = (SystemSample(t=t, workers={"w": WorkerSample(gpu=0.5)}, **queues()) for t in (0.0, 1.0))
+    yield from system_metrics.scalars(before, after)
+
+
+def rollouts() -> list[RolloutStats]:
+    return [
+        RolloutStats(
+            problem_id="a", level=1, reward=1.0, correct=turn > 0, compiled=turn > 0, speedup=2.0, staleness=1,
+            turn=turn, rollout_id="g1.r0", seconds={"queue": 1.0}, ages={"bench": 1}, role=SOLVER,
+            fault="" if turn else "compile_error",
+        )
+        for turn in (0, 1)
+    ]  # fmt: skip
+
+
+def learner() -> dict[str, float]:
+    tokens = Tokens(log_pi_T=torch.zeros(2), log_mu_T=torch.zeros(2), advantage_T=torch.ones(2), lag_T=torch.zeros(2))
+    log, samples = StepLog(0.0), [TrainSample("g1.r0", [1], [2, 3], [0.0, 0.0], 1.0, 1.0, 0)]
+    log.microbatch(tokens, torch.zeros(2), {n: torch.zeros(2) for n in ("dropped", "masked", "kl_reference")}, 2)
+    log.optimizer(0.5, 1.0, 1e-4)
+    log.end_of_first_epoch()
+    return {**log.summary(samples, 1), **staleness(samples, 1), "mfu": 0.1, "memory_peak_mb": 1.0}
+
+
+def evaluation() -> document.Document:
+    speeds = {"eager": (2.0, 1.5, 2.5), "compile": (1.2, 1.0, 1.4)}
+    samples = [
+        Sample(problem_id=name, level=1, sample=n, compiled=True, correct=True, speedups=speeds, flags=flags)
+        for name, flags in (("a", ()), ("b", ("zeros",)))
+        for n in range(2)
+    ]
+    return document.build(samples, policy={}, settings={})
+
+
+def queues() -> dict[str, dict[str, float]]:
+    return {name: {"stage": 1} for name in ("queues", "in_flight", "oldest_s", "counters")}
+
+
+def test_every_tag_that_is_written_is_described_and_no_other() -> None:
+    written = set(written_tags())
+    assert {tag for tag in written if not reference.described(tag)} == set()
+    described = {name for chapter in reference.TAGS.values() for name in chapter}
+    assert described - {reference.described(tag) for tag in written} == set()
+
+
+def test_the_learner_says_of_the_hardware_what_is_described() -> None:
+    source = (ROOT / "services" / "learner" / "actor.py").read_text()
+    assert '"mfu":' in source
+    assert '"memory_peak_mb":' in source
+
+
+def test_every_chart_draws_a_tag_that_is_described() -> None:
+    drawn = {reference.drawn(name) for chapter in reference.TAGS.values() for name in chapter}
+    assert set(tensorboard.DASHBOARDS) - drawn == set()
+
+
+def test_the_reward_page_lists_the_parts_and_the_presets() -> None:
+    page = Page(DOCS / "howto-reward.md")
+    text = page.path.read_text()
+    first, *_ = text.split("\n## ")
+    rows = [row for row in first.splitlines() if row.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(PART_NAMES)
+    assert set(PRESETS) <= {code for _, code in page.code}
+
+
+def test_the_preset_on_the_reward_page_is_one() -> None:
+    (example,) = (block for block in Page(DOCS / "howto-reward.md").blocks if block.language == "python")
+    preset = eval("{" + "\n".join(example.lines) + "}", {"Preset": Preset})["terse"]
+    assert set(preset.weights) | {preset.gate} <= set(PART_NAMES)
+    assert isinstance(preset, Preset)
+
+
+def test_no_page_is_larger_than_what_one_reads() -> None:
+    long = [path.name for path in Path(DOCS).glob("*.md") if len(path.read_text().splitlines()) > 200]
+    assert long == []
