@@ -21,21 +21,22 @@ import random
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 
 import msgspec
 
-from kbrl_async.rewards.events import BatchMade
+from kbrl_async.rewards.events import Admitted, BatchMade
 from kbrl_async.rewards.groups import BookOptions, Change, GroupBook, rollout_ids
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger, LedgerOptions
 from protocols.messages import Stage, Status
 from protocols.records import TrainSample
-from protocols.session import Abandon, Emit, ProducerSession, Start, WorkerSession
+from protocols.session import Effect, Emit, ProducerSession, Start, WorkerSession
 
-CLOCK = getattr(time, "thread_time_ns", time.perf_counter_ns)
+CLOCK = time.thread_time_ns
 """CPU time of this thread: what the ledger costs does not depend on who else uses the machine."""
 HARDWARE = ("h100", "h200")
 STARTS_S = 1.0
@@ -47,20 +48,22 @@ class SimulationError(AssertionError):
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """A quarter of the workers sample, a half compiles, a quarter times; each stage carries `workers / 16` rollouts/s."""
+    """A quarter of the workers sample, a half compiles, a quarter times: each stage can do `workers / 16` rollouts/s."""
 
     workers: int
     batches: int
+    limit_s: float = float("inf")
+    """Stop at this simulated time, whatever is under way then."""
     group_size: int = 8
     groups_per_batch: int = 0
-    """P; 0: a quarter of the workers, so that the window holds four rollouts for each worker."""
+    """P; 0: an eighth of the workers, so that the window holds two rollouts for each worker."""
     max_lag: int = 1
     """S."""
     hold_s: float = 20.0
     mean_s: tuple[float, float, float] = (16.0, 8.0, 4.0)
     """Of generate (four slots a worker; lognormal, σ = 1), compile (lognormal, σ = 1) and bench (Pareto, α = 1.6)."""
     train_s: float = 5.0
-    lifetime_s: float = 600.0
+    lifetime_s: float = 3600.0
     """Mean time between two deaths of a worker; infinite: nobody dies."""
     wrong: float = 0.3
     """Of answers that don't compile and go from there to their score."""
@@ -70,7 +73,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
     @property
     def p(self) -> int:
-        return self.groups_per_batch or max(2, self.workers // 4)
+        return self.groups_per_batch or max(2, self.workers // 8)
 
 
 class SimulatedWorker:
@@ -111,6 +114,8 @@ class Simulation:
         """From admission to the last score."""
         self.waits_s: dict[str, list[float]] = {stage: [] for stage in (Stage.GENERATE, Stage.COMPILE, Stage.BENCH)}
         """In the queue, by stage."""
+        self.results_at: list[float] = []
+        self.scored_at: list[float] = []
         self.trained_at: list[float] = []
         self.deaths = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -142,19 +147,23 @@ class Simulation:
     # ── the clock ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        """Until all batches are trained and every task has ended."""
+        """Until all batches are trained and every task has ended, or the scenario's time is over."""
         for worker in self.workers:
             self._by_route[worker.route] = worker
-            self._at(self.rng.uniform(0.0, STARTS_S), self._living(worker, lambda worker=worker: self._beat(worker)))
+            self._at(self.rng.uniform(0.0, STARTS_S), self._living(worker, partial(self._beat, worker)))
             if worker.name not in ("aggregator", "learner"):
-                self._at(self.rng.expovariate(1 / self.scenario.lifetime_s), lambda worker=worker: self._die(worker))
+                self._at(self.rng.expovariate(1 / self.scenario.lifetime_s), partial(self._die, worker))
         self._at(0.0, self._tick)
         self._at(STARTS_S, self._admit)
-        while not (self.book.is_done and not self._producer.pending and not self.ledger.tasks.live):
+        while self.now < self.scenario.limit_s and not self.is_over:
             self.now, _, act = heappop(self._heap)
             act()
             self._settle()
         self.check()
+
+    @property
+    def is_over(self) -> bool:
+        return self.book.is_done and not self._producer.pending and not self.ledger.tasks.live
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         self._pushed += 1
@@ -174,7 +183,7 @@ class Simulation:
         self._inbox.append(ev.Tick())
         for effect in self._producer.tick(self.now):
             self._submit(effect)
-        self._poll()
+        self._poll()  # once a beat: it looks at every open group
         self._at(self.now + self.ledger.options.heartbeat_s, self._tick)
 
     # ── the broker ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,6 +227,7 @@ class Simulation:
         assert isinstance(event, ev.FromWorker)
         assert isinstance(event.message, msg.Result)
         stage = event.message.lease_id.split(":", 2)[1]
+        self.results_at.append(self.now)
         self.accepted[stage, action.row.task_id] += 1
         if self.accepted[stage, action.row.task_id] > 1:
             raise SimulationError(f"I1: two results of {action.row.task_id} at {stage}")
@@ -250,7 +260,7 @@ class Simulation:
         self._do(worker, worker.session.tick(self.now))
         self._at(self.now + self.ledger.options.heartbeat_s, self._living(worker, lambda: self._beat(worker)))
 
-    def _do(self, worker: SimulatedWorker, effects: list[Start | Emit | Abandon] | list) -> None:  # type: ignore[type-arg]
+    def _do(self, worker: SimulatedWorker, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Emit):
                 self._inbox.append(ev.FromWorker(worker.route, effect.message))
@@ -296,7 +306,6 @@ class Simulation:
                 self._trained(task)
         result = msg.Result(task.task_id, task.lease_id, following, version, task.group_id)
         self._do(worker, worker.session.finish(result, [], self.now))
-        self._poll()
 
     def _die(self, worker: SimulatedWorker) -> None:
         """Half of the deaths leave the broker a broken connection, the others only silence."""
@@ -321,9 +330,9 @@ class Simulation:
     def _admit(self) -> None:
         for _ in range(self.book.room()):
             change = self.book.admit(f"p{self.rng.randrange(1000)}", 1, self.scenario.group_size, self.now)
-            if change.event is None:
+            if not isinstance(change.event, Admitted):
                 return
-            group_id: str = change.event.group_id  # type: ignore[union-attr]
+            group_id = change.event.group_id
             self._admitted_at[group_id] = self.now
             needs = "triton" if self.rng.random() < 0.3 else "c"
             for rollout_id in rollout_ids(group_id, self.scenario.group_size):
@@ -333,6 +342,7 @@ class Simulation:
 
     def _score(self, task: msg.Task) -> None:
         group_id = task.group_id
+        self.scored_at.append(self.now)
         if task.status == Status.OK:
             version, reward = self._written[task.task_id], self.rng.random()
             sample = TrainSample(task.task_id, [], [], [], 0.0, reward, version)

@@ -30,7 +30,12 @@ from kbrl_async.reporting import plots
 from kbrl_async.telemetry.archive import Archive
 
 TURNS = 4
-REWARD = ["dataset_builder.prompt_option=compact", "dataset_builder.reward_preset=stage2", "timing_bench.timed=false"]
+CORRECT_ONLY = [
+    "dataset_builder.reward_preset=stage2",
+    "dataset_builder.reward_speed_weight=0",
+    "timing_bench.timed=false",
+]
+REWARD = ["dataset_builder.prompt_option=compact", *CORRECT_ONLY]
 SAME = [*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0"]
 MULTI = ["mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max"]
 ARMS = {"single": SAME, "multi": [*SAME, *MULTI, "learner.minibatches=4"]}

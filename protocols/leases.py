@@ -12,7 +12,9 @@ Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import merge
+from operator import itemgetter
 
 import msgspec
 
@@ -146,13 +148,50 @@ def backends_of(caps: Mapping[str, str]) -> frozenset[str] | None:
     return None if listed is None else frozenset(name.strip() for name in listed.split(",") if name.strip())
 
 
+class FreeLine:
+    """Who may get a task now, in turn. Kept by what they cover, so that nobody looks at all who can't do a task."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[frozenset[str] | None, str], OrderedDict[str, tuple[int, Worker]]] = {}
+        """By backends and hardware, which is all that `Worker.covers` goes by; the number is the place in line."""
+        self._places = 0
+
+    def add(self, worker: Worker) -> None:
+        """To the back of the line; one that stands in it stays where it is."""
+        kind = self._kinds.setdefault((worker.backends, worker.hardware), OrderedDict())
+        if worker.worker_id not in kind:
+            self._places += 1
+            kind[worker.worker_id] = (self._places, worker)
+
+    def discard(self, worker: Worker) -> bool:
+        key = (worker.backends, worker.hardware)
+        kind = self._kinds.get(key, {})
+        if kind.pop(worker.worker_id, None) is None:
+            return False
+        if not kind:
+            del self._kinds[key]
+        return True
+
+    def has(self, lane: str) -> bool:
+        return any(_covers(kind, lane) for kind in self._kinds.values())
+
+    def able(self, lane: str) -> Iterator[Worker]:
+        """Those that cover it, whoever has waited longest first."""
+        kinds = [kind.values() for kind in self._kinds.values() if _covers(kind, lane)]
+        return (worker for _, worker in merge(*kinds, key=itemgetter(0)))
+
+
+def _covers(kind: Mapping[str, tuple[int, Worker]], lane: str) -> bool:
+    return next(iter(kind.values()))[1].covers(lane)
+
+
 class WorkerPool:
     """Workers by id and route, and for each stage the line of those that may get a task now."""
 
     def __init__(self, stages: Iterable[str]) -> None:
         self.by_id: dict[str, Worker] = {}
         self.by_route: dict[bytes, Worker] = {}
-        self._line: dict[str, OrderedDict[str, Worker]] = {stage: OrderedDict() for stage in stages}
+        self._line = {stage: FreeLine() for stage in stages}
 
     def add(self, worker: Worker) -> None:
         self.by_id[worker.worker_id] = worker
@@ -163,7 +202,7 @@ class WorkerPool:
         del self.by_id[worker.worker_id]
         self.by_route.pop(worker.route, None)
         for stage in worker.stages:
-            self._line[stage].pop(worker.worker_id, None)
+            self._line[stage].discard(worker)
 
     def move(self, worker: Worker, route: bytes) -> None:
         """The worker has reconnected under another route."""
@@ -175,14 +214,13 @@ class WorkerPool:
         """Put the worker into its lines or take it out, after its credit, leases or health have changed."""
         may_work = not worker.suspect and worker.free > 0
         for stage in worker.stages:
-            line = self._line[stage]
-            if not may_work:
-                line.pop(worker.worker_id, None)
-            elif worker.worker_id not in line:
-                line[worker.worker_id] = worker
+            if may_work:
+                self._line[stage].add(worker)
+            else:
+                self._line[stage].discard(worker)
 
     def has_free(self, stage: str, needs: str = "") -> bool:
-        return any(worker.covers(needs) for worker in self._line[stage].values())
+        return self._line[stage].has(needs)
 
     def is_served(self, stage: str, needs: str) -> bool:
         """False where workers serve the stage and none of them can do this; where none has come yet, one may."""
@@ -191,13 +229,14 @@ class WorkerPool:
 
     def take(self, task: LiveTask) -> Worker | None:
         """The next able worker in line; one that refused the task only where nobody else could do it."""
-        able = [worker for worker in self._line[task.stage].values() if worker.covers(task.lane)]
-        if task.barred:
-            able = [worker for worker in able if worker.principal not in task.barred]
-        for worker in able:
+        refused: Worker | None = None
+        for worker in self._line[task.stage].able(task.lane):
+            if worker.principal in task.barred:
+                continue
             if worker.worker_id not in task.excluded:
                 return worker
-        return None if not able or self._has_other(task) else able[0]
+            refused = refused or worker
+        return None if refused is None or self._has_other(task) else refused
 
     def _has_other(self, task: LiveTask) -> bool:
         return any(
@@ -222,8 +261,8 @@ class WorkerPool:
     def hold(self, worker: Worker, lease: Lease) -> None:
         worker.leases[lease.lease_id] = lease
         for stage in worker.stages:
-            if worker.worker_id in self._line[stage]:
-                self._line[stage].move_to_end(worker.worker_id)
+            if self._line[stage].discard(worker):
+                self._line[stage].add(worker)
         if worker.free <= 0:
             self.refresh(worker)
 
@@ -238,7 +277,7 @@ class WorkerPool:
 class Fence:
     """Which incarnation of each worker is the living one; an older one that shows up again is a zombie."""
 
-    def __init__(self, limit: int = 10_000, depth: int = 16) -> None:
+    def __init__(self, limit: int = 100_000, depth: int = 16) -> None:
         self._limit = limit
         self._depth = depth
         self._known: OrderedDict[str, list[str]] = OrderedDict()

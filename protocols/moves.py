@@ -57,6 +57,8 @@ class Moves:
         """Lease what can be leased, late stages first; True where an old task has moved on and needs another look."""
         moved = False
         for stage in _DRAIN_FIRST:
+            if not self.tasks.queues[stage].lanes:
+                continue
             passed_over: list[LiveTask] = []
             while len(passed_over) < _MAX_PASSED_OVER and (task := self._next_task(stage)) is not None:
                 self.tasks.take_out(task)

@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -50,14 +50,14 @@ class StageQueue:
         if lane is not None and lane.pop(task.task_id, None) is not None and not lane:
             del self.lanes[task.lane]
 
-    def move(self, task: LiveTask, hardware: str) -> None:
-        """Another lane for a task of this queue, at the place that its age gives it."""
-        self.discard(task)
-        task.hardware = hardware
-        self.add(task)
-        lane = self.lanes[task.lane]
-        if len(lane) > 1:
-            self.lanes[task.lane] = OrderedDict(sorted(lane.items(), key=lambda item: item[1].order))
+    def move(self, tasks: Sequence[LiveTask], hardware: str) -> None:
+        """Another lane for these tasks of this queue, at the places that their age gives them."""
+        for task in tasks:
+            self.discard(task)
+            task.hardware = hardware
+            self.add(task)
+        for name in {task.lane for task in tasks}:
+            self.lanes[name] = OrderedDict(sorted(self.lanes[name].items(), key=lambda item: item[1].order))
 
     def oldest(self, needs: Iterable[str] | None = None) -> LiveTask | None:
         """The head that has waited longest, among these lanes or all."""
@@ -119,14 +119,9 @@ class TaskTable:
 
     def repin(self, group_id: str, hardware: str) -> None:
         """The group is pinned, or its pin is lifted: its tasks that wait at a bench go to the lane of that hardware."""
-        for task_id in self.group(group_id):
-            task = self.live.get(task_id)
-            if (
-                task is not None
-                and task.stage == Stage.BENCH
-                and task_id in self.queues[Stage.BENCH].lanes.get(task.lane, ())
-            ):
-                self.queues[Stage.BENCH].move(task, hardware)
+        queue = self.queues[Stage.BENCH]
+        tasks = [self.live[task_id] for task_id in self.group(group_id) if task_id in self.live]
+        queue.move([t for t in tasks if t.stage == Stage.BENCH and t.task_id in queue.lanes.get(t.lane, ())], hardware)
 
     def give_back(self, task: LiveTask) -> None:
         """Queue the task, which is nowhere else, in front of its stage."""

@@ -40,7 +40,8 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "timing_bench.cap_s", cause, "Raise deadline_s: it covers correctness and timing"
     if not bench.timed and _pays_for_speed(config.dataset_builder):
         cause = f"timing_bench.timed=false, and reward_preset={config.dataset_builder.reward_preset} pays for speed"
-        yield "timing_bench.timed", cause, "Use dataset_builder.reward_preset=stage2, or leave kernels timed"
+        cure = "Use dataset_builder.reward_preset=stage2 dataset_builder.reward_speed_weight=0, or leave kernels timed"
+        yield "timing_bench.timed", cause, cure
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
         yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"

@@ -387,7 +387,8 @@ class GroupBook:
         """
         p, n = self.options.groups_per_batch, self._next_index
         chosen = ready[:p]
-        rest = [g for g in self._groups.values() if not g.batch_id and g not in chosen]
+        taken = {g.group_id for g in chosen}
+        rest = [g for g in self._groups.values() if not g.batch_id and g.group_id not in taken]
         for x in {g.oldest for g in rest if not g.is_complete}:
             places = p * max(0, x + self.options.max_lag - n)
             if sum(g.oldest <= x for g in rest) > places and sum(g.oldest <= x for g in chosen) < p:

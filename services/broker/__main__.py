@@ -13,10 +13,12 @@ async def main(stop: asyncio.Event) -> None:
 
     from protocols.checking import CheckOptions
     from protocols.limits import LedgerOptions
+    from services.broker.descriptors import raise_descriptor_limit
     from services.broker.options import BrokerOptions
     from services.broker.server import Broker
     from services.runtime.service import Service
 
+    raise_descriptor_limit()
     service = Service.start("broker")
     service.pin(service.layout.shared)
     settings = service.config.broker
