@@ -1,6 +1,6 @@
 """The ledger with 100, 1,000 and 10,000 workers in simulated time: throughput, fairness, staleness, memory, cost.
 
-    python -m benchmarks.scale [--workers 100,1000,10000] [--seconds 180] [--seed 0]
+    python -m benchmarks.scale [--workers 100,1000,10000] [--seconds 180] [--window 2] [--seed 0]
 
 `scale_simulation` runs the real ledger, sessions and group book with heavy-tailed work and dying workers; nothing is
 sent, so that sockets and the journal are not in these figures (`benchmarks/connections.py` measures those). Python's
@@ -26,7 +26,7 @@ from protocols.messages import Stage
 SETTLED_S = 30.0
 """Simulated time until queues and window are what they stay; rates are taken from here on."""
 LAG = 3
-"""S; with P a sixteenth of the workers and groups of 8, the window holds two rollouts for each worker."""
+"""S."""
 STAGES = (Stage.GENERATE, Stage.COMPILE, Stage.BENCH)
 SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
 
@@ -74,16 +74,16 @@ def cost(simulation: Simulation) -> dict[str, object]:
     }
 
 
-def measure(workers: int, seconds: float, seed: int) -> dict[str, object]:
-    scenario = Scenario(
-        workers, batches=1_000_000, limit_s=seconds, max_lag=LAG, groups_per_batch=workers // 16, seed=seed
-    )
+def measure(workers: int, seconds: float, window: float, seed: int) -> dict[str, object]:
+    p = max(2, round(window * workers / (8 * (LAG + 1))))
+    scenario = Scenario(workers, 1_000_000, seconds, group_size=8, groups_per_batch=p, max_lag=LAG, seed=seed)
     simulation = Simulation(scenario)
     simulation.run()
     counters, trained = simulation.ledger.counters, sum(simulation.lags.values())
     settled_s = simulation.now - SETTLED_S
     return {
         "workers": workers,
+        "window": window,
         "simulated_s": round(simulation.now, 1),
         "deaths": simulation.deaths,
         "results_per_s": round(sum(at >= SETTLED_S for at in simulation.results_at) / settled_s, 1),
@@ -120,12 +120,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--workers", default="100,1000,10000")
     parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument(
+        "--window", type=float, default=2.0, help="rollouts under way for each worker, (S+1)·P·G in all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     gc.disable()
     rows = []
     for workers in map(int, arguments.workers.split(",")):
-        rows.append(measure(workers, arguments.seconds, arguments.seed))
+        rows.append(measure(workers, arguments.seconds, arguments.window, arguments.seed))
         show(rows[-1])
         gc.collect()
     machine = f"{platform.machine()}, one core, Python {platform.python_version()}"

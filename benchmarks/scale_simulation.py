@@ -27,8 +27,8 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from kbrl_async.rewards.events import Admitted, BatchMade
-from kbrl_async.rewards.groups import BookOptions, Change, GroupBook, rollout_ids
+from kbrl_async.rewards.events import Admitted, BatchMade, Change
+from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger, LedgerOptions
@@ -48,7 +48,7 @@ class SimulationError(AssertionError):
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """A quarter of the workers sample, a half compiles, a quarter times: each stage can do `workers / 16` rollouts/s."""
+    """A quarter of the workers sample, a half compiles, a quarter times: each stage can do workers / 16 a second."""
 
     workers: int
     batches: int

@@ -78,6 +78,17 @@ def outcome(evaluation: Path) -> Outcome:
     return by_problem
 
 
+def compile_fix_rate(evaluations: Iterable[Path]) -> float:
+    """Of first turns that did not compile, how many second turns do."""
+    fixed = []
+    for evaluation in evaluations:
+        with Archive(evaluation / "rollouts.sqlite") as archive:
+            compiled = {(row.rollout_id, row.turn): row.compiled for row in archive.rows()}
+        broken = [rollout for (rollout, turn), ok in compiled.items() if turn == 0 and not ok]
+        fixed += [compiled[rollout, 1] for rollout in broken if (rollout, 1) in compiled]
+    return round(float(np.mean(fixed)), 4)
+
+
 def success(outcomes: Iterable[Outcome], problems: set[str]) -> list[float]:
     """Share of rollouts with a correct turn among the first 1 … `TURNS`; problems weigh alike."""
     shares = [
@@ -123,7 +134,8 @@ def main() -> None:
     args = parser.parse_args()
     policy = args.policy or origins.base_model(load([], ["mode=multi_turn"]), lambda what, share: print(what))
     found: dict[str, list[Outcome]] = {arm: [] for arm in ARMS}
-    for seed in map(int, args.seeds.split(",")):
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    for seed in seeds:
         for arm in ARMS:
             found[arm].append(evaluate(train(args.folder, arm, seed, policy), args.samples))
             print(arm, seed, success(found[arm][-1:], set(found[arm][-1])), file=sys.stderr, flush=True)
@@ -132,6 +144,8 @@ def main() -> None:
     for split, problems in splits.items():
         report[split] = {arm: success(outcomes, problems) for arm, outcomes in found.items()}
         report[split]["multi_minus_single"] = difference(found, problems)
+    for arm in ARMS:
+        report[f"{arm}_compile_fix_rate"] = compile_fix_rate(args.folder / "evals" / f"{arm}-{s}" for s in seeds)
     report |= {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     if args.plot:
         draw(found, splits["train"], args.plot)

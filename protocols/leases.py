@@ -165,8 +165,8 @@ class FreeLine:
 
     def discard(self, worker: Worker) -> bool:
         key = (worker.backends, worker.hardware)
-        kind = self._kinds.get(key, {})
-        if kind.pop(worker.worker_id, None) is None:
+        kind = self._kinds.get(key)
+        if kind is None or kind.pop(worker.worker_id, None) is None:
             return False
         if not kind:
             del self._kinds[key]
