@@ -109,14 +109,14 @@ def difference(found: Mapping[str, list[Outcome]], problems: set[str]) -> dict[s
 
 
 def draw(found: Mapping[str, list[Outcome]], problems: set[str], path: Path) -> None:
-    names = {"single": "trained on single turns", "multi": "trained on four turns"}
+    names = {"single": "single turns", "multi": "four turns"}
     lines = []
     for arm, outcomes in found.items():
         points = list(enumerate(success(outcomes, problems), start=1))
         each = [success([o], problems) for o in outcomes]
         band = [(n, min(s[n - 1] for s in each), max(s[n - 1] for s in each)) for n, _ in points]
         lines.append(plots.Line(names[arm], [(float(x), y) for x, y in points], band=band))
-    words = {"title": "Rollouts with a correct kernel", "x": "turns taken", "y": "share"}
+    words = {"title": "Rollouts with a correct kernel, by what was trained", "x": "turns taken", "y": "share"}
     path.parent.mkdir(parents=True, exist_ok=True)
     chart = plots.line_chart(
         lines, label=words["title"], box=plots.STANDALONE, standalone=words, labels="names", x_ticks=[1, 2, 3, 4]
