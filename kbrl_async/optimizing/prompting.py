@@ -12,7 +12,8 @@ from protocols.records import Problem
 
 
 class PromptMaker:
-    """`max_tokens` bounds a first prompt with examples."""
+    """`max_tokens` bounds every prompt: examples that exceed it are left out, and an attempt too long to be shown again
+    is started afresh."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class PromptMaker:
         max_tokens: int = 1 << 30,
     ) -> None:
         self._option, self._problem, self._backend = option, problem, backend
+        self._count_tokens, self._max_tokens = count_tokens, max_tokens
         self._first = render_prompt(option, problem, backend)
         self.shown: tuple[int, ...] = ()
         """Which of the examples are in the first prompt."""
@@ -35,4 +37,5 @@ class PromptMaker:
         return self._first
 
     def turn(self, result: Result, source: str) -> str:
-        return render_turn(self._option, self._problem, feedback_of(record_of(result, source), self._backend))
+        prompt = render_turn(self._option, self._problem, feedback_of(record_of(result, source), self._backend))
+        return prompt if self._count_tokens(prompt) <= self._max_tokens else self._first

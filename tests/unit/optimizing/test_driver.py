@@ -195,3 +195,11 @@ def test_changes_are_told() -> None:
 
     drive(use=use)
     assert told[-1] == 20
+
+
+def test_an_attempt_too_long_to_be_shown_again_is_started_afresh() -> None:
+    first = PromptMaker("compact", PROBLEM, "c").first()
+    tight = PromptMaker("compact", PROBLEM, "c", count_tokens=len, max_tokens=len(first) + 100)
+    failed = result(Fault.INCORRECT)
+    assert "short" in tight.turn(failed, "short")
+    assert tight.turn(failed, "x" * 200) == first
