@@ -47,7 +47,6 @@ async def main(stop: asyncio.Event) -> None:
                 service.addresses.work, service.worker_id, [Stage.SCORE], SLOTS, evaluator.handle, keys=service.keys
             )
             service.watch(worker.meter)
-            service.watch(worker.meter)
             service.log.info("ready", problems=len(course.problems), samples=course.total, done=course.done)
             if await run_beside(worker, evaluator.pump(), stop):
                 write_all(service.run_dir, config, course, policy, chosen.skipped)
