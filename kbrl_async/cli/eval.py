@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight, settings
-from kbrl_async.cli.launch import Ended, start_and_wait
+from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
 from kbrl_async.config import (
     CONFIG_FILE,
     KEYS,
@@ -33,7 +33,7 @@ from kbrl_async.config import (
     prepare,
     process_counts,
 )
-from kbrl_async.errors import RunError, UserError
+from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
     from kbrl_async.evaluating.targets import Target
@@ -192,14 +192,7 @@ def conclude(run_dir: Path, ended: Ended, args: argparse.Namespace) -> int:
     if ended.interrupted:
         print("stopped; the same command continues it", file=sys.stderr)
         return ended.code
-    who = ended.first or "a process"
-    if ended.reason:
-        error = RunError(f"{who} gave up: {ended.reason}")
-    else:
-        cause = f"{who} ended with exit code {ended.code} before the evaluation did"
-        error = RunError(cause, f"Read {run_dir / 'logs'}; the same command continues it")
-    error.exit_code = ended.code or RunError.exit_code
-    raise error
+    raise gave_up(ended, "evaluation", f"Read {run_dir / 'logs'}; the same command continues it")
 
 
 def show(run_dir: Path, console: Console | None = None) -> None:

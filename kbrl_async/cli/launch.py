@@ -19,6 +19,8 @@ import msgspec
 from honcho.manager import SYSTEM_PRINTER_NAME, Manager
 from honcho.printer import Message, Printer
 
+from kbrl_async.errors import RunError
+
 GRACE_S = 8.0
 START_POLL_S = 0.05
 INTERRUPTED = (130, 143)
@@ -40,6 +42,17 @@ class Ended(msgspec.Struct, frozen=True):
     @property
     def interrupted(self) -> bool:
         return not self.first and self.code in INTERRUPTED
+
+
+def gave_up(ended: Ended, goal: str, cure: str) -> RunError:
+    """The error that says which process ended before the `goal` was reached, with that process's exit code."""
+    who = ended.first or "a process"
+    if ended.reason:
+        error = RunError(f"{who} gave up: {ended.reason}")
+    else:
+        error = RunError(f"{who} ended with exit code {ended.code} before the {goal} did", cure)
+    error.exit_code = ended.code or RunError.exit_code
+    return error
 
 
 class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types

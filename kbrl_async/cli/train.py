@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kbrl_async.cli import preflight, settings, summary
-from kbrl_async.cli.launch import Ended, start_and_wait
+from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
 from kbrl_async.config import (
     Plan,
     available_cores,
@@ -22,7 +22,7 @@ from kbrl_async.config import (
     process_counts,
     to_yaml,
 )
-from kbrl_async.errors import RunError, UserError
+from kbrl_async.errors import UserError
 
 NAME = "train"
 HELP = "train a policy; continues the run of that name if it has not ended"
@@ -61,14 +61,7 @@ def conclude(run_dir: Path, ended: Ended) -> int:
     if ended.interrupted:
         print(f"stopped; {again}", file=sys.stderr)
         return ended.code
-    who = ended.first or "a process"
-    if ended.reason:
-        error = RunError(f"{who} gave up: {ended.reason}")
-    else:
-        cure = f"Read its last lines above and in {run_dir / 'logs'}, then {again}"
-        error = RunError(f"{who} ended with exit code {ended.code} before the run did", cure)
-    error.exit_code = ended.code or RunError.exit_code
-    raise error
+    raise gave_up(ended, "run", f"Read its last lines above and in {run_dir / 'logs'}, then {again}")
 
 
 def describe(todo: Plan) -> str:
