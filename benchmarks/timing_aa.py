@@ -1,7 +1,8 @@
 """A reference against itself, and against itself slowed by known amounts: what does this host's bench claim? One JSON
 line last. The anchor of the same run are other methods on the same kernels.
 
-Usage: `python benchmarks/timing_aa.py [--pairs N] [--ab] [--device cpu|cuda:0] [--core N] [--cap S]`
+Usage: `python benchmarks/timing_aa.py [--pairs N] [--ab] [--device cpu|cuda:0] [--core N] [--cap S]
+[--resolution PERCENT] [--trials FILE] [--minutes M]`
 
 `kbrl bench --aa` shows the same as tables and keeps it for the rewards of this host.
 """
@@ -12,6 +13,7 @@ import argparse
 import os
 import platform
 import time
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -26,7 +28,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--core", type=int)
     parser.add_argument("--cap", type=float)
+    parser.add_argument("--resolution", type=float, help="percent of half width to stop at; as in training: 3")
     parser.add_argument("--no-beside", action="store_true")
+    parser.add_argument("--trials", type=Path, help="keep each measurement there, and go on from it")
+    parser.add_argument("--minutes", type=float, help="stop measuring after so long")
     asked = parser.parse_args()
     asked.aa, asked.beside = True, not asked.no_beside
     begin = time.monotonic()

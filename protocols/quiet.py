@@ -7,13 +7,15 @@ One window on one resource, in the broker::
         ▲  first come, first served │ Pause to every holder   QuietGrant │ to the bench       Resume to the holders │
         └───────────────────────────┴────────────────────────────────────┴──── until max_share is kept again ◀──────┘
 
-Holders are workers whose `Hello.caps` name the resource under `SHARES`. `QuietDesk` is the broker's side and `Pauses` a
+Holders are workers whose `Hello.caps` name the resource under `SHARES`; benches of one GPU may be holders for each
+other, so that one checks its next candidate until another one times. `QuietDesk` is the broker's side and `Pauses` a
 holder's; both are pure: events and the time in, messages out.
 
 Invariants
 * One window at a time on a resource, also where nobody holds it: one timing at a time per GPU.
 * Bounded: a window ends after its length, a holder resumes by its own clock, and windows take at most `max_share` of
-  the wall time from the holders of a resource. No lost message holds anybody longer than that.
+  the wall time from the holders of a resource that are no benches. No lost message holds anybody longer than that.
+* Who waits for a window of its own stands still: nobody waits for its answer.
 * Fair: first come, first served, and one request per bench, so a bench that asks again stands behind the others.
 """
 
@@ -74,6 +76,8 @@ class _Resource:
         self.queue: OrderedDict[str, _Window] = OrderedDict()
         """By bench."""
         self.window: _Window | None = None
+        self.benches: set[str] = set()
+        """Workers that have asked for a window."""
         self.rest_until = now
         self.cost = QuietCost(now)
 
@@ -123,6 +127,7 @@ class QuietDesk:
         out: Sends = []
         for resource in self._resources.values():
             resource.queue.pop(worker_id, None)
+            resource.benches.discard(worker_id)
             window = resource.window
             if window is None:
                 continue
@@ -145,6 +150,9 @@ class QuietDesk:
         known = resource.queue.get(worker_id)
         asked_at = known.asked_at if known is not None else now
         resource.queue[worker_id] = _Window(request, worker_id, asked_at)
+        resource.benches.add(worker_id)
+        if resource.window is not None:
+            resource.window.awaited.discard(worker_id)
         return [*out, *self.tick(now)]
 
     def paused(self, worker_id: str, paused: msg.Paused, now: float) -> Sends:
@@ -188,7 +196,7 @@ class QuietDesk:
     def _open(self, name: str, resource: _Resource, now: float) -> Sends:
         worker_id, window = resource.queue.popitem(last=False)
         holders = {holder for holder, held in self._holders.items() if name in held and holder != worker_id}
-        window.opened_at, window.awaited, window.paused = now, holders, set(holders)
+        window.opened_at, window.awaited, window.paused = now, holders - resource.queue.keys(), set(holders)
         resource.window = window
         return [(holder, self._pause(window, now)) for holder in sorted(holders)]
 
@@ -211,7 +219,7 @@ class QuietDesk:
         window, resource.window = resource.window, None
         if window is None:
             return []
-        if window.paused:
+        if window.paused - resource.benches:
             cost_s = now - window.opened_at
             cost = resource.cost
             cost.held_s += cost_s

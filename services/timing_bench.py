@@ -14,9 +14,6 @@ import asyncio
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
 
-PREFETCHED = 1
-"""One candidate runs and one waits here, so that the core never idles for a round trip."""
-
 
 async def main(stop: asyncio.Event) -> None:
     import contextlib
@@ -34,7 +31,8 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.timing.host import hardware_of
     from kbrl_async.verifying import Bench, BenchOptions
     from kbrl_async.verifying.bench import zygote_for
-    from protocols.messages import HARDWARE, Stage, Task
+    from protocols.messages import HARDWARE, SHARES, Stage, Task
+    from protocols.prefetch import Prefetch
     from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
     from services.runtime.capabilities import bench_caps, bench_device, said
     from services.runtime.quiet import shared_resources
@@ -46,6 +44,7 @@ async def main(stop: asyncio.Event) -> None:
     core = service.layout.bench[service.instance % len(service.layout.bench)]
     cache = resolution.cache_folder(service.config.cache_path)
     device = bench_device(settings.device, service.config.backend, service.instance)
+    shares = {SHARES: shared_resources(device)[0]} if "timing_bench" in settings.shares_with else {}
     hardware, on_gpu = hardware_of(device), device != "cpu"
     options = BenchOptions(
         device=device,
@@ -64,6 +63,10 @@ async def main(stop: asyncio.Event) -> None:
     store = ArtifactStore(service.artifacts, service.config.compile_farm.store_max_bytes)
     loop = asyncio.get_running_loop()
 
+    def tick() -> None:
+        """Other benches of this device may be timing."""
+        (worker.breathe if shares else worker.progress)()
+
     def evaluate(frames: list[bytes]) -> BenchReport:
         request = msgspec.msgpack.decode(frames[0], type=RolloutRequest)
         candidate = msgspec.msgpack.decode(frames[1], type=Generation).candidate
@@ -74,13 +77,13 @@ async def main(stop: asyncio.Event) -> None:
         if len(found) < len(paths):
             raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
         try:
-            report = bench.evaluate(request.problem, candidate, found, timing=settings.timed, tick=worker.progress)
+            report = bench.evaluate(request.problem, candidate, found, timing=settings.timed, tick=tick)
             report = spot_checks.check(request.problem, candidate, found, report, device)
             return compared.add(request.problem, report, worker.progress)
         except ProblemError as error:
             raise InfraError(str(error)) from error
 
-    async def fetch(frames: list[bytes]) -> None:
+    async def fetch(_: Task, frames: list[bytes]) -> None:
         """The farms are on other hosts: their artifacts come by hash from the broker."""
         build = msgspec.msgpack.decode(frames[2], type=BuildReport)
         for address in set(build.artifacts.values()):
@@ -88,8 +91,6 @@ async def main(stop: asyncio.Event) -> None:
                 store.put(await worker.transfers.fetch(address))
 
     async def judge(task: Task, frames: list[bytes]) -> Outcome:
-        if service.is_apart:
-            await fetch(frames)
         report = await loop.run_in_executor(pool, evaluate, frames)
         report = msgspec.structs.replace(report, worker_id=service.worker_id)
         with bound(task_id=task.task_id, group_id=task.group_id):
@@ -102,19 +103,22 @@ async def main(stop: asyncio.Event) -> None:
         zygote_for(device) as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
         contextlib.closing(SpotChecks(store, settings.sanitize_share)) as spot_checks,
-        contextlib.closing(Compared(bench, settings.baselines, device)) as compared,
+        contextlib.closing(Compared(bench, settings.baselines)) as compared,
     ):
         pool = ThreadPoolExecutor(1)
         worker = Worker(
             service.addresses.work,
             service.worker_id,
             [Stage.BENCH],
-            1 + PREFETCHED,
+            2,
             judge,
             concurrency=1,
             wedge_s=60.0,
-            caps={**bench_caps(device), HARDWARE: hardware},
+            caps={**bench_caps(device), HARDWARE: hardware, **shares},
             keys=service.keys,
+            prefetch=Prefetch(1),
+            before=fetch if service.is_apart else None,
+            differs=service.differs if service.is_apart else None,
         )
         service.watch(worker.meter)
         if settings.shares_with:

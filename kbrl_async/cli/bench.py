@@ -7,11 +7,14 @@ Exit codes: 0 done · 1 the candidate is wrong, or `--aa` claimed more than 1 % 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
+import statistics
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +35,8 @@ NAME = "bench"
 HELP = "time one kernel carefully, or report what this host's bench can tell apart"
 OUR_FAULT = 3
 MAX_FALSE = 0.01
+_TELL_S = 10.0
+_MOST_BESIDE = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     self_test.add_argument("--aa", action="store_true", help="a reference against itself, by kernel length")
     self_test.add_argument("--ab", action="store_true", help="the same slowed by 0.5 to 20 %%: is the truth inside?")
     self_test.add_argument("--pairs", type=int, default=100, help="A/A measurements in all, and A/B ones; default: 100")
-    self_test.add_argument("--beside", action="store_true", help="other methods on the same kernels")
+    self_test.add_argument("--beside", action="store_true", help="other methods on the same kernels, in as much time")
+    self_test.add_argument("--trials", metavar="FILE", type=Path, help="keep each measurement there, and go on from it")
+    self_test.add_argument("--minutes", type=float, metavar="M", help="stop measuring after so long, and report")
     self_test.add_argument("--plot", metavar="FILE", type=Path, help="error by kernel length, as SVG")
     self_test.add_argument("--no-save", action="store_true", help="do not keep the report for later runs")
     parser.add_argument("--cap", type=float, metavar="S", help="seconds that one measurement may take")
+    parser.add_argument(
+        "--resolution",
+        type=float,
+        metavar="PERCENT",
+        help="stop when the interval's half width is so small; default: 1, and 3 as in training for --aa and --ab",
+    )
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of tables")
@@ -76,8 +89,10 @@ def _check_usage(args: argparse.Namespace) -> None:
         raise UserError("--aa and --ab test the bench itself", "Leave out --problem and --candidate")
     if not tests_itself and not (args.problem and args.candidate):
         raise UserError("kbrl bench needs --problem and --candidate, or --aa", "See 'kbrl bench --help'")
-    if args.pairs < 1 or (args.cap is not None and args.cap <= 0):
-        raise UserError("nothing would be measured", "Give --pairs 1 or more and --cap above 0")
+    asked = (args.cap, args.resolution, args.minutes)
+    if args.pairs < 1 or any(value is not None and value <= 0 for value in asked):
+        cure = "Give --pairs 1 or more, and --cap, --resolution and --minutes above 0"
+        raise UserError("nothing would be measured", cure)
 
 
 # ── one kernel ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,23 +109,20 @@ def _one(args: argparse.Namespace) -> int:
     device = choose_device(args.backend or guess_backend(text), args.device)
     problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
     careful = Recipe(max_pairs=200, cap_s=args.cap or 5.0, resolution=0.01, looks=10, warmup=10, warmup_s=0.025)
+    careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         verifier = stack.enter_context(Verifier(device, options))
         with Console(stderr=True).status(f"timing {args.candidate} against {problem.problem_id} …"):
             result = verifier.verify(problem, text, args.backend)
-            if result.timing is not None and args.baseline and device == "cpu":
+            if result.timing is not None and args.baseline:
                 baselines = stack.enter_context(Baselines(verifier.bench(device)))
                 remember = _remember(problem.source, hardware_of(device))
                 timing, missing = baselines.beside(problem, result.timing, tuple(args.baseline), remember)
                 result = msgspec.structs.replace(result, timing=timing)
     if result.timing is not None:
         result = msgspec.structs.replace(result, timing=_with_flops(result.timing, problem, options))
-    if args.baseline and device != "cpu":
-        missing = dict.fromkeys(
-            args.baseline, "on a GPU a bench has one baseline, the option `baseline` of BenchOptions"
-        )
     _tell_one(args, result, missing)
     return result.exit_code
 
@@ -178,6 +190,10 @@ def _read(path: Path) -> str:
         raise UserError(f"{path} can't be read: {error}", "Give a Python file with ModelNew") from None
 
 
+def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    return msgspec.structs.replace(recipe, resolution=args.resolution / 100) if args.resolution else recipe
+
+
 def _cores(args: argparse.Namespace, device: str) -> tuple[int, ...]:
     """One core for a CPU bench; a GPU bench keeps what it has."""
     if device.startswith("cuda"):
@@ -237,8 +253,27 @@ def _self_test(args: argparse.Namespace) -> int:
     return 1 if report.false_faster > MAX_FALSE else 0
 
 
+@contextmanager
+def told(console: Console) -> Iterator[Callable[[str], None]]:
+    """Progress: a line that changes on a terminal, else a new line every ten seconds."""
+    if console.is_terminal:
+        with console.status("starting …") as status:
+            yield status.update
+        return
+    last = -math.inf
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _TELL_S:
+            last = time.monotonic()
+            console.print(text, markup=False, highlight=False)
+
+    yield tell
+
+
 def measured_report(args: argparse.Namespace, console: Console) -> Report:
     from kbrl_async.cli import bench_cases, bench_runs
+    from kbrl_async.cli.bench_trials import Trials
     from kbrl_async.funnel.verifier import VerifyOptions, choose_device, default_bench, open_bench
     from kbrl_async.timing import Recipe
 
@@ -247,15 +282,20 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
     recipe = Recipe(placement=0.0)
     if args.cap:
         recipe = msgspec.structs.replace(recipe, cap_s=args.cap, max_pairs=max(30, int(400 * args.cap)))
-    cores = _cores(args, device)
-    options = msgspec.structs.replace(default_bench(cores), device=device, recipe=recipe, references=16)
+    recipe = _as_asked(recipe, args)
+    options = msgspec.structs.replace(default_bench(_cores(args, device)), device=device, recipe=recipe, references=16)
     chosen = bench_cases.cases(device)
     others: dict[str, dict[str, float]] = {}
-    with console.status("starting …") as status, open_bench(device, VerifyOptions(bench=options)) as bench:
-        runs = bench_runs.aa(bench, chosen, args.pairs, status.update, random.Random()) if args.aa else {}
-        truths = bench_runs.ab(bench, device, max(1, args.pairs // 5), status.update) if args.ab else {}
-        if args.beside:
-            for case in chosen:
-                status.update(f"other methods: {case.name}")
-                others[case.name] = bench_runs.beside(case, device, max(3, args.pairs // 20), recipe.cap_s)
+    trials = Trials(hardware_of(device), args.trials, args.minutes)
+    with told(console) as tell, open_bench(device, VerifyOptions(bench=options)) as bench:
+        if args.aa:
+            bench_runs.aa(bench, chosen, args.pairs, tell, random.Random(), trials)
+        if args.ab:
+            bench_runs.ab(bench, device, max(1, args.pairs // 5), tell, trials)
+        runs, truths = (trials.of("aa") if args.aa else {}), (trials.of("ab") if args.ab else {})
+        for case in chosen if args.beside else ():
+            tell(f"other methods: {case.name}")
+            as_long = [trial.seconds for trial in runs.get(case.name, ())] or [recipe.cap_s]
+            asked = max(3, min(_MOST_BESIDE, args.pairs // 20))
+            others[case.name] = bench_runs.beside(case, device, asked, statistics.median(as_long))
     return bench_runs.report(hardware_of(device), runs, truths, others)

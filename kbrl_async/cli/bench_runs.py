@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kbrl_async.cli.bench_cases import SLOWER, Case, slower_candidate, slower_case
+from kbrl_async.cli.bench_trials import Trials
 from kbrl_async.errors import InfraError
 from kbrl_async.timing.methods import Function, methods, ratio
 from kbrl_async.timing.resolution import Report, Row, Trial, clock_range, summarise
@@ -23,29 +24,32 @@ Tell = Callable[[str], None]
 _LOSSES = 3
 
 
-def aa(bench: Bench, chosen: Sequence[Case], pairs: int, tell: Tell, rng: random.Random) -> dict[str, list[Trial]]:
-    """`pairs` measurements of a reference against itself in all; the cases take turns, so that each sees all hours."""
-    found: dict[str, list[Trial]] = {case.name: [] for case in chosen}
+def aa(bench: Bench, chosen: Sequence[Case], pairs: int, tell: Tell, rng: random.Random, trials: Trials) -> None:
+    """Until there are `pairs` measurements of a reference against itself in all, or time is over; the cases take turns,
+    so that each sees all hours.
+    """
     order = list(chosen)
-    for number in range(pairs):
-        if number % len(order) == 0:
-            rng.shuffle(order)
-        case = order[number % len(order)]
+    for number in range(sum(trials.count("aa", case.name) for case in chosen), pairs):
+        if trials.is_over:
+            return
+        rng.shuffle(order)
+        case = min(order, key=lambda case: trials.count("aa", case.name))
         tell(f"A/A {number + 1} of {pairs}: {case.name}")
-        found[case.name].append(_trial(bench, case.problem, case.itself, 1.0))
-    return {name: trials for name, trials in found.items() if trials}
+        trials.add("aa", case.name, _trial(bench, case.problem, case.itself, 1.0))
 
 
-def ab(bench: Bench, device: str, runs: int, tell: Tell) -> dict[str, list[Trial]]:
-    """`runs` measurements of each known slowdown."""
+def ab(bench: Bench, device: str, runs: int, tell: Tell, trials: Trials) -> None:
+    """Until there are `runs` measurements of each known slowdown, or time is over."""
     case = slower_case(device)
-    found: dict[str, list[Trial]] = {name: [] for name in SLOWER}
     for number in range(runs):
         for name, times in SLOWER.items():
+            if trials.is_over:
+                return
+            if trials.count("ab", name) > number:
+                continue
             tell(f"A/B {number + 1} of {runs}: {name} slower")
             candidate, truth = slower_candidate(case, times)
-            found[name].append(_trial(bench, case.problem, candidate, truth))
-    return found
+            trials.add("ab", name, _trial(bench, case.problem, candidate, truth))
 
 
 def _trial(bench: Bench, problem: Problem, candidate: Candidate, truth: float) -> Trial:
@@ -84,7 +88,7 @@ def trial_of(timing: Timing, truth: float) -> Trial:
 
 
 def beside(case: Case, device: str, runs: int, budget_s: float) -> dict[str, float]:
-    """Worst error of other methods on the same kernel against itself, with as much time for each decision."""
+    """Worst error of other methods on the same kernel against itself, with `budget_s` for each decision."""
     worst: dict[str, float] = {}
     for name, method in methods(device).items():
         errors = [abs(ratio(method, *_twins(case, device), budget_s) - 1) for _ in range(runs)]

@@ -177,12 +177,13 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
     deadline_s: Positive = 2.0
     """Wall clock that one candidate may take in all; endless loops are killed after it."""
-    shares_with: list[Literal["sampler", "learner"]] = msgspec.field(default_factory=list)
-    """Processes on the same GPU (or cores): the bench asks them to stand still while it times. Empty: it is alone."""
+    shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
+    """Processes on the same GPU (or cores): the bench asks them to stand still while it times. Empty: it is alone. With
+    timing_bench several benches of one GPU take turns: one times, the others check their next candidates between."""
     clocks: Literal["observe", "lock"] = "observe"
     """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
     baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)
-    """What correct kernels are compared with besides eager: the reference compiled ahead by Inductor (CPU only)."""
+    """What correct kernels are compared with besides eager: the reference compiled ahead by Inductor, as torch.compile does."""
     sanitize_share: Fraction = 0.0
     """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
     flush_bytes: Count = 0

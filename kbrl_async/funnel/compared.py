@@ -20,10 +20,10 @@ TICK_S = 5.0
 
 
 class Compared:
-    """Made beside a bench, closed before it. CPU only: on a GPU `add` changes nothing."""
+    """Made beside a bench, closed before it."""
 
-    def __init__(self, bench: Bench, names: Sequence[str], device: str) -> None:
-        self._names = tuple(names) if device == "cpu" else ()
+    def __init__(self, bench: Bench, names: Sequence[str]) -> None:
+        self._names = tuple(names)
         self._baselines = Baselines(bench) if self._names else None
 
     def close(self) -> None:

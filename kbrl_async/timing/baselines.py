@@ -46,7 +46,7 @@ class ModelNew(Model):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.__dict__["_compiled"] = _torch._C._aoti.AOTIModelContainerRunnerCpu({library!r}, 1)
+        self.__dict__["_compiled"] = _torch._C._aoti.{runner}
 
     def forward(self, *inputs):
         weights = [*self.parameters(), *self.buffers()]
@@ -66,9 +66,11 @@ def over(candidate: Interval, baseline: Interval) -> Interval:
     )
 
 
-def wrapper(source: str, library: str, *, single: bool = True) -> str:
+def wrapper(source: str, library: str, *, single: bool = True, device: str = "cpu") -> str:
     """A problem's source with a `ModelNew` that runs the compiled library. `single`: it gives one tensor, no tuple."""
-    return source + _WRAPPER.format(library=library, single=single)
+    on_cpu = f"AOTIModelContainerRunnerCpu({library!r}, 1)"
+    on_gpu = f"AOTIModelContainerRunnerCuda({library!r}, 1, {device!r})"
+    return source + _WRAPPER.format(runner=on_cpu if device == "cpu" else on_gpu, single=single)
 
 
 # ── the prior ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,6 +123,7 @@ class Order(msgspec.Struct, frozen=True):
     name: str
     library: str
     """Where the library goes; its folder may be written, and holds the compiler's scratch files."""
+    device: str = "cpu"
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -136,6 +139,7 @@ def compile_child(channel: socket.socket, payload: bytes, fds: list[int], isolat
     folder = str(Path(order.library).parent)
     tempfile.tempdir = folder  # it was asked for before the fork
     os.environ.update(TMPDIR=folder, TORCHINDUCTOR_CACHE_DIR=folder, TORCHINDUCTOR_COMPILE_THREADS="1", HOME=folder)
+    os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
     os.environ.setdefault("PATH", "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin")
     os.environ["USER"] = os.environ["LOGNAME"] = "bench"
     warnings.simplefilter("ignore")  # of torch about itself
@@ -153,8 +157,8 @@ def compile_library(order: Order) -> bool:
     namespace: dict[str, Any] = {"__name__": "problem"}
     exec(compile(order.source, "problem.py", "exec"), namespace)  # noqa: S102 - this confined child exists to run it
     arguments, named = contract.arguments(namespace["get_init_inputs"]())
-    model = namespace["Model"](*arguments, **named)
-    inputs = list(namespace["get_inputs"]())
+    model = namespace["Model"](*arguments, **named).to(order.device)
+    inputs = [x.to(order.device) if isinstance(x, torch.Tensor) else x for x in namespace["get_inputs"]()]
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
@@ -163,12 +167,13 @@ def compile_library(order: Order) -> bool:
             return torch.func.functional_call(model, dict(zip(names, weights, strict=True)), inputs)
 
     package = f"{order.library}.pt2"
+    configs: dict[str, Any] = {"max_autotune": MODES[order.name]}
+    if order.device != "cpu":  # one file is all that a candidate's child gets to read
+        configs["aot_inductor.embed_kernel_binary"] = True
     with torch.no_grad():
         single = isinstance(model(*inputs), torch.Tensor)
         exported = torch.export.export(Functional(), (weights, *inputs))
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=package, inductor_configs={"max_autotune": MODES[order.name]}
-        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=package, inductor_configs=configs)
     # A confined child has nowhere to unpack: it gets the library itself.
     with zipfile.ZipFile(package) as archive:
         inside = next(name for name in archive.namelist() if name.endswith(".so"))

@@ -34,8 +34,7 @@ class Baselines:
         with Baselines(bench) as baselines:
             timing = baselines.beside(problem, timing, ("compile",))
 
-    A library is kept while this lives; its timing is taken anew for each candidate. CPU only: on a GPU the bench's own
-    `baseline` option compiles in the reference child.
+    A library is kept while this lives; its timing is taken anew for each candidate.
     """
 
     def __init__(self, bench: Bench, *, deadline_s: float = 300.0) -> None:
@@ -84,11 +83,14 @@ class Baselines:
         library = self._library(problem, name)
         if isinstance(library, str):
             return library
-        candidate = Candidate(wrapper(problem.source, str(library.path), single=library.single), BACKEND)
+        candidate = Candidate(self._runs(problem, library), BACKEND)
         report = self._bench.evaluate(problem, candidate, {f"aoti:{name}": library.path})
         if report.timing is None or report.verdict.fault is not Fault.OK:
             return f"the compiled reference ends {report.verdict.fault.value}: {report.verdict.message[:200]}"
         return report.timing
+
+    def _runs(self, problem: Problem, library: _Library) -> str:
+        return wrapper(problem.source, str(library.path), single=library.single, device=self._bench.device)
 
     def _library(self, problem: Problem, name: str) -> _Library | str:
         key = (hashlib.sha256(problem.source.encode()).hexdigest()[:16], name)
@@ -99,9 +101,10 @@ class Baselines:
     def _compiled(self, source: str, name: str, folder: Path) -> _Library | str:
         folder.mkdir()
         library = folder / "reference.so"
+        device = self._bench.device
         if self._zygote is None:
-            self._zygote = Zygote(("torch", "kbrl_async.timing.baselines"), profile="tool")
-        order = msgspec.msgpack.encode(Order(source, name, str(library)))
+            self._zygote = Zygote(("torch", "kbrl_async.timing.baselines"), "tool" if device == "cpu" else "gpu-tool")
+        order = msgspec.msgpack.encode(Order(source, name, str(library), device))
         limits = Limits(cpu_s=int(self._deadline_s), memory_bytes=16 << 30, file_bytes=1 << 30, files=256, threads=64)
         child = self._zygote.spawn(_ENTRY, order, (), limits, Access(write=(str(folder),)))
         try:

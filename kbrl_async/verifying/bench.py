@@ -79,6 +79,10 @@ class Bench:
         self._references.close()
 
     @property
+    def device(self) -> str:
+        return self._options.device
+
+    @property
     def references_kept(self) -> int:
         """Living reference children."""
         return len(self._references)
@@ -103,7 +107,7 @@ class Bench:
         self._notice_restart()
         if self._health is not None:
             self._health.enter()
-        with pinned(self._options.cores):
+        with pinned(self._options.cores), _without_gradients():
             reference = self._references.get(problem)
             clock.ends("reference")
             try:
@@ -215,6 +219,12 @@ class Bench:
         assert not isinstance(stopwatch, Stopwatch)
         stopwatch.prove(candidate)
         return verdict_of(checker)
+
+
+def _without_gradients() -> AbstractContextManager[object]:
+    import torch
+
+    return torch.no_grad()
 
 
 def _health(device: str) -> GpuHealth | None:

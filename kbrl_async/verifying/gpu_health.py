@@ -25,7 +25,6 @@ class GpuHealth:
     def enter(self) -> None:
         """The calling thread uses this GPU from now on. Raises `InfraError` in quarantine."""
         torch.cuda.set_device(self._device)
-        torch.set_grad_enabled(False)
         if self._bad:
             raise InfraError(f"GPU {self._name} is in quarantine: {self._bad}", _CURE)
 

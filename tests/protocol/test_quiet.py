@@ -89,6 +89,39 @@ def test_without_holders_a_window_costs_nothing(desk: QuietDesk) -> None:
     assert desk.stats(6.0)["other/gpu0"]["share"] == 0.0
 
 
+@pytest.fixture
+def benches() -> QuietDesk:
+    """Two on one GPU that nobody else uses."""
+    made = QuietDesk(OPTIONS)
+    made.hello("bench", {SHARES: GPU}, 0.0)
+    made.hello("other", {SHARES: GPU}, 0.0)
+    return made
+
+
+def test_benches_of_one_gpu_stand_still_for_each_other(benches: QuietDesk) -> None:
+    assert ask(benches, "bench", "q1", 1.0) == [("other", msg.Pause("q1", GPU, 5.0))]
+    assert grants(benches.paused("other", msg.Paused("q1"), 1.1)) == [("bench", "q1")]
+
+
+def test_a_bench_that_waits_for_its_own_window_is_not_waited_for(benches: QuietDesk) -> None:
+    ask(benches, "bench", "q1", 1.0)
+    assert grants(ask(benches, "other", "q2", 1.1)) == [("bench", "q1")]
+    ask(benches, "third", "q3", 1.2)
+    ended = benches.done("bench", msg.QuietDone("q1"), 1.3)
+    assert [(to, message.window_id) for to, message in ended if isinstance(message, msg.Pause)] == [("bench", "q2")]
+    benches.paused("bench", msg.Paused("q2"), 1.4)
+    ended = benches.done("other", msg.QuietDone("q2"), 1.5)
+    assert grants(ended) == [], "the first bench may be checking a candidate again"
+    assert grants(benches.tick(3.5)) == [("third", "q3")]
+
+
+def test_benches_among_themselves_need_no_rest(benches: QuietDesk) -> None:
+    ask(benches, "bench", "q1", 0.0)
+    assert grants(ask(benches, "other", "q2", 0.1)) == [("bench", "q1")]
+    benches.done("bench", msg.QuietDone("q1"), 3.0)
+    assert grants(benches.paused("bench", msg.Paused("q2"), 3.1)) == [("other", "q2")]
+
+
 def test_a_repeated_request_gets_its_grant_again(desk: QuietDesk) -> None:
     ask(desk, "bench", "q1", 0.0)
     desk.tick(2.0)

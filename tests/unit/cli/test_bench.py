@@ -10,9 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from rich.console import Console
 
 from kbrl_async import cli
 from kbrl_async.cli import bench, bench_cases, bench_runs, bench_show
+from kbrl_async.cli.bench_trials import Trials
 from kbrl_async.errors import InfraError
 from kbrl_async.timing.methods import methods, ratio
 from kbrl_async.timing.resolution import Report, Row, Trial, summarise
@@ -108,14 +110,37 @@ class FakeBench(Bench):
 
 def test_cases_take_turns_and_every_pair_is_a_measurement() -> None:
     fake = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0))
-    found = bench_runs.aa(fake, CASES, 2 * len(CASES), lambda _: None, random.Random(0))
-    assert {name: len(trials) for name, trials in found.items()} == {case.name: 2 for case in CASES}
+    trials = Trials("a chip")
+    bench_runs.aa(fake, CASES, 2 * len(CASES), lambda _: None, random.Random(0), trials)
+    assert {name: len(found) for name, found in trials.of("aa").items()} == {case.name: 2 for case in CASES}
     assert sorted(fake.seen[: len(CASES)]) == sorted(case.name for case in CASES)
+
+
+def test_what_was_measured_before_is_not_measured_again() -> None:
+    fake, trials = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0)), Trials("a chip")
+    for _ in range(2):
+        bench_runs.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
+        bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
+    assert len(fake.seen) == 3 + len(bench_cases.SLOWER)
+
+
+def test_measuring_ends_with_its_time() -> None:
+    fake, trials = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0)), Trials("a chip", minutes=0)
+    bench_runs.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
+    bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
+    assert fake.seen == []
+
+
+def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    with bench.told(Console(stderr=True)) as tell:
+        tell("first")
+        tell("second")
+    assert capsys.readouterr().err == "first\n"
 
 
 def test_a_known_kernel_that_fails_is_the_benchs_fault() -> None:
     with pytest.raises(InfraError, match="known kernel"):
-        bench_runs.aa(FakeBench(None), CASES, 1, lambda _: None, random.Random(0))
+        bench_runs.aa(FakeBench(None), CASES, 1, lambda _: None, random.Random(0), Trials("a chip"))
 
 
 class FlakyBench(FakeBench):
@@ -133,9 +158,11 @@ class FlakyBench(FakeBench):
 
 
 def test_a_host_that_fails_is_asked_again_and_not_for_ever() -> None:
-    assert bench_runs.aa(FlakyBench(2), CASES[:1], 1, lambda _: None, random.Random(0))
+    trials, case = Trials("a chip"), CASES[0]
+    bench_runs.aa(FlakyBench(2), [case], 1, lambda _: None, random.Random(0), trials)
+    assert trials.count("aa", case.name) == 1
     with pytest.raises(InfraError, match="stopped"):
-        bench_runs.aa(FlakyBench(3), CASES[:1], 1, lambda _: None, random.Random(0))
+        bench_runs.aa(FlakyBench(3), [case], 2, lambda _: None, random.Random(0), trials)
 
 
 def test_what_the_interval_was_widened_by_is_taken_off_again() -> None:
@@ -146,8 +173,9 @@ def test_what_the_interval_was_widened_by_is_taken_off_again() -> None:
 def test_a_slower_candidate_repeats_the_same_work_more_often() -> None:
     case = bench_cases.slower_case("cpu")
     fake = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0))
-    found = bench_runs.ab(fake, "cpu", 1, lambda _: None)
-    assert [round(1 / trials[0].truth, 3) for trials in found.values()] == [1.005, 1.01, 1.02, 1.05, 1.2]
+    trials = Trials("a chip")
+    bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
+    assert [round(1 / found[0].truth, 3) for found in trials.of("ab").values()] == [1.005, 1.01, 1.02, 1.05, 1.2]
     candidate, truth = bench_cases.slower_candidate(case, 240)
     assert truth == 200 / 240
     assert "range(240 - 1)" in candidate.source

@@ -28,9 +28,9 @@ class Fake:
         self.closed = True
 
 
-def made(monkeypatch: pytest.MonkeyPatch, names: list[str], device: str = "cpu") -> Compared:
+def made(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> Compared:
     monkeypatch.setattr(compared, "Baselines", Fake)
-    return Compared(SimpleNamespace(), names, device)  # type: ignore[arg-type]
+    return Compared(SimpleNamespace(), names)  # type: ignore[arg-type]
 
 
 def test_a_correct_kernel_gets_its_speedups_over_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,6 @@ def test_what_was_not_timed_and_what_nobody_asked_for_stays_as_it_is(monkeypatch
     wrong = BenchReport(Verdict(Fault.INCORRECT))
     assert made(monkeypatch, ["compile"]).add(PROBLEM, wrong, lambda: None) is wrong
     assert made(monkeypatch, []).add(PROBLEM, RIGHT, lambda: None) is RIGHT
-    assert made(monkeypatch, ["compile"], "cuda:0").add(PROBLEM, RIGHT, lambda: None) is RIGHT
 
 
 def test_long_work_shows_life_and_stops_doing_so() -> None:

@@ -203,7 +203,8 @@ def test_a_patched_clock_does_not_make_a_sleeper_fast(evaluate: Evaluate) -> Non
     attack = "import time\nsleep = time.sleep\ntime.perf_counter_ns = time.perf_counter = time.monotonic = lambda: 0"
     timing = evaluate(candidate(top=attack, forward="sleep(0.002)"), timing=True).timing
     assert timing is not None
-    assert timing.hi < 0.5
+    assert timing.speedup < 0.5
+    assert not timing.is_faster
 
 
 @pytest.mark.parametrize("key", ["x.data_ptr()", "tuple(x.shape)", "x._version"])
