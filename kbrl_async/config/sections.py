@@ -178,8 +178,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Positive = 2.0
     """Wall clock that one candidate may take in all; endless loops are killed after it."""
     shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
-    """Processes on the same GPU (or cores): the bench asks them to stand still while it times. Empty: it is alone. With
-    timing_bench several benches of one GPU take turns: one times, the others check their next candidates between."""
+    """Who is on the same GPU (or cores) and stands still while a bench times; timing_bench: benches take turns."""
     clocks: Literal["observe", "lock"] = "observe"
     """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
     baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)
