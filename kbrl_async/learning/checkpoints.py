@@ -85,6 +85,12 @@ def latest(directory: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
+def oldest(directory: Path) -> int:
+    """The version of the oldest complete checkpoint; 0 where there is none."""
+    found = numbered(directory, PREFIX)
+    return found[0][0] if found else 0
+
+
 def resume(directory: Path, trainer: Trainer) -> Resumed | None:
     """Restores the newest readable checkpoint into `trainer`; None where there is none at all.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -29,6 +30,24 @@ def flops_per_token(model: torch.nn.Module, length: float) -> float:
         trained -= embedding
     attention = 6.0 * int(config.num_hidden_layers) * int(config.hidden_size) * length  # type: ignore[union-attr, arg-type]
     return float(6.0 * trained + 4.0 * frozen + attention)
+
+
+def lora_flops_per_token(config: Any, rank: int, length: float, scored: float, recomputed: bool = False) -> float:
+    """FLOPs that a forward and backward pass with LoRA on every linear layer needs, per token of causal sequences.
+
+    4 a frozen weight (2 forward, 2 for the input's gradient), 6 an adapter weight, attention 2·d·L forward (causal) and
+    twice and a half of it backward, the head at the `scored` share of tokens. `recomputed` adds the layers' forward
+    pass once more, as full gradient checkpointing does.
+    """
+    d, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    depth = getattr(config, "head_dim", None) or d // config.num_attention_heads
+    query, kv = config.num_attention_heads * depth, config.num_key_value_heads * depth
+    linear = layers * (2 * d * query + 2 * d * kv + 3 * d * inner)
+    adapters = layers * rank * (2 * (d + query) + 2 * (d + kv) + 3 * (d + inner))
+    attention = 2.0 * layers * query * length
+    head = 4.0 * config.vocab_size * d * scored
+    again = 2.0 * (linear + adapters) + attention if recomputed else 0.0
+    return float(4.0 * linear + 6.0 * adapters + 3.5 * attention + head + again)
 
 
 def measured_peak(device: torch.device, dtype: str, repeats: int = 5) -> float:

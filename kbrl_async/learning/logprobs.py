@@ -4,17 +4,20 @@ Invariants
 * The one formula that sampler and learner share: `log_softmax(float32(logits) / temperature)`. Anything else makes the
   importance ratio of an unchanged policy differ from 1.
 * Logits of more than `chunk_elements` values never exist at once: hidden states go through the head in chunks of
-  tokens, recomputed in the backward pass.
+  tokens. A head that is trained is computed again in the backward pass; for a frozen one (LoRA) d log p / d hidden is
+  known in the forward pass already, up to a factor a token, and is kept instead.
 """
 
 # ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kbrl_async.learning.elementwise import softmax_scores
 from kbrl_async.learning.packing import Microbatch
 
 CHUNK_ELEMENTS = 1 << 24
@@ -31,6 +34,11 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) [T] with gradient and entropy [T] without, both of softmax(head(hidden) / temperature)."""
     chunk = max(1, chunk_elements // vocabulary)
+    if _is_frozen(head):
+        scores: tuple[torch.Tensor, torch.Tensor] = _FrozenHead.apply(  # type: ignore[no-untyped-call]
+            hidden_TH, head.weight, target_T, temperature, chunk
+        )
+        return scores
     if len(target_T) <= chunk:
         return _chunk_logprobs(hidden_TH, head, target_T, temperature)
     parts = [
@@ -49,13 +57,49 @@ def _chunk_logprobs(
     return logp_TV.gather(-1, target_T[:, None]).squeeze(-1), entropy_T
 
 
+def _is_frozen(head: Head) -> TypeGuard[torch.nn.Linear]:
+    return type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad
+
+
+class _FrozenHead(torch.autograd.Function):
+    """log p(target) and entropy, chunk by chunk; keeps d log p/d hidden [T, H] where a gradient is asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        target_T: torch.Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = ctx.needs_input_grad[0]
+        chosen, entropies, slopes = [], [], []
+        for h_CH, y_C in zip(torch.split(hidden_TH, chunk), torch.split(target_T, chunk), strict=True):
+            logits_CV = h_CH @ weight_VH.t()
+            chosen_C, entropy_C = softmax_scores(logits_CV, y_C, temperature, needed)
+            chosen.append(chosen_C)
+            entropies.append(entropy_C)
+            if needed:
+                slopes.append(logits_CV @ weight_VH)
+        entropy_T = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_T)
+        ctx.save_for_backward(*([torch.cat(slopes)] if needed else []))
+        return torch.cat(chosen), entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, gradient_T: torch.Tensor, _: torch.Tensor) -> Any:
+        (slope_TH,) = ctx.saved_tensors
+        return (gradient_T[:, None] * slope_TH).to(slope_TH.dtype), None, None, None, None
+
+
 def hidden_states(causal_lm: torch.nn.Module, batch: Microbatch) -> torch.Tensor:
     """Hidden states [T, H] that predict the response tokens of `batch`."""
     decoder = causal_lm.get_decoder()  # type: ignore[operator]
     kwargs = {} if batch.mask_B1LL is None else {"position_ids": batch.position_BL}
     out = decoder(input_ids=batch.input_BL, attention_mask=batch.mask_B1LL, use_cache=False, **kwargs)
     hidden: torch.Tensor = out.last_hidden_state
-    return hidden.flatten(0, 1)[batch.predict_T]
+    return hidden.flatten(0, 1).index_select(0, batch.predict_T)
 
 
 def batch_logprobs(

@@ -13,6 +13,7 @@ import torch
 
 from kbrl_async.learning.corrections import safe_ratio
 from kbrl_async.learning.losses import Diagnostics, Tokens
+from kbrl_async.learning.team import Team
 from protocols.records import TrainSample
 
 _SHARES = {"dropped": "dropped_share", "masked": "masked_share", "kl_reference": "kl_reference"}
@@ -35,15 +36,32 @@ class StepLog:
         self._inputs = 0
         self._first_minibatch = -1
         self._first_epoch = -1
+        self._merged = 0
+        self._inputs_merged = 0
 
     def microbatch(self, tokens: Tokens, entropy_T: torch.Tensor, diagnostics: Diagnostics, inputs: int) -> None:
-        self._log_ratios.append((tokens.log_pi_T.detach() - tokens.log_mu_T).float().cpu())
+        # Stays on the device: bringing it here would make the host wait between microbatches.
+        self._log_ratios.append((tokens.log_pi_T.detach() - tokens.log_mu_T).float())
         if self._first_minibatch < 0 and tokens.lag_T is not None:
-            self._fresh.append((tokens.lag_T == 0).cpu())
-        self._entropies.append(entropy_T.float().cpu())
+            self._fresh.append(tokens.lag_T == 0)
+        self._entropies.append(entropy_T.float())
         for name, value_T in diagnostics.items():
-            self._diagnostics.setdefault(name, []).append(value_T.detach().float().cpu())
+            self._diagnostics.setdefault(name, []).append(value_T.detach().float())
         self._inputs += inputs
+
+    def merge(self, team: Team) -> None:
+        """Puts the other ranks' tokens of this minibatch beside this one's."""
+        series: list[list[torch.Tensor]] = [self._log_ratios, self._entropies]
+        series += [self._diagnostics[name] for name in sorted(self._diagnostics)]
+        if self._first_minibatch < 0 and self._fresh:
+            series.append(self._fresh)
+        new = [values[self._merged :] for values in series]
+        mine_KT = torch.stack([torch.cat(values).float() for values in new]) if new[0] else torch.zeros(0, 0)
+        for values, merged_T in zip(series, team.gathered(mine_KT.to(team.device)), strict=False):
+            values[self._merged :] = [merged_T.bool() if values is self._fresh else merged_T]
+        self._merged += 1
+        self._inputs = self._inputs_merged + int(team.total(torch.tensor(self._inputs - self._inputs_merged)))
+        self._inputs_merged = self._inputs
 
     def optimizer(self, loss: float, norm: float, rate: float) -> None:
         self._losses.append(loss)
@@ -57,9 +75,9 @@ class StepLog:
 
     def summary(self, samples: Sequence[TrainSample], optimizer_step: int) -> dict[str, float]:
         """Flat metrics of the whole update."""
-        log_ratio_T = torch.cat(self._log_ratios)
+        log_ratio_T = torch.cat(self._log_ratios).cpu()
         ratio_T = safe_ratio(log_ratio_T)
-        first_T = torch.cat(self._log_ratios[: self._first_minibatch])
+        first_T = torch.cat(self._log_ratios[: self._first_minibatch]).cpu()
         lengths = [len(s.token_ids) for s in samples]
         return {
             "loss": sum(self._losses) / len(self._losses),
@@ -89,7 +107,7 @@ class StepLog:
 
     def _mismatch_on_equal_weights(self, first_T: torch.Tensor) -> dict[str, float]:
         """Of samples as new as the policy: what sampler and learner differ by in their numerics alone."""
-        chosen_T = first_T[torch.cat(self._fresh)] if self._fresh else first_T[:0]
+        chosen_T = first_T[torch.cat(self._fresh).cpu()] if self._fresh else first_T[:0]
         return {"mismatch_kl_fresh": k3(chosen_T)} if len(chosen_T) else {}
 
 

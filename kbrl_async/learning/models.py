@@ -11,6 +11,7 @@ import torch
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.adapters import add_adapters
+from kbrl_async.learning.quantising import loading_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +31,8 @@ class ModelOptions(msgspec.Struct, frozen=True):
     gradient_checkpointing: bool = False
     adapters: tuple[str, ...] = ()
     """More LoRA adapters beside the main one."""
+    quantisation: str = "none"
+    """Of a frozen base that an adapter goes on top of: `none`, `nf4` or `int8`."""
 
 
 def load_model(options: ModelOptions) -> torch.nn.Module:
@@ -42,6 +45,7 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
     if options.dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {options.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}")
     _check_path(options.path)
+    quantised = loading_options(options.quantisation, options.device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             options.path,
@@ -49,12 +53,13 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
             attn_implementation=options.attention,
             revision=options.revision,
             use_safetensors=True,
+            **quantised,
         )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", options.path, error) from error
-    model = model.to(options.device).eval()
+    model = (model if quantised else model.to(options.device)).eval()
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _enable_checkpointing(model)
         model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
     if options.lora_rank == 0:
         plain: torch.nn.Module = model
@@ -62,6 +67,12 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
     wrapped = wrap_lora(model, options.lora_rank, options.lora_alpha)
     add_adapters(wrapped, options.adapters)
     return wrapped
+
+
+def _enable_checkpointing(model: Any) -> None:
+    # transformers 5.23 has another name for it, and warns of the one before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:

@@ -7,8 +7,9 @@ Used to make the small starting policy, for best-of-N and for reward-weighted tr
 # ruff: noqa: N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import NamedTuple
 
 import msgspec
@@ -76,6 +77,17 @@ def train_sft(
         progress(len(losses), losses[-1], share)
     tail = losses[-max(1, len(losses) // 10) :]
     return SftReport(len(losses), clock() - started, tokens, sum(tail) / max(1, len(tail)))
+
+
+_OF_SAMPLING = ("ratio_", "mismatch_", "staleness_", "ess", "reward_mean", "advantage_abs", "dropped_share")
+"""Beginnings of metrics that compare the learner with who wrote the samples."""
+
+
+def without_behaviour(metrics: Mapping[str, float]) -> dict[str, float]:
+    """An update's metrics where its samples are demonstrations: nobody sampled them, so ratios say nothing. `loss` is
+    the mean cross-entropy of a target token, and `perplexity` its exponential."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_SAMPLING)}
+    return {**kept, "perplexity": math.exp(min(metrics.get("loss", 0.0), 50.0))}
 
 
 def _share(steps: int, seconds: float, options: SftOptions) -> float:

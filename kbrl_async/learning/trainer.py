@@ -2,20 +2,20 @@
 
 ::
 
-    groups ─ flatten, shuffle ─▶ minibatches ─ pack ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
-                 └─ × epochs                                └─ π_p first, where the loss needs it
+    groups ─ flatten, shuffle ─▶ minibatches ─ engine ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
+                 └─ × epochs                                  └─ π_p first, where the loss needs it
 
 Invariants
 * Nothing that isn't finite reaches the weights: inputs are checked before the first step, loss and gradient norm before
   each step.
 * The same state, groups and options give the same weights: order comes from the trainer's own generator.
 * The temperature is that of the samples, so an unchanged policy has importance ratio 1.
+* The host waits for a GPU once an optimiser step, to see that it is finite, and never between microbatches.
 """
 
 # ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +25,17 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
-from kbrl_async.learning.adapters import active, adapter_names, adapter_of
 from kbrl_async.learning.corrections import CorrectionOptions
-from kbrl_async.learning.logprobs import batch_logprobs
+from kbrl_async.learning.engines import Engine, EngineOptions, Plain, Scored, open_engine
+from kbrl_async.learning.flat import to_device
+from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, token_weights
 from kbrl_async.learning.models import causal_lm
 from kbrl_async.learning.objective import Objective
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
-from kbrl_async.learning.packing import Microbatch, pack
+from kbrl_async.learning.sharding import Spread
+from kbrl_async.learning.team import Team
+from kbrl_async.learning.token_classes import flat_advantages
 from protocols.records import TrainGroup, TrainSample
 
 
@@ -66,11 +69,17 @@ class TrainerOptions(msgspec.Struct, frozen=True):
     """Input tokens of one microbatch, padding included."""
     tree_tokens: int = 768
     """Longest row in which samples share their prompt; 0 switches sharing off."""
-    chunk_elements: int = 1 << 24
-    """Most logits that exist at once."""
+    chunk_elements: int = 0
+    """Most logits that exist at once; 0: 2^24, and 2^27 on a GPU, whose matrix products want long chunks."""
     dtype: str = "fp32"
     """`"bf16"` runs forward and backward in autocast."""
     seed: int = 0
+    kernels: str = "auto"
+    """`plain`, `fused`, or `auto`: fused on a GPU where the model allows it."""
+    share_prompts: bool = True
+    """Fused: compute the prompt of a group once, not once a sample."""
+    memory_gb: float = 0.0
+    """Fused: most memory (10^9 bytes) to hold on the GPU, weights included; 0: nine tenths of it."""
 
 
 class Trainer:
@@ -87,15 +96,18 @@ class Trainer:
         device: str | torch.device = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         reference: torch.nn.Module | None = None,
+        team: Team | None = None,
+        shard: bool = False,
     ) -> None:
+        """`shard`: the team's ranks hold a share of the weights each, instead of all of them."""
         if options.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"unknown training dtype {options.dtype!r}", "Use fp32 or bf16")
         self.model = model
         self.options = options
         self.device = torch.device(device)
+        self._spread = Spread(model, team) if shard and team is not None else None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
-        self._adapters = adapter_names(model)
         self.optimizer = make_adamw(
             self.parameters.values(), options.learning_rate, options.weight_decay, options.betas
         )
@@ -113,6 +125,10 @@ class Trainer:
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
         self._reference = reference
         self._clock = clock
+        self.team = team
+        self.engine = open_engine(
+            options.kernels, model, _engine_options(options, self.device), self.device, self._spread
+        )
 
     def step(
         self,
@@ -126,6 +142,18 @@ class Trainer:
         With `version`, the policy version before this step, the metrics tell the samples' ages. Raises NonFiniteLoss
         before the optimiser step that would have been spoilt (earlier ones of this call have been taken).
         """
+        if self.team is not None:
+            self.team.lead(self, groups, temperature, version)
+        return self.update(groups, temperature, tick, version)
+
+    def update(
+        self,
+        groups: Sequence[TrainGroup],
+        temperature: float,
+        tick: Callable[[], None] = lambda: None,
+        version: int | None = None,
+    ) -> dict[str, float]:
+        """`step`, on this rank of a team."""
         samples = [sample for group in groups for sample in group.samples if sample.token_ids]
         if not samples:
             raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
@@ -137,7 +165,7 @@ class Trainer:
         if self.objective.needs_reference:
             recorded.log_ref_T = self._reference_logprobs(samples, temperature, tick)
         if version is not None:
-            recorded.lag_T = self._spread([float(max(0, version - s.policy_version)) for s in samples], samples)
+            recorded.lag_T = self._of_samples([float(max(0, version - s.policy_version)) for s in samples], samples)
         log = m.StepLog(proximal_s=self._clock() - started)
         for epoch in range(self.options.epochs):
             for chosen in self._minibatches(len(samples)):
@@ -164,60 +192,62 @@ class Trainer:
         log: m.StepLog,
         tick: Callable[[], None],
     ) -> None:
-        lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen], device=self.device)
-        where = torch.tensor(chosen)
-        total = 0.0
         started = self._clock()
-        for adapter, batch in self._pack([samples[i] for i in chosen]):
-            # Held through the backward pass: gradient checkpointing runs the forward pass again there.
-            with active(self.model, adapter):
-                flat_T = recorded.start_S[where[batch.sample_T]] + batch.offset_T
-                total += self._microbatch(batch, flat_T, lengths_S, recorded, temperature, log)
-            tick()
+        losses: list[torch.Tensor] = []
+        self._gradients(samples, chosen, recorded, temperature, log, losses, tick)
+        summed = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
+        if self.team is not None:
+            summed = self.team.total(summed.to(self.device))
+            self.team.sum_gradients(self.parameters.values())
+            log.merge(self.team)
+        total = float(summed)
         log.gradient_s += self._clock() - started
         rate = self._rate()
         norm = guarded_step(self.optimizer, total, self.options.grad_clip, rate)
         self.optimizer_step += 1
         log.optimizer(total, norm, rate)
 
-    def _microbatch(
+    def _gradients(
         self,
-        batch: Microbatch,
-        flat_T: torch.Tensor,
-        lengths_S: torch.Tensor,
+        samples: list[TrainSample],
+        chosen: list[int],
         recorded: _Flat,
         temperature: float,
         log: m.StepLog,
-    ) -> float:
-        """Forward, loss and backward of one microbatch; its part of the minibatch's loss."""
-        log_pi_T, entropy_T = self._forward(batch, temperature)
-        tokens = self._tokens(log_pi_T, batch, flat_T, recorded)
-        loss_T, diagnostics = self.objective(tokens)
-        weight_T = token_weights(
-            lengths_S, batch.sample_T.to(self.device), self.options.normalise, self.options.dr_grpo_length
-        )
-        loss = (loss_T * weight_T).sum()
-        if not torch.isfinite(loss):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteLoss(
-                f"loss is {float(loss.detach())}; the step was not taken",
-                "Lower the learning rate or look at the batch",
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
-        log.microbatch(tokens, entropy_T, diagnostics, batch.input_BL.numel())
-        return float(loss.detach())
+        losses: list[torch.Tensor],
+        tick: Callable[[], None],
+    ) -> None:
+        """All microbatches of a minibatch: nothing here waits for the device."""
+        o = self.options
+        lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen])
+        weight_S = token_weights(lengths_S, torch.arange(len(chosen)), o.normalise, o.dr_grpo_length)
+        mine = self._share(samples, chosen)
+        chosen, weight_S = [chosen[i] for i in mine], weight_S[mine]
+        weight_S = to_device(weight_S, self.device)
+        where_S = to_device(torch.tensor(chosen, dtype=torch.long), self.device)
 
-    def _tokens(self, log_pi_T: torch.Tensor, batch: Microbatch, flat_T: torch.Tensor, recorded: _Flat) -> Tokens:
+        def visit(scored: Scored) -> torch.Tensor:
+            flat_T = recorded.start_S[where_S[scored.sample_T]] + scored.offset_T
+            tokens = self._tokens(scored, flat_T, recorded)
+            loss_T, diagnostics = self.objective(tokens)
+            loss = (loss_T * weight_S[scored.sample_T]).sum()
+            log.microbatch(tokens, scored.entropy_T, diagnostics, scored.inputs)
+            losses.append(loss.detach())
+            return loss
+
+        self.engine.run([samples[i] for i in chosen], temperature, visit, tick)
+
+    def _tokens(self, scored: Scored, flat_T: torch.Tensor, recorded: _Flat) -> Tokens:
         def part(values_T: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_T is None else values_T[flat_T].to(self.device)
+            return None if values_T is None else values_T[flat_T]
 
-        advantage_T = recorded.advantage_T[flat_T].to(self.device)
+        advantage_T = recorded.advantage_T[flat_T]
         return Tokens(
-            log_pi_T,
-            recorded.log_mu_T[flat_T].to(self.device),
+            scored.log_pi_T,
+            recorded.log_mu_T[flat_T],
             torch.where(advantage_T < 0, advantage_T * self.options.negative_scale, advantage_T),
             part(recorded.log_prox_T),
-            batch.sample_T.to(self.device),
+            scored.sample_T,
             part(recorded.lag_T),
             part(recorded.log_ref_T),
         )
@@ -227,53 +257,48 @@ class Trainer:
         progress = self.optimizer_step / o.total_steps if o.total_steps > 0 else 0.0
         return rate_at(self.optimizer_step, o.learning_rate, o.warmup_steps, o.schedule, progress)
 
-    def _pack(self, samples: list[TrainSample]) -> list[tuple[str, Microbatch]]:
-        """Microbatches, each with the adapter that all its samples belong to."""
-        members: dict[str, list[int]] = {}
-        for index, sample in enumerate(samples):
-            members.setdefault(adapter_of(sample.role, self._adapters), []).append(index)
-        packed = []
-        for adapter, indices in members.items():
-            where = torch.tensor(indices)
-            batches = pack([samples[i] for i in indices], self.options.token_budget, self.options.tree_tokens)
-            packed += [(adapter, dataclasses.replace(b, sample_T=where[b.sample_T])) for b in batches]
-        return packed
-
-    def _forward(
-        self, batch: Microbatch, temperature: float, model: torch.nn.Module | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = causal_lm(self.model if model is None else model)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bf16"):
-            return batch_logprobs(chosen, batch.to(self.device), temperature, self.options.chunk_elements)
-
     @torch.no_grad()
     def _proximal(
-        self,
-        samples: list[TrainSample],
-        temperature: float,
-        tick: Callable[[], None],
-        model: torch.nn.Module | None = None,
+        self, samples: list[TrainSample], temperature: float, tick: Callable[[], None], engine: Engine | None = None
     ) -> torch.Tensor:
-        starts_S = _starts(samples)
-        out_T = torch.zeros(sum(len(s.token_ids) for s in samples))
-        for adapter, batch in self._pack(samples):
-            with active(self.model if model is None else model, adapter):
-                logp_T, _ = self._forward(batch, temperature, model)
-            out_T[starts_S[batch.sample_T] + batch.offset_T] = logp_T.float().cpu()
-            tick()
-        return out_T
+        starts_S = to_device(_starts(samples), self.device)
+        out_T = torch.zeros(sum(len(s.token_ids) for s in samples), device=self.device)
+
+        def visit(scored: Scored) -> None:
+            out_T[starts_S[where_S[scored.sample_T]] + scored.offset_T] = scored.log_pi_T.float()
+
+        mine = self._share(samples, range(len(samples)))
+        where_S = to_device(torch.tensor(mine, dtype=torch.long), self.device)
+        (engine or self.engine).run([samples[i] for i in mine], temperature, visit, tick)
+        return out_T if self.team is None else self.team.total(out_T)
+
+    def _share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
+        """Places in `chosen` that this rank computes: all, where it is alone."""
+        if self.team is None:
+            return list(range(len(chosen)))
+        return self.team.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
 
     def _reference_logprobs(
         self, samples: list[TrainSample], temperature: float, tick: Callable[[], None]
     ) -> torch.Tensor:
         """Of the policy that training started from: its own module, or the base under the LoRA adapter."""
         if self._reference is not None:
-            return self._proximal(samples, temperature, tick, self._reference)
+            options = _engine_options(self.options, self.device)
+            return self._proximal(samples, temperature, tick, Plain(self._reference, options, self.device))
         with self.model.disable_adapter():  # type: ignore[operator]
             return self._proximal(samples, temperature, tick)
 
-    def _spread(self, values: list[float], samples: list[TrainSample]) -> torch.Tensor:
-        return torch.tensor(values).repeat_interleave(torch.tensor([len(s.token_ids) for s in samples]))
+    def _of_samples(self, values: list[float], samples: list[TrainSample]) -> torch.Tensor:
+        flat_T = torch.tensor(values).repeat_interleave(torch.tensor([len(s.token_ids) for s in samples]))
+        return to_device(flat_T, self.device)
+
+    def sequence_logprobs(self, ids: list[int]) -> list[float]:
+        """`logprobs.sequence_logprobs` of the policy. The other ranks of a team need no telling."""
+        if self._spread is None or self.team is None:
+            return sequence_logprobs(causal_lm(self.model), ids)
+        if self.team.rank == 0:
+            self.team.probe(ids)
+        return self._spread(lambda lm: sequence_logprobs(lm, ids))
 
     def logprobs(self, samples: Sequence[TrainSample], temperature: float) -> list[list[float]]:
         """The learner's log-probs of each sample's response tokens: for tests, audits and references."""
@@ -281,12 +306,12 @@ class Trainer:
         return [part.tolist() for part in torch.split(flat_T, [len(s.token_ids) for s in samples])]
 
     def _flatten(self, samples: list[TrainSample]) -> _Flat:
-        log_mu_T = torch.tensor([x for s in samples for x in s.logprobs])
-        return _Flat(_starts(samples), log_mu_T, self._spread([s.advantage for s in samples], samples))
+        recorded = _starts(samples), torch.tensor([x for s in samples for x in s.logprobs]), flat_advantages(samples)
+        return _Flat(*(to_device(part, self.device) for part in recorded))
 
 
 class _Flat:
-    """The recorded side of a batch, flat over all response tokens."""
+    """The recorded side of a batch, flat over all response tokens, on the trainer's device."""
 
     def __init__(self, start_S: torch.Tensor, log_mu_T: torch.Tensor, advantage_T: torch.Tensor) -> None:
         self.start_S = start_S
@@ -295,6 +320,18 @@ class _Flat:
         self.log_prox_T: torch.Tensor | None = None
         self.lag_T: torch.Tensor | None = None
         self.log_ref_T: torch.Tensor | None = None
+
+
+def _engine_options(options: TrainerOptions, device: torch.device) -> EngineOptions:
+    chunk = options.chunk_elements or (1 << 27 if device.type == "cuda" else 1 << 24)
+    return EngineOptions(
+        options.token_budget,
+        options.tree_tokens,
+        options.share_prompts,
+        chunk,
+        options.dtype == "bf16",
+        options.memory_gb * 1e9,
+    )
 
 
 def _starts(samples: list[TrainSample]) -> torch.Tensor:
@@ -309,7 +346,7 @@ def _check_finite(samples: list[TrainSample]) -> None:
                 f"{sample.rollout_id} has {len(sample.logprobs)} log-probs for {len(sample.token_ids)} tokens",
                 "The sampler must record one log-prob for each token",
             )
-        if not (math.isfinite(sample.advantage) and all(map(math.isfinite, sample.logprobs))):
+        if not all(map(math.isfinite, (sample.advantage, sample.plan_advantage, *sample.logprobs))):
             raise NonFiniteLoss(
                 f"{sample.rollout_id} carries an advantage or log-prob that is not finite", "Look at its sampler"
             )

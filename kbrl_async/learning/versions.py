@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.adapters import active, adapter_names
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import causal_lm, is_lora
-from protocols.records import AdapterProof, PolicyVersion
+from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 
 PREFIX = "policy-v"
 MANIFEST = "manifest.json"
@@ -45,21 +45,29 @@ def publish(
     canary: list[int],
     base_model: str = "",
     clock: Callable[[], float] = time.time,
+    texts: Sequence[tuple[str, list[int]]] = (),
+    logprobs_of: Callable[[list[int]], list[float]] | None = None,
 ) -> PolicyVersion:
     """Writes `policy-v{version}` and returns its manifest. `canary` is a fixed prompt of at least two token ids.
+    `texts` are further ones, with their first token ids. `logprobs_of` computes the policy's log-probs of such a
+    prompt, where the model can't be asked directly: `Trainer.sequence_logprobs`.
 
     Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
     """
     assert len(canary) >= 2, "a canary needs a token to predict"
     kind = "lora" if is_lora(model) else "full"
-    logprobs = sequence_logprobs(causal_lm(model), canary)
+    score = logprobs_of or (lambda ids: sequence_logprobs(causal_lm(model), ids))
+    logprobs = score(canary)
+    more = tuple(CanaryPrompt(text, ids, score(ids)) for text, ids in texts)
     made: list[PolicyVersion] = []
 
     def fill(folder: Path) -> None:
         _save_weights(model, kind, folder)
         digest = file_sha256(folder / WEIGHTS[kind])
-        adapters = {name: _prove(model, name, folder, canary) for name in adapter_names(model)[1:]}
-        manifest = PolicyVersion(version, parent, step, kind, digest, canary, logprobs, base_model, clock(), adapters)
+        adapters = {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
+        manifest = PolicyVersion(
+            version, parent, step, kind, digest, canary, logprobs, base_model, clock(), adapters, more
+        )
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         made.append(manifest)
 
@@ -69,9 +77,11 @@ def publish(
     return made[0]
 
 
-def _prove(model: torch.nn.Module, adapter: str, folder: Path, canary: list[int]) -> AdapterProof:
+def _prove(
+    model: torch.nn.Module, adapter: str, folder: Path, canary: list[int], score: Callable[[list[int]], list[float]]
+) -> AdapterProof:
     with active(model, adapter):
-        logprobs = sequence_logprobs(causal_lm(model), canary)
+        logprobs = score(canary)
     return AdapterProof(file_sha256(folder / adapter / WEIGHTS["lora"]), logprobs)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.learner import ranks
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
 
@@ -28,8 +29,12 @@ async def main(stop: asyncio.Event) -> None:
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
+    if ranks.is_launched():
+        choose_run()
     service = Service.start("learner")
     loop = asyncio.get_running_loop()
+    others = ranks.start(service.config.learner.processes)
+    watching = asyncio.create_task(ranks.watch(others, service.log))
     pool = ThreadPoolExecutor(1)
     opening = loop.run_in_executor(pool, Learning.open, service, stop.is_set)
     learning = await opening
@@ -60,7 +65,14 @@ async def main(stop: asyncio.Event) -> None:
     service.watch(worker.meter)
     service.log.info("ready", policy_version=learning.version)
     await worker.run(stop)
+    watching.cancel()
+    await loop.run_in_executor(pool, learning.close)
+    ranks.end(others)
 
 
 if __name__ == "__main__":
+    if ranks.is_follower():
+        ranks.follow()
+    if ranks.is_launched():
+        ranks.leave_out_nanny()
     run_service("learner", main, choose_run)

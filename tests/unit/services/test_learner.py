@@ -159,3 +159,61 @@ def test_a_batch_that_comes_again_is_answered_and_not_trained_again(tmp_path: Pa
     again = made.train(batch(0), groups(0), nothing)
     assert (again.policy_version, again.metrics) == (1, report.metrics)
     assert same(weights(made), before)
+
+
+def test_a_learner_that_dies_before_every_publication_goes_on_bit_by_bit_from_checkpoint_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"learner": Learner(peak_tflops=1e-3, checkpoint_every=3)}
+    unbroken = learning(tmp_path / "a", **settings)
+    expected = [unbroken.train(batch(i), groups(i), nothing).metrics["loss"] for i in range(4)]
+    found = []
+    for index in range(4):
+        made = learning(tmp_path / "b", **settings)  # a fresh process for every batch
+        assert made.version == index
+        with monkeypatch.context() as dying:
+            dying.setattr(Learning, "_publish", _die)
+            with pytest.raises(KeyboardInterrupt):
+                made.train(batch(index), groups(index), nothing)
+        again = learning(tmp_path / "b", **settings)
+        assert again.version == index + 1
+        report = again.train(batch(index), groups(index), nothing)
+        found.append(report.metrics["loss"])
+        assert (tmp_path / "b" / "policies" / f"policy-v{index + 1}" / "COMPLETE").exists()
+    assert found == expected
+    assert same(weights(again), weights(unbroken))
+    steps = sorted(path.name for path in (tmp_path / "b" / "checkpoints").glob("step-*"))
+    assert steps == ["step-000000", "step-000003"]
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_batches_older_than_the_oldest_checkpoint_are_dropped(tmp_path: Path) -> None:
+    made = learning(tmp_path, learner=Learner(peak_tflops=1e-3, checkpoint_every=2, keep_checkpoints=2))
+    for index in range(5):
+        made.train(batch(index), groups(index), nothing)
+        assert len(list((tmp_path / "checkpoints" / "tail").iterdir())) <= 2 * 2
+    assert made.version == 5
+
+
+def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before_it_and_its_batches(tmp_path: Path) -> None:
+    made = learning(tmp_path)
+    for index in range(3):
+        made.train(batch(index), groups(index), nothing)
+    (tmp_path / "checkpoints" / "step-000003" / "tensors.safetensors").write_bytes(b"torn")
+    again = learning(tmp_path)
+    assert again.version == 3
+    assert same(weights(again), weights(made))
+    assert "checkpoint passed over" in [event for event, _ in again._service.log.lines]
+
+
+def test_a_batch_that_kills_the_learner_is_not_trained_again_at_its_start(tmp_path: Path) -> None:
+    made = learning(tmp_path)
+    made.train(batch(0), groups(0), nothing)
+    with pytest.raises(KeyboardInterrupt):
+        made.train(batch(1), groups(1), _die)
+    again = learning(tmp_path)
+    assert again.version == 1
+    assert again.train(batch(1, 2), groups(2), nothing).policy_version == 2

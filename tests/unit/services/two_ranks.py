@@ -1,0 +1,74 @@
+"""A learner of two ranks under its nanny, without queues: `python -m tests.unit.services.two_ranks`, its folder in TWO_RANKS.
+
+Nanny, ranks, team and checkpoints are the learner's own. Rank 0 stops after its second update until the test has killed
+rank 1, and then goes on into an update with a rank that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from services.learner import ranks
+from services.runtime.nanny import die_with_parent, run_service
+
+MODULE = "tests.unit.services.two_ranks"
+UPDATES = 4
+KILL_AFTER = 2
+
+
+def train(folder: Path, others: list[int]) -> None:
+    import msgspec
+    import torch
+
+    from kbrl_async.learning import checkpoints
+    from kbrl_async.learning.trainer import Trainer
+    from protocols.records import TrainGroup
+    from tests.unit.learning.rank import digest, make, options
+
+    torch.set_num_threads(1)
+    team = ranks.join("cpu")
+    torch.manual_seed(0)
+    trainer = Trainer(make("plain"), options("plain"), team=team)
+    if team is not None and team.rank:
+        team.follow(trainer)
+        team.close()
+        return
+    groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
+    resumed = checkpoints.resume(folder / "checkpoints", trainer)
+    version = resumed.progress.version if resumed else 0
+    with (folder / "lives.jsonl").open("a") as lives:
+        print(json.dumps({"from": version, "ranks": others}), file=lives)
+    while version < UPDATES:
+        trainer.step(groups, 0.7, version=version)
+        version += 1
+        checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=version))
+        while version == KILL_AFTER and others and not (folder / "killed").exists():
+            time.sleep(0.02)
+    (folder / "weights.json").write_text(json.dumps(digest(trainer)))
+    if team is not None:
+        team.close()
+
+
+async def main(stop: asyncio.Event) -> None:
+    started = ranks.start(2, MODULE)
+    started_pids = [rank.pid for rank in started]
+    watching = asyncio.create_task(ranks.watch(started, structlog.get_logger()))
+    folder = Path(os.environ["TWO_RANKS"])
+    await asyncio.get_running_loop().run_in_executor(None, train, folder, started_pids)
+    watching.cancel()
+    ranks.end(started)
+
+
+if __name__ == "__main__":
+    if ranks.is_follower():
+        die_with_parent()
+        train(Path(os.environ["TWO_RANKS"]), [])
+        os._exit(0)
+    run_service("learner", main)
