@@ -15,8 +15,12 @@ from kbrl_async.reporting.plots import STANDALONE, Line, line_chart
 from kbrl_async.telemetry import summary
 
 ROWS = (
+    "method",
+    "preset",
+    "seed",
     "updates",
     "rollouts",
+    "lessons",
     "wall_s",
     "updates_per_hour",
     "reward_mean_first",
@@ -26,9 +30,15 @@ ROWS = (
     "correct_rate_last",
     "success_rate_last",
     "fast_1_last",
+    "speedup_mean_first",
     "speedup_mean_last",
+    "heldout_compile_rate_before",
+    "heldout_compile_rate_after",
     "heldout_correct_rate_before",
     "heldout_correct_rate_after",
+    "heldout_fast_1_before",
+    "heldout_fast_1_after",
+    "heldout_speedup_mean_before",
     "heldout_speedup_mean_after",
     "max_staleness",
 )
@@ -48,8 +58,13 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """(field, a value a run) of the fields that any run has."""
-    found = [(field, [run.get(field) for run in runs.values()]) for field in ROWS]
+    found = [(field, [_field(run, field) for run in runs.values()]) for field in ROWS]
     return [(field, values) for field, values in found if any(value is not None for value in values)]
+
+
+def _field(run: Mapping[str, Any], field: str) -> Any:
+    """Of the summary, or of what it says of the demonstrations (`lessons`)."""
+    return run.get(field, run.get("demonstrations", {}).get(field))
 
 
 def shown(value: Any) -> str:
@@ -77,6 +92,11 @@ def curves(run: Path, tags: Sequence[str]) -> dict[str, list[tuple[float, float]
 def curve(run: Path, tag: str) -> list[tuple[float, float]]:
     """Of one tag."""
     return curves(run, [tag])[tag]
+
+
+def without(runs: Mapping[str, Path], tag: str) -> list[str]:
+    """Runs that have no values of this tag: method=sft has no rollouts, and so no rewards."""
+    return [name for name, path in runs.items() if not curve(path, tag)]
 
 
 def chart(runs: Mapping[str, Path], tag: str, window: int = 3) -> Markup | None:

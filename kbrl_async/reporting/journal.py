@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.reporting.model import TRAIN, Turn
+from kbrl_async.telemetry.history import entries_of
 from kbrl_async.telemetry.training_metrics import RolloutStats
 
 FILE = "aggregator.sqlite"
@@ -51,18 +52,8 @@ def read_journal(path: Path) -> Journal | None:
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    uri = path.resolve().as_uri()
-    try:
-        db = sqlite3.connect(f"{uri}?mode=ro", uri=True)
-        found = db.execute("SELECT entry FROM entries ORDER BY id")
-    except sqlite3.OperationalError:
-        # a folder that can't be written has no room for a WAL's shared memory
-        db = sqlite3.connect(f"{uri}?immutable=1", uri=True)
-        found = db.execute("SELECT entry FROM entries ORDER BY id")
     decoder = msgspec.msgpack.Decoder(dict[str, Any])
-    for (blob,) in found:
-        yield decoder.decode(blob)
-    db.close()
+    return map(decoder.decode, entries_of(path))
 
 
 def _collect(entries: Iterator[dict[str, Any]]) -> Journal:

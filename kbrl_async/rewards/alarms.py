@@ -87,6 +87,14 @@ class AlarmChange(msgspec.Struct, frozen=True):
         return f"{self.rule.metric} {self.value:.3g} is {side} {self.rule.threshold:g} since {self.rule.window} updates"
 
 
+class AlarmsState(msgspec.Struct, frozen=True):
+    """All that the alarms remember, by name."""
+
+    values: dict[str, list[float]]
+    levels: dict[str, int]
+    raised: dict[str, int]
+
+
 class Alarms:
     """The state of all alarms of a run."""
 
@@ -101,6 +109,16 @@ class Alarms:
     def metrics(self) -> frozenset[str]:
         """What must be observed."""
         return frozenset(rule.metric for rule in self._rules.values())
+
+    def state(self) -> AlarmsState:
+        values = {name: list(seen) for name, seen in self._values.items()}
+        return AlarmsState(values, dict(self.levels), dict(self.raised))
+
+    def restore(self, state: AlarmsState) -> None:
+        """An alarm that is new since then begins afresh; one that is gone is forgotten."""
+        for name, rule in self._rules.items():
+            self._values[name] = deque(state.values.get(name, ()), maxlen=rule.window)
+            self.levels[name], self.raised[name] = state.levels.get(name, 0), state.raised.get(name, 0)
 
     def observe(self, version: int, metrics: Mapping[str, float]) -> list[AlarmChange]:
         """Takes in one update; returns what changed by it."""

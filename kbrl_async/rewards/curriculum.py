@@ -49,6 +49,15 @@ class BatchRates(msgspec.Struct, frozen=True):
     correct: float
 
 
+class CurriculumState(msgspec.Struct, frozen=True):
+    """All that a curriculum remembers."""
+
+    stage: str
+    share: float
+    success: dict[str, dict[int, float]]
+    recent: list[BatchRates]
+
+
 class Curriculum:
     """Fed by the campaign; `stage` and `pick` are its answers."""
 
@@ -59,6 +68,13 @@ class Curriculum:
         self._problems, self._seed = list(problems), seed
         self._success: dict[str, dict[int, float]] = {}
         self._recent: deque[BatchRates] = deque(maxlen=options.window)
+
+    def state(self) -> CurriculumState:
+        return CurriculumState(self.stage, self.share, self._success, list(self._recent))
+
+    def restore(self, state: CurriculumState) -> None:
+        self.stage, self.share, self._success = state.stage, state.share, state.success
+        self._recent = deque(state.recent, maxlen=self.options.window)
 
     def observe(self, problem_id: str, turn: int, correct: bool) -> None:
         """A turn was scored."""

@@ -21,14 +21,14 @@ deadline and samples as fresh as their admission, nothing is dropped; S = 0 is t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rewards.advantages import IMITATES, batch_scale, find_baseline, is_zero_variance, mean_scale
+from kbrl_async.rewards import batching
+from kbrl_async.rewards.advantages import find_baseline
 from kbrl_async.rewards.events import (
     IGNORED,
     Admitted,
@@ -44,6 +44,7 @@ from kbrl_async.rewards.events import (
     Scored,
     Swept,
 )
+from kbrl_async.rewards.group import BookState, Group, rewards_by_turn
 from protocols.records import GroupOutcome, TrainGroup, TrainSample
 
 STALE = "stale"
@@ -75,40 +76,6 @@ class BookOptions(msgspec.Struct, frozen=True):
     first_version: int = 0
 
 
-@dataclasses.dataclass
-class _Group:
-    group_id: str
-    problem_id: str
-    level: int
-    expected: int
-    admitted_version: int
-    scored: dict[str, list[TrainSample]] = dataclasses.field(default_factory=dict)
-    lost: dict[str, str] = dataclasses.field(default_factory=dict)
-    batch_id: str = ""
-    running: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Running mean reward of the problem by turn, as it was when the batch was made."""
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.scored) + len(self.lost) >= self.expected
-
-    @property
-    def is_ready(self) -> bool:
-        return self.is_complete and not self.batch_id
-
-    @property
-    def known_oldest(self) -> int | None:
-        return min((s.policy_version for samples in self.scored.values() for s in samples), default=None)
-
-    @property
-    def oldest(self) -> int:
-        """Oldest version that is or may still be among its samples."""
-        known = self.known_oldest
-        if self.is_complete and known is not None:
-            return known
-        return self.admitted_version if known is None else min(known, self.admitted_version)
-
-
 class GroupBook:
     """Owned by the aggregator. Each mutation returns a `Change`: journal its event, then act on it.
 
@@ -131,8 +98,8 @@ class GroupBook:
         """The S that admission goes by; an alarm may lower it. What is open already keeps the S it was promised."""
         self.is_paused = False
         """Nothing is admitted while anything open may still end by itself."""
-        self._baseline = find_baseline(options.baseline)
-        self._groups: dict[str, _Group] = {}
+        find_baseline(options.baseline)
+        self._groups: dict[str, Group] = {}
         self._batches: dict[str, BatchMade] = {}
         self._next_group = 0
         self._next_batch = 0
@@ -148,6 +115,40 @@ class GroupBook:
         for event in events:
             book.apply(event)
         return book
+
+    # ── all of it ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> BookState:
+        """To be written at once: it shares what is open with the book."""
+        return BookState(
+            self.version,
+            dict(self.counts),
+            dict(self.reasons),
+            self.batches_trained,
+            self.batches_failed,
+            self.is_finished,
+            self.window_lag,
+            self.is_paused,
+            list(self._groups.values()),
+            list(self._batches.values()),
+            self._next_group,
+            self._next_batch,
+            self._hold,
+            dict(self._failures),
+            dict(self._benched),
+            self._running,
+        )
+
+    def restore(self, state: BookState) -> None:
+        """The book as it was when `state` was taken; its options stay."""
+        self.version, self.counts, self.reasons = state.version, Counter(state.counts), Counter(state.reasons)
+        self.batches_trained, self.batches_failed = state.batches_trained, state.batches_failed
+        self.is_finished, self.window_lag, self.is_paused = state.is_finished, state.window_lag, state.is_paused
+        self._groups = {group.group_id: group for group in state.groups}
+        self._batches = {batch.batch_id: batch for batch in state.batches}
+        self._next_group, self._next_batch, self._hold = state.next_group, state.next_batch, state.hold
+        self._failures, self._benched = Counter(state.failures), state.benched
+        self._running = state.running
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -196,15 +197,7 @@ class GroupBook:
     def train_groups(self, batch_id: str) -> list[TrainGroup]:
         """The groups of an outstanding batch, with advantages: the same on every call."""
         chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
-        groups = [self._with_advantages(group) for group in chosen]
-        advantages = [s.advantage for group in groups for s in group.samples]
-        if self.options.baseline in IMITATES:
-            scale = mean_scale(advantages)
-        elif self.options.scale_by_std:
-            scale = batch_scale(advantages)
-        else:
-            return groups
-        return [msgspec.structs.replace(g, samples=[_scaled(s, scale) for s in g.samples]) for g in groups]
+        return batching.train_groups(chosen, self.options.baseline, scale_by_std=self.options.scale_by_std)
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest."""
@@ -274,7 +267,7 @@ class GroupBook:
         """The only place where state changes: a pure function of state and event."""
         match event:
             case Admitted():
-                self._groups[event.group_id] = _Group(
+                self._groups[event.group_id] = Group(
                     event.group_id, event.problem_id, event.level, event.rollouts, event.version
                 )
                 self._next_group += 1
@@ -322,7 +315,7 @@ class GroupBook:
     def _do(self, event: Event) -> Change:
         return Change(event, self.apply(event))
 
-    def _settle(self, group: _Group, at: float) -> list[Closed]:
+    def _settle(self, group: Group, at: float) -> list[Closed]:
         """Closes a complete group that can't be trained; leaves the others open or ready."""
         if not group.is_complete:
             return []
@@ -331,14 +324,10 @@ class GroupBook:
                 return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
             reason = next(iter(group.lost.values()), TOO_FEW)
             return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
-        if self._teaches_nothing(group):
+        o = self.options
+        if batching.teaches_nothing(group, o.baseline, filter_zero_variance=o.filter_zero_variance):
             return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
         return []
-
-    def _teaches_nothing(self, group: _Group) -> bool:
-        if self.options.baseline in IMITATES:
-            return not any(any(self._baseline(rewards)) for rewards in _rewards_by_turn(group).values())
-        return self.options.filter_zero_variance and all(map(is_zero_variance, _rewards_by_turn(group).values()))
 
     def _close(self, group_id: str, outcome: GroupOutcome, reason: str, at: float) -> Closed:
         group = self._groups.pop(group_id)
@@ -374,12 +363,12 @@ class GroupBook:
             return False
         return rollout_id in rollout_ids(group_id, group.expected)
 
-    def _is_too_old(self, group: _Group) -> bool:
+    def _is_too_old(self, group: Group) -> bool:
         # What is known, not what is feared: a group admitted long ago may yet be generated by a fresh policy.
         known = group.known_oldest
         return not group.batch_id and known is not None and self._next_index - known > self.options.max_lag
 
-    def _must_wait(self, ready: list[_Group]) -> bool:
+    def _must_wait(self, ready: list[Group]) -> bool:
         """This batch would leave more groups of some version behind than the batches that may take them have places.
 
         Groups of version x fit batches up to x + S; after batch n, (x + S − n)·P places are left for them. Waiting
@@ -395,27 +384,9 @@ class GroupBook:
                 return True
         return False
 
-    def _with_advantages(self, group: _Group) -> TrainGroup:
-        by_turn: dict[int, list[TrainSample]] = {}
-        for rollout_id in sorted(group.scored):
-            for sample in group.scored[rollout_id]:
-                by_turn.setdefault(sample.turn, []).append(sample)
-        samples = [
-            msgspec.structs.replace(sample, advantage=advantage)
-            for turn in sorted(by_turn)
-            for sample, advantage in zip(by_turn[turn], self._advantages(group, turn, by_turn[turn]), strict=True)
-        ]
-        return TrainGroup(group.group_id, group.problem_id, group.level, samples)
-
-    def _advantages(self, group: _Group, turn: int, samples: list[TrainSample]) -> list[float]:
-        rewards = [sample.reward for sample in samples]
-        if self.options.baseline == "running_mean" and turn in group.running:
-            return [reward - group.running[turn] for reward in rewards]
-        return self._baseline(rewards)
-
-    def _learn_mean(self, group: _Group) -> None:
+    def _learn_mean(self, group: Group) -> None:
         known = self._running.setdefault(group.problem_id, {})
-        for turn, rewards in _rewards_by_turn(group).items():
+        for turn, rewards in rewards_by_turn(group).items():
             mean = sum(rewards) / len(rewards)
             known[turn] = mean if turn not in known else known[turn] + RUNNING_RATE * (mean - known[turn])
 
@@ -423,15 +394,3 @@ class GroupBook:
 def rollout_ids(group_id: str, count: int) -> list[str]:
     """The ids of a group's rollouts: `g000012.r0` …"""
     return [f"{group_id}.r{i}" for i in range(count)]
-
-
-def _rewards_by_turn(group: _Group) -> dict[int, list[float]]:
-    rewards: dict[int, list[float]] = {}
-    for samples in group.scored.values():
-        for sample in samples:
-            rewards.setdefault(sample.turn, []).append(sample.reward)
-    return rewards
-
-
-def _scaled(sample: TrainSample, scale: float) -> TrainSample:
-    return msgspec.structs.replace(sample, advantage=sample.advantage * scale)

@@ -20,6 +20,9 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.rewards.parts import PART_NAMES, RewardParts
 from protocols.records import Fault
 
+PLAN_WEIGHT = 0.1
+"""Of a plan part that is named without a weight (TritonRL's α)."""
+
 
 class Rung(msgspec.Struct, frozen=True):
     """A stage that must be passed (its part is 1) and the whole reward of failing it."""
@@ -35,6 +38,10 @@ class Preset(msgspec.Struct, frozen=True):
     """A part that multiplies the sum; empty for none."""
     floor: float = 0.0
     """What cheating gets: never above any honest reward."""
+    plan_part: str = ""
+    """What the tokens around the kernel are paid by, on their own and behind the same gate; empty: as all tokens."""
+    plan_weight: float = 0.0
+    """Weight of their advantage beside 1 of the kernel's tokens."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -45,6 +52,8 @@ PRESETS: dict[str, Preset] = {
     "kevin": Preset({"correct": 0.3, "speedup": 1.0}),
     "kevin_offset": Preset({"correct": 0.3, "speedup_gain": 1.0}),
     "hierarchical": Preset({"correct": 0.7, "speed": 0.3}, gate="valid"),
+    # TritonRL (Woo et al. 2025): the plan by the speedup it leads to, the code by its correctness, α = .1.
+    "plan_code": Preset({"correct": 1.0}, gate="valid", plan_part="speedup", plan_weight=0.1),
     "funnel": Preset(
         {"correct": 0.7, "speed": 0.3},
         ladder=(Rung("format", 0.0), Rung("compile", 0.3), Rung("correct", 0.5)),
@@ -68,6 +77,31 @@ def find_preset(name: str, weights: Mapping[str, float] | None = None) -> Preset
             raise ConfigError(f"unknown reward part {part!r}", hint)
     preset = PRESETS[name]
     return msgspec.structs.replace(preset, weights={**preset.weights, **(weights or {})})
+
+
+def with_plan(preset: Preset, part: str | None, weight: float | None) -> Preset:
+    """The preset with another plan part or weight; None leaves the preset's.
+
+    :raises ConfigError: a weight for no part.
+    """
+    found = msgspec.structs.replace(
+        preset,
+        plan_part=preset.plan_part if part is None else part,
+        plan_weight=preset.plan_weight if weight is None else weight,
+    )
+    if part is not None and weight is None and not preset.plan_weight:
+        return msgspec.structs.replace(found, plan_weight=PLAN_WEIGHT)
+    if found.plan_weight and not found.plan_part:
+        cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
+        raise ConfigError(f"dataset_builder.reward_plan_weight={weight:g} weighs no part", cure)
+    return found
+
+
+def plan_reward_of(parts: RewardParts, preset: Preset) -> float:
+    """What the tokens around the kernel of one turn earn; 0 where they earn nothing of their own."""
+    if not preset.plan_part or parts.fault is Fault.CHEATING:
+        return 0.0
+    return _part(parts, preset.plan_part) * (_part(parts, preset.gate) if preset.gate else 1.0)
 
 
 def reward_of(parts: RewardParts, preset: Preset) -> float:

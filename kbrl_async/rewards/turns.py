@@ -63,7 +63,8 @@ def goes_on(scores: Sequence[TurnScore], options: TurnOptions) -> bool:
 def with_returns(turns: Sequence[TrainSample], options: TurnOptions) -> list[TrainSample]:
     """The turns of one rollout, each with its return R_t = Σ_k≥t γ^(k−t)·s_k (or the max) in place of its score."""
     returns = turn_returns([sample.reward for sample in turns], options.gamma, options.returns)
-    return [msgspec.structs.replace(s, reward=r) for s, r in zip(turns, returns, strict=True)]
+    plans = turn_returns([sample.plan_reward for sample in turns], options.gamma, options.returns)
+    return [msgspec.structs.replace(s, reward=r, plan_reward=p) for s, r, p in zip(turns, returns, plans, strict=True)]
 
 
 def turn_id(rollout_id: str, turn: int) -> str:

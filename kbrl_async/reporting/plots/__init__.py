@@ -9,6 +9,7 @@ To add a kind of chart, write a module with one function that returns `Markup`, 
 """
 
 from kbrl_async.reporting.plots.areas import stacked
+from kbrl_async.reporting.plots.dots import Dot, dot_chart
 from kbrl_async.reporting.plots.frame import STANDALONE, Box
 from kbrl_async.reporting.plots.lines import Line, line_chart
 from kbrl_async.reporting.plots.points import MOST, Points, apart, binned, smooth, smoothed, thinned
@@ -21,6 +22,7 @@ __all__ = [
     "Axis",
     "Bar",
     "Box",
+    "Dot",
     "Line",
     "Mark",
     "Points",
@@ -29,6 +31,7 @@ __all__ = [
     "axis_row",
     "binned",
     "cells",
+    "dot_chart",
     "legend",
     "line_chart",
     "row",

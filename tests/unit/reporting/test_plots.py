@@ -14,11 +14,13 @@ from kbrl_async.reporting import comparing, numbers
 from kbrl_async.reporting.plots import (
     MOST,
     STANDALONE,
+    Dot,
     Line,
     Scale,
     apart,
     binned,
     cells,
+    dot_chart,
     line_chart,
     smoothed,
     stacked,
@@ -167,3 +169,14 @@ def test_a_summary_that_somebody_edited_is_named(tmp_path: Path) -> None:
 def test_runs_of_one_name_are_told_apart() -> None:
     found = comparing.named([Path("/a/runs/default"), Path("/b/runs/default"), Path("/b/runs/other")])
     assert list(found) == ["a/runs/default", "b/runs/default", "other"]
+
+
+def test_arms_are_drawn_with_their_intervals_and_a_missing_one_is_left_out() -> None:
+    rows = {"one": [Dot(0.2, 0.1, 0.3), Dot(-0.1, -0.2, 0.05)], "two": [Dot(0.4, 0.35, 0.5), None]}
+    chart = ET.fromstring(dot_chart(rows, ["trained", "held out"], label="gains", standalone=WORDS))
+    circles = chart.findall(f".//{NAMESPACE}circle")
+    assert len(circles) == 3
+    left, right = (next(c for c in circles if c[0].text.startswith(f"{v} ")) for v in ("20\u00a0%", "40\u00a0%"))
+    assert float(left.get("cx", 0)) < float(right.get("cx", 0))
+    words = {node.text for node in chart.iter(f"{NAMESPACE}text")}
+    assert {"one", "two", "trained", "held out"} <= words
