@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 from kbrl_async.funnel import Result
 from kbrl_async.optimizing.driver import record_of
-from kbrl_async.prompts import feedback_of, render_prompt, render_turn
+from kbrl_async.prompts import TokenBudget, feedback_of, render_prompt, render_turn
 from kbrl_async.prompts.examples import Worked, render_with_examples
 from protocols.records import Problem
 
 
 class PromptMaker:
-    """`max_tokens` bounds every prompt: examples that exceed it are left out, and an attempt too long to be shown again
-    is started afresh."""
+    """`max_tokens` bounds every prompt: examples that exceed it are left out, so are whole parts of the feedback."""
 
     def __init__(
         self,
@@ -25,7 +24,7 @@ class PromptMaker:
         max_tokens: int = 1 << 30,
     ) -> None:
         self._option, self._problem, self._backend = option, problem, backend
-        self._count_tokens, self._max_tokens = count_tokens, max_tokens
+        self._budget = TokenBudget(max_tokens, count_tokens)
         self._first = render_prompt(option, problem, backend)
         self.shown: tuple[int, ...] = ()
         """Which of the examples are in the first prompt."""
@@ -37,5 +36,5 @@ class PromptMaker:
         return self._first
 
     def turn(self, result: Result, source: str) -> str:
-        prompt = render_turn(self._option, self._problem, feedback_of(record_of(result, source), self._backend))
-        return prompt if self._count_tokens(prompt) <= self._max_tokens else self._first
+        feedback = feedback_of(record_of(result, source), self._backend)
+        return render_turn(self._option, self._problem, feedback, self._backend, self._budget)

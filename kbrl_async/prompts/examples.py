@@ -21,15 +21,11 @@ from typing import Protocol
 
 import msgspec
 
-from kbrl_async.prompts.templates import render_prompt
+from kbrl_async.prompts.templates import INTRODUCTION, render_prompt, worked_example
 from protocols.records import Problem
 
 MAX_CHARACTERS = 10_000
 """Of one example, as it stands in the prompt."""
-
-INTRODUCTION = """Worked examples: modules and kernels that replaced them. They are other problems than yours; take
-over what helps and nothing else.
-"""
 
 
 class Worked(Protocol):
@@ -59,9 +55,10 @@ def render_with_examples(
     count_tokens: Callable[[str], int],
     max_tokens: int,
     contract: str = "c",
+    hardware: str = "",
 ) -> Prompted:
     """The prompt of `problem` with as many of `offered` (best first) as `max_tokens` of prompt allow."""
-    bare = render_prompt(option, problem, contract)
+    bare = render_prompt(option, problem, contract, hardware)
     best, blocks = Prompted(bare), list[str]()
     for place, worked in enumerate(offered):
         block = render_example(option, worked)
@@ -80,9 +77,7 @@ def render_example(option: str, worked: Worked) -> str:
     if option == "compact":
         # the very form in which the small policy's own answers stand, so that it can copy lines
         return f"{render_prompt(option, Problem('', 0, '', worked.reference))}```python\n{kernel}```\n"
-    speed = f" ({worked.speedup:.2f}× the speed of PyTorch)" if worked.speedup is not None else ""
-    reference = worked.reference.rstrip() + "\n"
-    return f"Module:\n\n```python\n{reference}```\n\nIts kernel{speed}:\n\n```python\n{kernel}```\n"
+    return worked_example(worked.reference, worked.kernel, worked.speedup)
 
 
 def _joined(option: str, blocks: Sequence[str], bare: str) -> str:

@@ -5,21 +5,24 @@
     record of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
 
 Invariants
-* Thoughts are dropped: only the extracted kernel goes on, at most `KERNEL_CHARACTERS` of it.
+* Thoughts are dropped: only the extracted kernel goes on, whole or not at all.
+* A prompt that exceeds its budget loses examples first, then lines of the error, the kernel, all of the feedback.
 * Error text is at most 800 characters and ten lines, and holds no frame of ours (the reports clean it).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kbrl_async.prompts.templates import render_prompt
+from kbrl_async.prompts.budget import UNBOUNDED, TokenBudget
+from kbrl_async.prompts.templates import prompt_forms
 from protocols.records import BenchReport, BuildReport, Fault, Frame, Generation, Problem, Timing
 
-KERNEL_CHARACTERS = 2000
+KERNEL_CHARACTERS = 20_000
+"""Of a kernel that is shown again; a longer one is not shown."""
 ERROR_CHARACTERS = 800
 ERROR_LINES = 10
 _NOISE = re.compile(r"^(In file included|compilation terminated|ninja:|\s*\|)|note: ")
@@ -113,14 +116,6 @@ def shortened(message: str) -> str:
     return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 2] + " …"
 
 
-def clipped(kernel: str, limit: int = KERNEL_CHARACTERS) -> str:
-    """`kernel` itself, or its two ends with a mark between them."""
-    if len(kernel) <= limit:
-        return kernel
-    half = (limit - 40) // 2
-    return f"{kernel[:half]}\n# … {len(kernel) - 2 * half} characters left out …\n{kernel[-half:]}"
-
-
 def _limits(timing: Timing | None) -> str:
     if timing is None:
         return ""
@@ -129,19 +124,55 @@ def _limits(timing: Timing | None) -> str:
     return spent if share is None else f"{spent}, {share:.0%} of what the memory and arithmetic of this machine allow"
 
 
-def render_turn(option: str, problem: Problem, feedback: Feedback, contract: str = "c") -> str:
-    """The prompt of the turn after `feedback`, in the same template as the first turn's."""
-    first = render_prompt(option, problem, contract)
-    if option == "compact":
-        return compact_turn(first, feedback)
+def render_turn(
+    option: str,
+    problem: Problem,
+    feedback: Feedback,
+    contract: str = "c",
+    budget: TokenBudget = UNBOUNDED,
+    hardware: str = "",
+) -> str:
+    """The prompt of the turn after `feedback`, in the same template as the first turn's and within `budget`.
+
+    Where not even the shortest feedback fits, the rollout is started afresh: the first turn's prompt.
+    """
+    firsts = list(prompt_forms(option, problem, contract, hardware))
+    forms = _compact_forms(firsts[-1], feedback) if option == "compact" else _forms(firsts, feedback)
+    return budget.first_fitting(forms)
+
+
+def _forms(firsts: Sequence[str], feedback: Feedback) -> Iterator[str]:
+    """From all that is known to nothing but the problem: examples go first."""
+    lines = feedback.error.splitlines()
+    first = firsts[-1]
+    if len(feedback.kernel) <= KERNEL_CHARACTERS:
+        for with_examples in firsts[:-1]:
+            yield _told(with_examples, feedback, feedback.kernel, lines)
+    kernels = [feedback.kernel] if len(feedback.kernel) <= KERNEL_CHARACTERS else []
+    for kernel in [*kernels, *([""] if feedback.kernel else [])]:
+        for kept in sorted({len(lines), len(lines) // 2, min(1, len(lines)), 0}, reverse=True):
+            yield _told(first, feedback, kernel, lines[:kept])
+    yield first
+
+
+def _told(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> str:
     parts = [first]
-    if feedback.kernel:
-        parts.append(f"Your last answer:\n\n```python\n{clipped(feedback.kernel).rstrip()}\n```\n")
+    if kernel:
+        parts.append(f"Your last answer:\n\n```python\n{kernel.rstrip()}\n```\n")
+    elif feedback.kernel:
+        parts.append("Your last answer is too long to be shown again.\n")
     parts.append(f"Its result: {_status(feedback)}\n")
-    if feedback.error:
-        parts.append(f"```\n{feedback.error}\n```\n")
+    if error:
+        parts.append("```\n" + "\n".join(error) + "\n```\n")
     parts.append(f"{feedback.hint} Answer with the whole improved file.\n")
     return "\n".join(parts)
+
+
+def _compact_forms(first: str, feedback: Feedback) -> Iterator[str]:
+    """The small policy's corpus holds feedback with its attempt only, or none."""
+    if len(feedback.kernel) <= KERNEL_CHARACTERS:
+        yield compact_turn(first, feedback)
+    yield first
 
 
 def _status(feedback: Feedback) -> str:
@@ -159,5 +190,5 @@ def compact_turn(first: str, feedback: Feedback) -> str:
     'P### Attempt\\nK\\n### Feedback: compile\\n### ModelNew\\n'
     """
     body = first.removesuffix("### ModelNew\n")
-    kernel = clipped(feedback.kernel).rstrip() + "\n" if feedback.kernel else ""
+    kernel = feedback.kernel.rstrip() + "\n" if feedback.kernel else ""
     return f"{body}### Attempt\n{kernel}### Feedback: {feedback.category}\n### ModelNew\n"

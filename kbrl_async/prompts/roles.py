@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 
-from kbrl_async.prompts.feedback import CATEGORIES, clipped
+from kbrl_async.prompts.feedback import CATEGORIES
 from kbrl_async.prompts.templates import render_prompt
+from kbrl_async.prompts.thoughts import without_thoughts
 from protocols.records import CORRECTOR, SOLVER, VERIFIER, Problem
 
 OUTCOMES = (*dict.fromkeys(CATEGORIES.values()), "slow", "fast")
@@ -43,7 +44,7 @@ def role_of(turn: int) -> str:
 
 def render_verifier(option: str, problem: Problem, kernel: str) -> str:
     """Asks for the verdict of `kernel` before it is known."""
-    shown = clipped(kernel).rstrip()
+    shown = kernel.rstrip()
     if option == "compact":
         body = render_prompt(option, problem).removesuffix("### ModelNew\n")
         return f"{body}### Attempt\n{shown}\n### Verdict\n"
@@ -53,7 +54,7 @@ def render_verifier(option: str, problem: Problem, kernel: str) -> str:
 
 def predicted(response: str) -> str:
     """The outcome that a verifier's answer names, in its last `VERDICT:` line or else anywhere; empty for none."""
-    text = response.rpartition("</think>")[2].lower()
+    text = without_thoughts(response).lower()
     found = _WORD.findall(text.rpartition("verdict:")[2])
     return found[0] if found else ""
 

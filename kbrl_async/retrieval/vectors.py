@@ -6,17 +6,28 @@ which the leak rules and the diversity of the ranking need.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from kbrl_async.errors import UserError
+from kbrl_async.errors import MissingTool, UserError
 from kbrl_async.retrieval.embedders import Vectors
+
+
+@functools.cache
+def _faiss() -> Any:
+    """Imported when an index is made or read: whoever only reads modules (the small policy's corpus) needs it not."""
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise MissingTool("FAISS is not installed", "pip install faiss-cpu") from error
+
 
 EXACT_BELOW = 100_000
 EXACT, LISTS = "exact", "ivf"
@@ -31,10 +42,10 @@ def kind_for(count: int, exact_below: int = EXACT_BELOW) -> str:
 
 def write(path: Path, kind: str, dimension: int, count: int, parts: Callable[[], Iterator[Vectors]]) -> None:
     """Writes the index of all `parts`, which are asked for once to train lists and once to fill them."""
-    index = faiss.IndexFlatIP(dimension) if kind == EXACT else _trained(dimension, count, parts)
+    index = _faiss().IndexFlatIP(dimension) if kind == EXACT else _trained(dimension, count, parts)
     for part in parts():
         index.add(np.ascontiguousarray(part))
-    faiss.write_index(index, str(path))
+    _faiss().write_index(index, str(path))
 
 
 def _trained(dimension: int, count: int, parts: Callable[[], Iterator[Vectors]]) -> Any:
@@ -42,7 +53,7 @@ def _trained(dimension: int, count: int, parts: Callable[[], Iterator[Vectors]])
     wanted = min(count, lists * TRAIN_PER_LIST)
     # every part gives its share, so that no source is unknown to the lists
     sample = np.concatenate([part[:: max(1, count // wanted)] for part in parts()])
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, lists, faiss.METRIC_INNER_PRODUCT)
+    index = _faiss().IndexIVFFlat(_faiss().IndexFlatIP(dimension), dimension, lists, _faiss().METRIC_INNER_PRODUCT)
     index.cp.seed = 0
     index.train(np.ascontiguousarray(sample))
     return index
@@ -53,7 +64,7 @@ class VectorIndex:
 
     def __init__(self, path: Path, kind: str) -> None:
         try:
-            self._index = cast(Any, faiss.read_index(str(path), _mapped(kind)))
+            self._index = cast(Any, _faiss().read_index(str(path), _mapped(kind)))
         except RuntimeError as error:
             raise UserError(f"{path} is no FAISS index", "Build the index again") from error
         if kind == LISTS:
@@ -77,5 +88,5 @@ class VectorIndex:
 def _mapped(kind: str) -> int:
     """Flags that map the file instead of reading it; older versions of FAISS map inverted lists only."""
     if kind == EXACT:
-        return int(getattr(faiss, "IO_FLAG_MMAP_IFC", 0))
-    return int(faiss.IO_FLAG_MMAP)
+        return int(getattr(_faiss(), "IO_FLAG_MMAP_IFC", 0))
+    return int(_faiss().IO_FLAG_MMAP)

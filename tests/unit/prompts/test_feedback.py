@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kbrl_async.prompts import feedback_of, render_turn
-from kbrl_async.prompts.feedback import CATEGORIES, ERROR_CHARACTERS, ERROR_LINES, KERNEL_CHARACTERS, clipped, shortened
+from kbrl_async.prompts import TokenBudget, feedback_of, render_prompt, render_turn
+from kbrl_async.prompts.feedback import CATEGORIES, ERROR_CHARACTERS, ERROR_LINES, KERNEL_CHARACTERS, shortened
 from protocols.records import (
     INFRASTRUCTURE_FAULTS,
     BenchReport,
@@ -78,13 +79,57 @@ def test_an_error_is_cut_to_the_lines_that_matter() -> None:
     assert len(text.splitlines()) <= ERROR_LINES
 
 
-def test_a_long_kernel_keeps_both_ends() -> None:
-    kernel = "a" * 3000 + "b" * 3000
-    short = clipped(kernel)
-    assert len(short) <= KERNEL_CHARACTERS + 40
-    assert short.startswith("aaa")
-    assert short.endswith("bbb")
-    assert clipped("short") == "short"
+KERNEL = "".join(f"line {i} of the kernel\n" for i in range(40))
+FAILED = [
+    msgspec.structs.replace(WRITTEN, candidate=Candidate(KERNEL, "c")),
+    BuildReport(Fault.COMPILE_ERROR, message="\n".join(f"error {i}" for i in range(8))),
+]
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("option", ["zero_shot", "compact"])
+def test_no_budget_cuts_a_kernel_or_a_line_of_the_error(option: str) -> None:
+    feedback = feedback_of(FAILED, "c")
+    first = render_prompt(option, PROBLEM)
+    whole = words(render_turn(option, PROBLEM, feedback))
+    seen = set()
+    for limit in range(words(first), whole + 2):
+        prompt = render_turn(option, PROBLEM, feedback, "c", TokenBudget(limit, words))
+        assert words(prompt) <= limit
+        assert ("line 0" in prompt) == ("line 39 of the kernel" in prompt)
+        assert (
+            prompt == first
+            or option == "compact"
+            or all(line in feedback.error.splitlines() for line in prompt.splitlines() if line.startswith("error "))
+        )
+        seen.add(prompt)
+    assert first in seen
+    assert render_turn(option, PROBLEM, feedback) in seen
+    assert len(seen) == (2 if option == "compact" else 9)
+
+
+def test_what_is_shown_of_an_error_goes_before_the_kernel_does() -> None:
+    feedback = feedback_of(FAILED, "c")
+    whole = words(render_turn("zero_shot", PROBLEM, feedback))
+    prompt = render_turn("zero_shot", PROBLEM, feedback, "c", TokenBudget(whole - 1, words))
+    assert "line 39" in prompt
+    assert "error 3" in prompt
+    assert "error 4" not in prompt
+
+
+def test_a_problem_that_does_not_fit_by_itself_is_left_to_the_sampler_to_refuse() -> None:
+    feedback = feedback_of(FAILED, "c")
+    assert render_turn("compact", PROBLEM, feedback, "c", TokenBudget(1, words)) == render_prompt("compact", PROBLEM)
+
+
+def test_a_kernel_beyond_all_measure_is_not_shown_again() -> None:
+    huge = msgspec.structs.replace(WRITTEN, candidate=Candidate("x" * (KERNEL_CHARACTERS + 1), "c"))
+    prompt = render_turn("zero_shot", PROBLEM, feedback_of([huge, BUILT, result(Fault.INCORRECT)], "c"))
+    assert "too long to be shown again" in prompt
+    assert "xxx" not in prompt
 
 
 def test_the_compact_form_ends_like_a_first_turn() -> None:

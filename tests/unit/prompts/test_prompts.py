@@ -70,5 +70,5 @@ def test_the_explaining_prompt_holds_the_contract_and_the_whole_problem() -> Non
 
 
 def test_an_unknown_prompt_option_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="compact, zero_shot"):
+    with pytest.raises(ConfigError, match="compact, few_shot, one_shot, zero_shot"):
         render_prompt("few", load_suite()[0])
