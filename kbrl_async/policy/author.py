@@ -53,4 +53,8 @@ class Author:
 
     def style(self, slow: str, fast: str) -> str:
         """Two correct forms of different speed."""
-        return fast if self.rng.random() < self.habits.fast else slow
+        return fast if self.is_fast() else slow
+
+    def is_fast(self) -> bool:
+        """Whether the author takes the fast one of two correct ways."""
+        return self.rng.random() < self.habits.fast

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kbrl_async.policy.author import CAREFUL, Author, Habits
-from kbrl_async.policy.families.source import Family, render_answer, render_problem
+from kbrl_async.policy.families.source import Family, render_problem
+from kbrl_async.policy.languages import respond
 from kbrl_async.policy.shots import Shelf
 from kbrl_async.policy.specs import HELDOUT, SPECS, random_spec
 from kbrl_async.problems import parse_problem
@@ -40,32 +41,33 @@ def examples(
     turn_share: float = 0.0,
     verdict_share: float = 0.0,
     shot_share: float = 0.0,
+    backend: str = "c",
 ) -> Iterator[Example]:
     """`count` examples, `suite_share` of them on the suite's training problems, the others on problems like them.
 
     `turn_share` of them are second turns: the prompt holds an attempt and its feedback, the answer often repairs it;
     `verdict_share` hold an attempt and answer with what becomes of it; `shot_share` of the rest hold worked examples.
+    `backend` is what the answers are written in: see `languages`.
     """
     rng = random.Random(seed)
     suite = [spec for problem_id, spec in SPECS.items() if problem_id not in HELDOUT]
-    shelf = Shelf(random.Random(seed)) if shot_share else None
+    shelf = Shelf(random.Random(seed), backend=backend) if shot_share else None
     for _ in range(count):
         spec = rng.choice(suite) if rng.random() < suite_share else random_spec(rng)
         if turn_share and rng.random() < turn_share:
-            yield write_turn(spec, rng, habits, prompt_option)
+            yield write_turn(spec, rng, habits, prompt_option, backend)
         elif verdict_share and rng.random() < verdict_share / (1 - turn_share):
-            yield write_verdict(spec, rng, habits, prompt_option)
+            yield write_verdict(spec, rng, habits, prompt_option, backend)
         elif shelf is not None and rng.random() < shot_share:
             yield Example(*shelf.write(spec, rng, habits, prompt_option))
         else:
-            yield write_example(spec, Author(rng, habits), prompt_option)
+            yield write_example(spec, Author(rng, habits), prompt_option, backend)
 
 
-def write_example(spec: Family, author: Author, prompt_option: str) -> Example:
-    module = spec.module()
-    problem = parse_problem(render_problem(module), "corpus")
-    answer = render_answer(module, spec.answer(author), author)
-    return Example(render_prompt(prompt_option, problem), answer, tuple(author.slips))
+def write_example(spec: Family, author: Author, prompt_option: str, backend: str = "c") -> Example:
+    problem = parse_problem(render_problem(spec.module()), "corpus")
+    answer = respond(spec, author, backend)
+    return Example(render_prompt(prompt_option, problem, backend), answer, tuple(author.slips))
 
 
 REPAIRED = 0.6
@@ -73,29 +75,27 @@ REPAIRED = 0.6
 _CATEGORIES = {"fence": "format", "syntax": "compile", "name": "compile", "argument": "runtime"}
 
 
-def write_turn(spec: Family, rng: random.Random, habits: Habits, prompt_option: str) -> Example:
+def write_turn(spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c") -> Example:
     """An attempt, what became of it, and a second attempt in the same style that mostly mends or quickens it."""
     is_fast, style = rng.random() < habits.fast, rng.getrandbits(32)
     once = msgspec.structs.replace(habits, fast=float(is_fast))
     attempt = Author(random.Random(style), once, slips=rng)
-    module, first = spec.module(), spec.answer(attempt)
-    source = extract(render_answer(module, first, attempt)).source
+    source = extract(respond(spec, attempt, backend)).source
     mended = CAREFUL if rng.random() < REPAIRED else habits
     faster = is_fast or not attempt.slips
     second = Author(random.Random(style), msgspec.structs.replace(mended, fast=float(faster)), slips=rng)
-    answer = render_answer(module, spec.answer(second), second)
-    problem = parse_problem(render_problem(module), "corpus")
+    answer = respond(spec, second, backend)
+    problem = parse_problem(render_problem(spec.module()), "corpus")
     feedback = Feedback(Fault.OK, category_of(attempt.slips, is_fast=is_fast), kernel=source)
-    return Example(render_turn(prompt_option, problem, feedback), answer, tuple(second.slips))
+    return Example(render_turn(prompt_option, problem, feedback, backend), answer, tuple(second.slips))
 
 
-def write_verdict(spec: Family, rng: random.Random, habits: Habits, prompt_option: str) -> Example:
+def write_verdict(spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c") -> Example:
     """An attempt and the verdict it earns, for the verifier's role."""
     is_fast = rng.random() < habits.fast
     author = Author(rng, msgspec.structs.replace(habits, fast=float(is_fast)))
-    module = spec.module()
-    source = extract(render_answer(module, spec.answer(author), author)).source
-    problem = parse_problem(render_problem(module), "corpus")
+    source = extract(respond(spec, author, backend)).source
+    problem = parse_problem(render_problem(spec.module()), "corpus")
     prompt = render_verifier(prompt_option, problem, source)
     return Example(prompt, f"{category_of(author.slips, is_fast=is_fast)}\n", tuple(author.slips))
 

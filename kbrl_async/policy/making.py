@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,6 +56,8 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
     """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
     shot_share: float = 0.0
     """Share of the corpus's first turns whose prompt holds worked examples: for prompt_option=raicl."""
+    backend: str = "c"
+    """What the answers are written in."""
 
 
 Progress = Callable[[str, float], None]
@@ -62,7 +65,10 @@ Progress = Callable[[str, float], None]
 
 
 def ensure_small_policy(
-    cache: Path, options: SmallPolicyOptions, progress: Progress = lambda line, share: None
+    cache: Path,
+    options: SmallPolicyOptions,
+    progress: Progress = lambda line, share: None,
+    device: str = "cpu",
 ) -> Path:
     """The policy's folder, made on first use. Safe to call from several processes: the first rename wins."""
     folder = cache / f"small-{_fingerprint(options)}"
@@ -71,7 +77,7 @@ def ensure_small_policy(
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
-        _make(unfinished, options, progress)
+        _make(unfinished, options, progress, device)
         if folder.exists():
             shutil.rmtree(unfinished if (folder / READY).is_file() else folder)
         if unfinished.exists():
@@ -81,7 +87,7 @@ def ensure_small_policy(
     return folder
 
 
-def _make(folder: Path, options: SmallPolicyOptions, progress: Progress) -> SftReport:
+def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
     progress("writing the corpus", 0.0)
@@ -94,29 +100,41 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress) -> SftR
             turn_share=options.turn_share,
             verdict_share=options.verdict_share,
             shot_share=options.shot_share,
+            backend=options.backend,
         )
     )
     tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
     pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
-    model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options)
-    report = train_sft(
-        model,
-        pairs,
-        SftOptions(
-            steps=options.steps,
-            epochs=0,
-            max_seconds=options.max_seconds,
-            batch_tokens=options.batch_tokens,
-            token_budget=2 * options.batch_tokens,
-            learning_rate=options.learning_rate,
-        ),
-        lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share),
+    model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options).to(device)
+    sft = SftOptions(
+        steps=options.steps,
+        epochs=0,
+        max_seconds=options.max_seconds,
+        batch_tokens=options.batch_tokens,
+        token_budget=2 * options.batch_tokens,
+        learning_rate=options.learning_rate,
     )
-    model.save_pretrained(folder)
+    with _without_plans(device):
+        report = train_sft(
+            model, pairs, sft, lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share)
+        )
+    model.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     facts = {"report": report._asdict(), "options": msgspec.to_builtins(options)}
     (folder / READY).write_text(json.dumps(facts, indent=1))
     return report
+
+
+def _without_plans(device: str) -> contextlib.AbstractContextManager[None]:
+    """cuDNN's attention plans for every new shape, for tenths of a second, and here each microbatch has its own."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen: contextlib.AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return chosen
 
 
 def small_model(vocab_size: int, eos: int, pad: int, options: SmallPolicyOptions) -> Any:

@@ -15,7 +15,8 @@ import random
 import msgspec
 
 from kbrl_async.policy.author import CAREFUL, Author, Habits
-from kbrl_async.policy.families.source import Family, render_answer, render_problem
+from kbrl_async.policy.families.source import Family, render_problem
+from kbrl_async.policy.languages import respond
 from kbrl_async.policy.specs import HELDOUT, SPECS, random_spec
 from kbrl_async.problems import parse_problem
 from kbrl_async.prompts import extract
@@ -54,15 +55,15 @@ class LookingUp(Author):
 class Shelf:
     """Right kernels for the suite's training problems and problems like them, drawn once."""
 
-    def __init__(self, rng: random.Random, size: int = SHELF) -> None:
+    def __init__(self, rng: random.Random, size: int = SHELF, backend: str = "c") -> None:
+        self._backend = backend
         suite = [spec for problem_id, spec in SPECS.items() if problem_id not in HELDOUT]
         specs = [*suite, *(random_spec(rng) for _ in range(size - len(suite)))]
         self._shown = [self._written(spec, Author(rng, msgspec.structs.replace(CAREFUL, fast=0.5))) for spec in specs]
 
     def _written(self, spec: Family, author: Author) -> Shown:
-        module = spec.module()
-        reference = render_problem(module)
-        kernel = extract(render_answer(module, spec.answer(author), author)).source
+        reference = render_problem(spec.module())
+        kernel = extract(respond(spec, author, self._backend)).source
         return Shown(reference, kernel, operations(Scope(reference)))
 
     def nearest(self, reference: str, count: int) -> list[Shown]:
@@ -75,12 +76,11 @@ class Shelf:
         self, spec: Family, rng: random.Random, habits: Habits, prompt_option: str
     ) -> tuple[str, str, tuple[str, ...]]:
         """Prompt, answer and its slips."""
-        module = spec.module()
-        problem = parse_problem(render_problem(module), "corpus")
+        problem = parse_problem(render_problem(spec.module()), "corpus")
         shown = self.nearest(problem.source, rng.randint(1, MOST_SHOWN))
         author = LookingUp(rng, habits, "\n".join(example.kernel for example in shown))
-        answer = render_answer(module, spec.answer(author), author)
-        prompt = render_with_examples(prompt_option, problem, shown, len, 1 << 30).text
+        answer = respond(spec, author, self._backend)
+        prompt = render_with_examples(prompt_option, problem, shown, len, 1 << 30, self._backend).text
         return prompt, answer, tuple(author.slips)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kbrl_async.sampling.draw import draw
+from kbrl_async.sampling.graphs import GraphedSteps
 from kbrl_async.sampling.slots import PromptCapture, SlotCache
 from protocols.records import SamplingParams
 
@@ -64,7 +65,9 @@ class Cohort:
         prefix_tokens: int = 16_384,
         prefill_tokens: int = 4096,
         adapter: str = "",
+        graphs: bool = True,
     ) -> None:
+        """`graphs`: decode by CUDA graphs where the model is on a GPU."""
         self.version, self.adapter = version, adapter
         self.rows: list[Stream] = []
         self._model = causal_lm
@@ -73,6 +76,9 @@ class Cohort:
         self._stats = stats
         self._activate = activate
         self._cache = SlotCache()
+        self._graphs = (
+            GraphedSteps(self._logits, self._cache, self._device) if graphs and self._device.type == "cuda" else None
+        )
         self._prefixes: OrderedDict[tuple[int, ...], tuple[Prompt, torch.Tensor]] = OrderedDict()
         self._prefix_budget, self._prefill_budget = prefix_tokens, prefill_tokens
 
@@ -95,11 +101,14 @@ class Cohort:
         if not self.rows:
             return []
         # The newest token of a row is not in the cache yet: it goes in at this position, then predicts the next one.
-        positions = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in self.rows], device=self._device)
-        tokens = torch.tensor([[r.token_ids[-1]] for r in self.rows], device=self._device)
-        mask = self._cache.begin_step(positions)
-        hidden_N1H = self._decode(tokens, positions[:, None], mask, self._cache)
-        self._append(self.rows, self._head(hidden_N1H[:, 0]))
+        places = [len(r.prompt_ids) + len(r.token_ids) - 1 for r in self.rows]
+        latest = [r.token_ids[-1] for r in self.rows]
+        logits_NV = self._graphs.step(latest, places) if self._graphs is not None else None
+        if logits_NV is None:
+            positions = torch.tensor(places, device=self._device)
+            tokens = torch.tensor(latest, device=self._device)[:, None]
+            logits_NV = self._logits(tokens, positions[:, None], self._cache.begin_step(positions))
+        self._append(self.rows, logits_NV)
         self._stats.decode_steps += 1
         return self._remove_finished()
 
@@ -185,6 +194,10 @@ class Cohort:
         )
         hidden: torch.Tensor = out.last_hidden_state
         return hidden
+
+    def _logits(self, tokens_N1: torch.Tensor, positions_N1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[N, V] of one step on the cache."""
+        return self._head(self._decode(tokens_N1, positions_N1, mask, self._cache)[:, 0])
 
     def _head(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden_NH)  # type: ignore[operator]

@@ -31,6 +31,8 @@ class Completion(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     """As the endpoint counted them, where it returns no ids; else 0."""
     output_tokens: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) in order, where weights may change in flight: `policy_version` is the oldest."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -52,6 +54,14 @@ class EngineStats(msgspec.Struct, frozen=True):
     retries: int = 0
     cost: float = 0.0
     """Of the tokens so far, by the configured prices."""
+    kv_usage: float = 0.0
+    """Share of the KV cache that is in use (vLLM)."""
+    preemptions: int = 0
+    """Sequences that lost their KV for want of memory and computed it anew (vLLM)."""
+    interruptions: int = 0
+    """Parts of answers that ended early and were continued (vLLM)."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had (vLLM)."""
 
 
 class Engine(Protocol):

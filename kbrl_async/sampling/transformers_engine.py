@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
-from kbrl_async.errors import ConfigError, InfraError
+from kbrl_async.errors import ConfigError, InfraError, PromptTooLong
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
 from kbrl_async.sampling.engine import Completion, EngineStats, check_params
 from kbrl_async.sampling.versions import Versions
@@ -52,6 +52,8 @@ class TransformersOptions(msgspec.Struct, frozen=True):
     """Longest wait of `load` for the oldest version to end."""
     seed: int = 0
     """Seeds the rows whose request names no seed."""
+    graphs: bool = True
+    """On a GPU: decode by CUDA graphs."""
     canary_tolerance: float = 0.0
     """0 chooses by dtype: 1e-3 for fp32, 2e-2 else."""
 
@@ -223,7 +225,9 @@ class TransformersEngine:
 
     def _cohort(self, version: int, model: torch.nn.Module, activate: Callable[[], None], adapter: str) -> Cohort:
         o = self._options
-        return Cohort(version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens, adapter)
+        return Cohort(
+            version, model, self._eos, self._counters, activate, o.prefix_tokens, o.prefill_tokens, adapter, o.graphs
+        )
 
     # ── the engine's thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -342,8 +346,10 @@ class TransformersEngine:
         limit = getattr(self._base.config, "max_position_embeddings", None)
         if prompt == 0:
             raise ConfigError("the prompt has no tokens", "Give a prompt")
+        if isinstance(limit, int) and max_tokens >= limit:
+            raise ConfigError(f"max_tokens {max_tokens} leaves no room in the model's {limit} positions", "Lower it")
         if isinstance(limit, int) and prompt + max_tokens > limit:
-            raise ConfigError(
+            raise PromptTooLong(
                 f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the model's {limit} positions",
                 "Lower max_tokens or shorten the prompt",
             )

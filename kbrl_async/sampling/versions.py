@@ -51,7 +51,7 @@ class Versions:
 
     def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """A copy of the base with the version's weights, proven by its canary."""
-        weights = load_file(str(_verified(folder, manifest)))
+        weights = load_file(str(verified(folder, manifest)))
         model = copy.deepcopy(self._base)
         missing, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected or not set(missing) <= _tied_names(model):
@@ -63,7 +63,7 @@ class Versions:
     def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """Adapters share the base, so they are added on the engine's thread, between two steps."""
         for adapter in ("", *manifest.adapters):
-            _verified(folder, manifest, adapter)
+            verified(folder, manifest, adapter)
         return lambda: [self._adapter(manifest, folder, adapter) for adapter in ("", *manifest.adapters)]
 
     def _adapter(self, manifest: PolicyVersion, folder: Path, adapter: str) -> Cohort:
@@ -92,7 +92,8 @@ def adapter_name(version: int, adapter: str) -> str:
     return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
 
 
-def _verified(folder: Path, manifest: PolicyVersion, adapter: str = "") -> Path:
+def verified(folder: Path, manifest: PolicyVersion, adapter: str = "") -> Path:
+    """The file of the weights; CheckpointError unless it is there and has the manifest's SHA-256."""
     path = folder / adapter / _WEIGHTS[manifest.kind]
     digest = manifest.adapters[adapter].weights_sha256 if adapter else manifest.weights_sha256
     if not path.is_file():

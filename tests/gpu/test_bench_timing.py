@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
+from kbrl_async.timing.calibration import Calibration
 from protocols.records import BenchReport, Fault, Timing
 from tests.gpu.bench_candidates import ADD, INLINE, MATMUL, matmul, nvrtc
 
@@ -65,3 +69,36 @@ def test_a_forward_that_waits_for_the_device_is_timed_by_events_and_says_so(judg
 def test_an_input_that_the_reference_changes_too_may_be_changed(judge: Judge) -> None:
     problem = ADD.replace("return x * 2 + y + self.shift", "return x.mul_(2).add_(y).add_(self.shift)")
     assert timed(judge, problem, problem.replace("class Model(", "class ModelNew(")).n >= 1
+
+
+def test_our_own_kernel_tells_the_clock_and_repeats_within_two_percent() -> None:
+    calibration = Calibration("cuda:0")
+    beats = [calibration.beat() for _ in range(30)][10:]
+    usual = statistics.median(beat.ns for beat in beats)
+    assert all(abs(beat.ns / usual - 1) < 0.02 for beat in beats)
+    assert 300 < statistics.median(beat.mhz for beat in beats) < 3000
+
+
+LOAD = """
+import torch
+x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+y = x @ x
+torch.cuda.synchronize()
+print("loaded", flush=True)
+while True:
+    for _ in range(20):
+        y = x @ x
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_gpu_that_somebody_else_loads_claims_no_speedup(judge: Judge) -> None:
+    with subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "loaded\n"
+            timing = timed(judge, MATMUL, matmul("return x @ y"))
+        finally:
+            other.kill()
+    assert not timing.is_faster
+    assert "shared" in timing.method
