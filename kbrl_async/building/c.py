@@ -12,6 +12,8 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import msgspec
 
@@ -174,7 +176,10 @@ def _gcc() -> str:
 
 @functools.cache
 def _toolchain() -> str:
-    """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march=native, hash of everything that the flags resolve to."""
+    """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march=native, hash of what the flags resolve to and of a probe.
+
+    So hosts whose toolchains have one name build the same bytes, and a farm that hands out others has lied.
+    """
     query = [_gcc(), "-march=native", "-Q", "--help=target"]
     resolved = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout
     version = subprocess.run(
@@ -182,5 +187,24 @@ def _toolchain() -> str:
     ).stdout
     march = re.search(r"-march=\s+(\S+)", resolved)
     flags = " ".join((*launch.C_FLAGS, *launch.C_LIBRARIES))
-    digest = hashlib.sha256(f"{resolved}\0{flags}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{resolved}\0{flags}\0{_probe()}".encode()).hexdigest()[:12]
     return f"gcc {version.strip()} {march[1] if march else 'native'} {digest}"
+
+
+_PROBE = """
+#pragma GCC optimize("Ofast")
+#include <math.h>
+void probe(const float *x, float *y, long n) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i++) y[i] = expf(x[i]) + tanhf(x[i]);
+}
+"""
+
+
+def _probe() -> str:
+    """Hash of what this compiler, with this libc and linker, makes of a source of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "probe.c").write_text(_PROBE)
+        subprocess.run(_command("probe.c", "probe.so"), cwd=folder, capture_output=True, check=False, timeout=30)
+        built = Path(folder) / "probe.so"
+        return hashlib.sha256(built.read_bytes()).hexdigest() if built.exists() else ""

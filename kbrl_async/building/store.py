@@ -37,7 +37,8 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(BuildReport).decode
 _KEEP = 0.9
 _RECOUNT = 16
-_STALE_S = 3600.0
+_STALE_S = 6 * 3600.0
+"""Longer than any build, and than a clock is likely to jump: files have no other time than the host's."""
 _DIGEST = 64
 _DISK_CODES = (errno.ENOSPC, errno.EDQUOT)
 

@@ -3,11 +3,14 @@
 ::
 
     kbrl worker bench --connect tcp://broker:5756 --keys host7 backend=cuda
-       └─▶ a folder of its own (settings, log, artifact store) ─▶ python -m services.timing_bench, in our place
+       └─▶ asks the broker for the run's settings ─▶ a folder of its own (settings, log, artifact store)
+       └─▶ python -m services.timing_bench, in our place
 
 It shares no disk with the broker: problems are in the tasks, artifacts travel by hash. SIGTERM drains.
 
-Invariant: the run folders of this host, and `runs/latest`, are left alone.
+Invariants
+* The run folders of this host, and `runs/latest`, are left alone.
+* What all workers must do alike is the run's (`config.agreed`); only facts of this host are ours to set.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from msgspec.structs import replace
 
-from kbrl_async.cli import settings
+from kbrl_async.cli import asking, settings
 from kbrl_async.config import Config, to_yaml
+from kbrl_async.config.agreed import follow, heard
 from kbrl_async.config.loading import CONFIG_FILE
+from kbrl_async.config.loading import resolve as resolved
 from kbrl_async.config.rundir import FOLDERS, writing
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
-from kbrl_async.keyring import peer_of
+from kbrl_async.keyring import client_keys, peer_of
 from protocols.auth import Role
 from protocols.sockets import needs_keys
 
@@ -54,28 +61,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    environment = prepare(args)
-    service, _ = SERVICES[args.kind]
+    service, role = SERVICES[args.kind]
+    check_keys(args.connect, args.keys, role)
+    environment = prepare(args, told(args))
     command = [sys.executable, "-m", f"services.{service}"]
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **environment})  # noqa: S606 - no shell is wanted
 
 
-def prepare(args: argparse.Namespace) -> Mapping[str, str]:
-    """Make the worker's folder; the variables that its service needs.
+def told(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The run's settings, as its broker says them; none where it is too old to say any.
 
-    :raises UserError: the address needs keys, or they are of another role.
+    :raises HostError: it refuses us.
+    """
+    key = client_keys(str(args.keys)) if args.keys else None
+    owner = f"{peer_of(args.keys).name}." if args.keys else ""
+    found = heard(asking.welcome(args.connect, key, f"{owner}asking.{_name(args)}").settings)
+    if not found:
+        print("The broker does not say the run's settings: this worker goes by its own.", flush=True)
+    return found
+
+
+def _name(args: argparse.Namespace) -> str:
+    host = socket.gethostname().replace("/", "_") or "host"
+    return f"{SERVICES[args.kind][0]}.{host}.{args.number}"
+
+
+def prepare(args: argparse.Namespace, run: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, str]:
+    """Make the worker's folder; the variables that its service needs. `run`: the settings that it must agree with.
+
+    :raises UserError: the address needs keys, they are of another role, or a setting is not what the run's is.
     """
     service, role = SERVICES[args.kind]
     check_keys(args.connect, args.keys, role)
-    config = settings.resolve(args)
-    host = socket.gethostname().replace("/", "_") or "host"
-    name = f"{service}.{host}.{args.number}"
+    config = resolved(follow(settings.gathered(args), service, run, args.connect))
+    name = _name(args)
     folder = (args.folder or _cache(config) / "workers" / name).absolute()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FOLDERS:
-            (folder / name).mkdir(exist_ok=True)
+        for part in FOLDERS:
+            (folder / part).mkdir(exist_ok=True)
         write_atomically(folder / CONFIG_FILE, to_yaml(_joined(config, args, folder)))
         if args.kind == "sample":
             _share_policies(folder, args.policies)

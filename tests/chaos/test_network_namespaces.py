@@ -1,15 +1,12 @@
-"""Farm and bench on hosts of their own: network namespaces with real addresses, delay and loss, a partition that heals.
+"""Farm and bench on hosts of their own: real addresses, a line with delay and loss, a partition that heals.
 
-Needs the right to make namespaces (root, CAP_NET_ADMIN); delay and loss need the kernel's netem as well. What is
-missing is skipped, with its reason.
+Needs the right to make namespaces (root) and `/dev/net/tun`, see `tests.links`; where they are missing it is skipped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +23,7 @@ from protocols.limits import LedgerOptions, StageOptions
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer, Worker
+from tests.links import Host, LinkError
 
 PATIENCE_S = 90.0
 HEARTBEAT_S = 0.2
@@ -50,59 +48,19 @@ asyncio.run(main())
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
-class Host:
-    """A namespace with one cable to us. `number` makes its names and addresses."""
-
-    def __init__(self, number: int) -> None:
-        self.name = f"kbrl-{os.getpid()}-{number}"
-        self.cable = f"kb{os.getpid() % 100_000}h{number}"
-        self.net = f"10.{200 + os.getpid() % 50}.{100 + number}"
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def open(self) -> None:
-        ip("netns", "add", self.name)
-        ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        ip("addr", "add", f"{self.net}.1/24", "dev", self.cable)
-        ip("link", "set", self.cable, "up")
-        ip("-n", self.name, "addr", "add", f"{self.net}.2/24", "dev", "eth0")
-        ip("-n", self.name, "link", "set", "eth0", "up")
-
-    def start(self, *words: str) -> None:
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-c", WORKER, *words]
-        self.processes.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()}))
-
-    def cut(self, cut: bool) -> None:
-        ip("link", "set", self.cable, "down" if cut else "up")
-
-    def disturb(self, delay: str, loss: str) -> None:
-        """Raises `CalledProcessError` where this kernel has no netem."""
-        command = ["tc", "qdisc", "add", "dev", self.cable, "root", "netem", "delay", delay, "loss", loss]
-        subprocess.run(command, check=True, capture_output=True, timeout=20)
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for words in (("link", "del", self.cable), ("netns", "del", self.name)):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip(*words)
+def start(host: Host, *words: str) -> subprocess.Popen[bytes]:
+    return host.start(sys.executable, "-c", WORKER, *words, environment={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    if shutil.which("ip") is None:
-        pytest.skip("the tool 'ip' is not installed")
-    made = (Host(1), Host(2))
+    made = (Host(1), Host(2, seed=1))
     try:
         try:
             for host in made:
                 host.open()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this user can't make network namespaces: {error.stderr.decode().strip()}")
+        except LinkError as error:
+            pytest.skip(f"no hosts of our own: {error}")
         yield made
     finally:
         for host in made:
@@ -144,8 +102,8 @@ class Site:
 
     def place(self, farm: Host, bench: Host) -> None:
         for host, stage, following in ((farm, "compile", "bench"), (bench, "bench", "score")):
-            address = f"tcp://{host.net}.1:{self.port}"
-            host.start(address, f"away.{stage}", stage, following, str(self.issued[Role(stage)]))
+            address = f"tcp://{host.link.here}:{self.port}"
+            start(host, address, f"away.{stage}", stage, following, str(self.issued[Role(stage)]))
 
     async def until(self, count: int) -> None:
         while len(self.seen) < count:
@@ -181,12 +139,12 @@ def test_a_partition_heals_and_nothing_is_lost_or_done_twice(tmp_path: Path, hos
             await site.joined(3)
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(60)))
             await site.until(10)
-            bench.cut(True)
+            bench.link.partition()
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(60, 120)))
             await asyncio.sleep(PARTITION_S)
             cut_off = {f"t{n}" for n in range(60, 120)}
             assert not cut_off & {name for name, _ in site.seen}, "nothing came through the cut cable"
-            bench.cut(False)
+            bench.link.heal()
             await site.until(120)
             site.assert_all_done_once(120)
 
@@ -195,14 +153,10 @@ def test_a_partition_heals_and_nothing_is_lost_or_done_twice(tmp_path: Path, hos
 
 @pytest.mark.timeout(150)
 def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
-    farm, bench = hosts
-    try:
-        for host in hosts:
-            host.disturb("50ms", "1%")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this kernel has no netem: {error.stderr.decode().strip()}")
-
     async def play() -> None:
+        farm, bench = hosts
+        for host in hosts:
+            host.link.change(delay_s=0.05, loss=0.01)
         async with (
             Site(tmp_path) as site,
             asyncio.timeout(PATIENCE_S),
@@ -212,6 +166,8 @@ def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(80)))
             await site.until(80)
             site.assert_all_done_once(80)
+            for host in hosts:
+                assert sum(host.link.counts()["lost"]) > 0, "the line has lost packets"
 
     asyncio.run(play())
 
@@ -231,8 +187,8 @@ def test_a_host_may_join_late_and_leave_early(tmp_path: Path, hosts: tuple[Host,
             (leaving,) = farm.processes
             leaving.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(leaving.wait, 30) == 0
-            address = f"tcp://{bench.net}.1:{site.port}"
-            bench.start(address, "away.compile2", "compile", "bench", str(site.issued[Role.COMPILE]))
+            address = f"tcp://{bench.link.here}:{site.port}"
+            start(bench, address, "away.compile2", "compile", "bench", str(site.issued[Role.COMPILE]))
             await site.until(60)
             site.assert_all_done_once(60)
             assert site.broker.ledger.counters["lost"] == 0, "it gave back what it had not begun"

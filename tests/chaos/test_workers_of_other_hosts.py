@@ -14,9 +14,11 @@ import msgspec
 import pytest
 import zmq
 
+from kbrl_async.config import agreed, load
 from kbrl_async.keyring import Keyring
 from protocols import messages as msg
 from protocols.auth import Role
+from protocols.limits import LedgerOptions
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -89,7 +91,7 @@ def start_worker(kind: str, site: Path, address: str, keys: Path) -> subprocess.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KBRL_")}
     command = [
         sys.executable, "-m", "kbrl_async", "worker", kind, "--connect", address, "--keys", str(keys),
-        f"cache_path={home / 'cache'}", "timing_bench.cap_s=0.02", "timing_bench.deadline_s=20",
+        f"cache_path={home / 'cache'}",
     ]  # fmt: skip
     output = (home / "output").open("wb")
     try:
@@ -116,7 +118,9 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
     async def play() -> list[bytes]:
         nonlocal scored
         scored = asyncio.get_running_loop().create_future()
-        broker = Broker(BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder)))
+        run = load(overrides=["timing_bench.cap_s=0.02", "timing_bench.deadline_s=20", "timing_bench.max_pairs=9"])
+        ledger = LedgerOptions(settings=agreed.said(run))
+        broker = Broker(BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder), ledger=ledger))
         serving = asyncio.create_task(broker.run())
         while not hasattr(broker, "ledger"):
             await asyncio.sleep(0.01)
@@ -150,6 +154,7 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
     assert build.fault is Fault.OK
     assert report.verdict.fault is Fault.OK, report.verdict
     assert report.timing is not None
+    assert report.timing.n <= 9, "the run's settings, which came from the broker"
     assert build.worker_id.startswith("host-compile.")
     assert report.worker_id.startswith("host-bench.")
     (address,) = set(build.artifacts.values())

@@ -165,7 +165,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     for folder in (old, young):
         folder.mkdir()
     for path in (old, half):
-        os.utime(path, (time.time() - 7200,) * 2)
+        os.utime(path, (time.time() - 8 * 3600,) * 2)
     ArtifactStore(tmp_path)
     assert not old.exists()
     assert not half.exists()

@@ -1,0 +1,57 @@
+"""Two farms whose C toolchains have one name build the same bytes: by that the broker finds one that lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.building import ArtifactStore, Builder, c
+from protocols.opinions import _BY_BYTES
+from protocols.records import BuildReport, Candidate, Fault
+
+SOURCE = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = r"""
+#pragma GCC optimize("Ofast")
+#include <math.h>
+void f(const float *x, float *y, long n) {
+#pragma omp parallel for
+    for (long i = 0; i < n; i++) y[i] = tanhf(x[i]);
+}
+"""
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = c_kernel(SOURCE, "f")
+
+    def forward(self, x):
+        y = torch.empty_like(x)
+        self.kernel(x, y, x.numel())
+        return y
+'''
+
+
+def built_on_a_host_of_its_own(store: Path) -> BuildReport:
+    with Builder(ArtifactStore(store)) as builder:
+        return builder.build(Candidate(SOURCE, "c"))
+
+
+def test_farms_of_one_toolchain_build_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (built_on_a_host_of_its_own(tmp_path / name) for name in ("one", "two"))
+    assert first.fault is second.fault is Fault.OK, first.message
+    assert (first.cached, second.cached) == (False, False)
+    assert first.artifacts == second.artifacts
+    assert first.toolchain == second.toolchain
+    assert first.toolchain.startswith(_BY_BYTES)
+
+
+def test_a_host_whose_compiler_makes_other_bytes_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = c._toolchain.__wrapped__()
+    monkeypatch.setattr(c, "_probe", lambda: "what another libc makes of it")
+    assert c._toolchain.__wrapped__() != name
