@@ -1,7 +1,7 @@
 """What the project is made of and made into: pinned versions, licences, known holes, reproducible archives.
 
     python deploy/supply.py constraints | licences        from what is installed beside this interpreter
-    python deploy/supply.py audit PATH/TO/pip-audit       known vulnerabilities of the pinned versions
+    python deploy/supply.py audit PATH/TO/pip-audit [--unreachable-ok]     known vulnerabilities of the pinned versions
     python deploy/supply.py dist OUTPUT                   sdist and wheel, built twice: the bytes must agree
 
 `make constraints licences sbom audit dist` runs them. Nothing of the project is imported; only `audit` needs a network.
@@ -118,35 +118,42 @@ def licence(distribution: metadata.Distribution) -> str:
 # ── known vulnerabilities ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def audit(tool: str) -> int:
-    """0: none is known, or nobody could be asked (said plainly); 1: there are some."""
-    command = [
-        tool,
-        "--requirement",
-        str(CONSTRAINTS),
-        "--no-deps",
-        "--disable-pip",
-        "--format",
-        "json",
-        "--timeout",
-        "15",
-    ]
+SERVICES = ("pypi", "osv")
+"""Asked in turn, until one knows the packages."""
+NOT_AUDITED = 3
+
+
+def audit(tool: str, *, unreachable_ok: bool = False) -> int:
+    """0: no hole is known; 1: there are some; `NOT_AUDITED`: nobody could be asked, which only a flag makes a 0."""
+    reasons = []
+    for service in SERVICES:
+        packages, reason = _asked(tool, service)
+        if packages:
+            return judged(packages)
+        reasons.append(f"{service}: {reason}")
+    print(
+        f"NOT AUDITED: no advisory service could be asked ({'; '.join(reasons)}). Nothing is known of these versions."
+    )
+    return 0 if unreachable_ok else NOT_AUDITED
+
+
+def _asked(tool: str, service: str) -> tuple[list[dict[str, Any]], str]:
+    """What a service says of each package; nothing, and why, where it knows none."""
+    command = [tool, "--requirement", str(CONSTRAINTS), "--no-deps", "--disable-pip", "--format", "json"]
+    command += ["--vulnerability-service", service, "--timeout", "15"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        packages = json.loads(done.stdout)["dependencies"]
+        packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (json.JSONDecodeError, KeyError):
-        reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
-        print(f"NOT AUDITED: the advisory service could not be asked ({reason}). Nothing is known of these versions.")
-        return 0
-    return judged(packages)
+        return [], next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
+    if all("skip_reason" in package for package in packages):
+        return [], "knows none of these packages: is it a mirror without advisories?"
+    return packages, ""
 
 
 def judged(packages: Sequence[dict[str, Any]]) -> int:
     """Print what the service said; a package that it does not know is no audited one."""
     skipped = [p["name"] for p in packages if "skip_reason" in p]
-    if len(skipped) == len(packages):
-        print("NOT AUDITED: the advisory service knows none of these packages: is it the public one that is asked?")
-        return 0
     holes = [(p["name"], p["version"], hole) for p in packages for hole in p.get("vulns", [])]
     for name, version, hole in holes:
         fixed = ", ".join(hole.get("fix_versions", [])) or "none yet"
@@ -227,8 +234,8 @@ def main(words: Sequence[str]) -> int:
             CONSTRAINTS.write_text(constraints())
         case ["licences"]:
             LICENCES.write_text(licences())
-        case ["audit", tool]:
-            return audit(tool)
+        case ["audit", tool, *flags] if flags in ([], ["--unreachable-ok"]):
+            return audit(tool, unreachable_ok=bool(flags))
         case ["dist", output]:
             return dist(Path(output).resolve())
         case _:

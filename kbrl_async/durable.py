@@ -16,25 +16,64 @@ from pathlib import Path
 from kbrl_async.errors import DiskFull
 
 MARKER = "COMPLETE"
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_SQLITE_NO_ROOM = frozenset({13, 778, 1034, 1546, 4874})
+"""SQLITE_FULL, and SQLITE_IOERR_ WRITE, FSYNC, TRUNCATE, SHMSIZE: how a limit on files, or a full tmpfs, is told."""
+_RUST_NO_ROOM = tuple(f"os error {number}" for number in sorted(_NO_ROOM))
+
+
+def wants_room(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that a file could not grow: all goes on once there is room."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, DiskFull) or (isinstance(found, OSError) and found.errno in _NO_ROOM):
+            return True
+        if getattr(found, "sqlite_errorcode", None) in _SQLITE_NO_ROOM:
+            return True
+        if type(found).__name__ == "SafetensorError" and any(words in str(found) for words in _RUST_NO_ROOM):
+            return True
+        pending += [found.__cause__, found.__context__]
+        if isinstance(found, BaseExceptionGroup):
+            pending += found.exceptions
+    return False
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path`: readers, and whoever comes after a crash, see the old or the new text, never a part."""
+    """Replace `path`: readers, and whoever comes after a crash, see the old or the new text, never a part.
+
+    :raises DiskFull: there is no room for it; `path` is as it was.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """`write_atomically` for bytes."""
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        _fsync(path.parent)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        if wants_room(error):
+            raise _full(path) from error
+        raise
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Calls `fill(temporary)` and makes the result appear as `target` atomically. An old `target` is replaced."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        temporary.mkdir(parents=True)
         fill(temporary)
         for path in sorted(temporary.rglob("*")):
             if path.is_file():
@@ -48,11 +87,15 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         _fsync(target.parent)
         (target / MARKER).touch()
         _fsync(target)
-    except OSError as error:
+    except Exception as error:  # whatever `fill` raises: safetensors has errors of its own
         shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno == errno.ENOSPC:
-            raise DiskFull(f"no space left while writing {target}", "Free space or lower the number kept") from error
+        if wants_room(error):
+            raise _full(target) from error
         raise
+
+
+def _full(path: Path) -> DiskFull:
+    return DiskFull(f"no space left while writing {path}", "Free some: it goes on from the last whole one")
 
 
 def is_complete(folder: Path) -> bool:

@@ -266,8 +266,10 @@ def _misfit_hello(peer: Peer, rights: Rights, hello: msg.Hello, limits: PeerLimi
         return f"worker ids of {peer.owner} begin with '{peer.name}.'"
     if len(hello.stages) > len(Stage) or not set(hello.stages) <= rights.stages:
         return f"a {peer.role} does not work on {hello.stages!a}"[:200]
-    if not 0 <= hello.slots <= limits.slots or len(hello.held) > 2 * limits.slots:
-        return "slots or held leases out of range"
+    if not 0 <= hello.slots <= limits.slots or not -1 <= hello.credit <= limits.slots:
+        return "slots or credit out of range"
+    if len(hello.held) > 2 * limits.slots:
+        return "held leases out of range"
     words = [hello.incarnation, *hello.caps, *hello.caps.values()]
     if len(hello.caps) > limits.caps or any(len(word) > limits.text for word in words):
         return "capabilities too long"

@@ -1,11 +1,11 @@
-"""Does a bench tell the truth? A share of candidates is verified twice, by workers of different keys, and compared.
+"""Does a farm or a bench tell the truth? Some candidates are built and verified twice, by workers of different keys.
 
 ::
 
-    result of A ─┬─ not picked ─▶ held until A's next check agrees ───────────────▶ score
-                 └─ picked ─▶ B verifies it too ─┬─ they agree ────────────────────▶ score, and all that A had held
-                                                 └─ they don't ─▶ C decides: the one who stands alone gets a strike,
-                                                    what it had held is done again by others; `strikes` ─▶ quarantine
+    result of A ─┬─ not picked ─▶ held until A's next check agrees ───────────▶ next stage
+                 └─ picked ─▶ B does it too ─┬─ they agree ───────────────────▶ next stage, and all that A had held
+                                             └─ they don't ─▶ C decides: the one who stands alone gets a strike,
+                                                what it had held is done again by others; `strikes` ─▶ quarantine
 
 `CheckDesk` is pure: it is told of results and comparisons, and says what to do with a task. The comparison itself
 (`protocols.opinions`) reads reports and is the broker's to make.
@@ -26,7 +26,7 @@ import msgspec
 
 class CheckOptions(msgspec.Struct, frozen=True):
     share: float = 0.0
-    """Of bench results that a second worker verifies; 0: none, and nothing is held."""
+    """Of builds that a second farm makes, and of verdicts that a second bench finds; 0: none, and nothing is held."""
     hold_s: float = 10.0
     strikes: float = 2.0
     """At so many a worker is quarantined; each agreement halves what it has."""

@@ -75,6 +75,8 @@ class LiveTask(msgspec.Struct, eq=False):
     """At a bench: what its group's timings come from; empty: nothing was timed yet."""
     barred: frozenset[str] = frozenset()
     """Principals that may not do it at all: they have given an opinion on it."""
+    opinions: tuple[str, ...] = ()
+    """Where the opinions on it, which wait, would send it."""
 
     @property
     def lane(self) -> str:

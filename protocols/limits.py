@@ -35,6 +35,8 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     quiet: QuietOptions = QuietOptions()
     train: StageOptions = StageOptions(ttl_s=60.0)
     trained: StageOptions = StageOptions(max_losses=None)
+    settings: str = ""
+    """What workers must agree on, said in each Welcome."""
 
     @classmethod
     def of(cls, heartbeat_s: float, ttl_s: Mapping[str, float]) -> LedgerOptions:

@@ -90,6 +90,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     """What this worker can do; see `BACKENDS` and `SHARES`."""
     policy_version: int = -1
     """The learner says here which version it has; others leave −1."""
+    credit: int = -1
+    """Leases that it wants for now, `slots` being the most it will ever want; −1: as many as that."""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
@@ -99,6 +101,8 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     policy_version: int
     adopted: list[str] = msgspec.field(default_factory=list)
     """Those of `Hello.held` that stay valid; the worker abandons the others."""
+    settings: str = ""
+    """What workers must agree on, as JSON: settings of the run by key. Empty: the broker does not know them."""
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):

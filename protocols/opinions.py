@@ -1,4 +1,9 @@
-"""Do two reports on one candidate say the same? What a bench may measure differently is allowed for, a lie is not.
+"""Do two reports on one candidate say the same? What honest workers may find differently is allowed for, a lie is not.
+
+* Benches: they end alike, and their timing intervals meet within the tolerance.
+* Farms: they end alike; where both have built it, the same units, and with the same C toolchain the same bytes. The
+  name of a C toolchain holds the hash of a probe that it has built, so honest farms of one name build the same bytes.
+  Other toolchains are not compared by bytes: their builds hold paths or depend on the host's GPU.
 
 A report that can't be read agrees with nothing, nor does a speedup outside of its own interval or a figure that is no
 number.
@@ -6,21 +11,24 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from protocols.records import BenchReport, Fault, Timing, Verdict
+from protocols.records import BenchReport, BuildReport, Fault, Timing, Verdict
 
 _CRASHES = frozenset({Fault.RUNTIME_ERROR, Fault.TIMEOUT, Fault.OUT_OF_MEMORY, Fault.ILLEGAL_ACCESS})
 """An endless loop or a wild pointer ends one way here and another way there."""
 _PASSED_APART = 0.5
 """Secret inputs differ between two verifications, so does how many of them a wrong kernel passes by luck."""
-_decode = msgspec.msgpack.Decoder(BenchReport).decode
+_BY_BYTES = "gcc "
+"""How the names of toolchains begin whose builds of one name are equal byte by byte."""
+Report = BenchReport | BuildReport
+_decode: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
 
 
 def agreeing(opinions: Sequence[Sequence[bytes]], tolerance: float) -> list[tuple[int, int]]:
-    """Pairs of opinions, each the payload of a bench's result, that agree."""
+    """Pairs of opinions, each the payload of a bench's or a farm's result, that agree."""
     reports = [_read(opinion) for opinion in opinions]
     return [
         (i, j)
@@ -30,7 +38,13 @@ def agreeing(opinions: Sequence[Sequence[bytes]], tolerance: float) -> list[tupl
     ]
 
 
-def _read(opinion: Sequence[bytes]) -> BenchReport | None:
+def timings(opinions: Sequence[Sequence[bytes]]) -> list[Timing | None]:
+    """The timing in each opinion; None where there is none."""
+    reports = [_read(opinion) for opinion in opinions]
+    return [report.timing if isinstance(report, BenchReport) else None for report in reports]
+
+
+def _read(opinion: Sequence[bytes]) -> Report | None:
     if len(opinion) != 1:
         return None
     try:
@@ -39,8 +53,17 @@ def _read(opinion: Sequence[bytes]) -> BenchReport | None:
         return None
 
 
-def agree(first: BenchReport, second: BenchReport, tolerance: float) -> bool:
+def agree(first: Report, second: Report, tolerance: float) -> bool:
+    if isinstance(first, BuildReport) or isinstance(second, BuildReport):
+        return isinstance(first, BuildReport) and isinstance(second, BuildReport) and _same_build(first, second)
     return _same_verdict(first.verdict, second.verdict) and _same_timing(first.timing, second.timing, tolerance)
+
+
+def _same_build(first: BuildReport, second: BuildReport) -> bool:
+    if first.fault is not second.fault or first.artifacts.keys() != second.artifacts.keys():
+        return False
+    is_comparable = first.toolchain == second.toolchain and first.toolchain.startswith(_BY_BYTES)
+    return not is_comparable or first.artifacts == second.artifacts
 
 
 def _same_verdict(first: Verdict, second: Verdict) -> bool:

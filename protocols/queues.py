@@ -113,6 +113,7 @@ class TaskTable:
         self._next_order += 1
         task.losses = 0
         task.excluded = task.fenced = task.barred = frozenset()
+        task.opinions = ()
         if stage == Stage.BENCH:
             task.hardware = self.pins.of(task.group_id)
         self.queues[stage].add(task)

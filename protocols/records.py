@@ -134,6 +134,12 @@ class Generation(msgspec.Struct, frozen=True, tag="generation"):
     worker_id: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0
+    code_start: int = 0
+    """First token of the kernel in `token_ids`."""
+    code_end: int = 0
+    """First token behind it; 0 where nobody asked which they are, or there is none."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) in order, where weights changed in flight; `policy_version` is the oldest. Else empty."""
 
 
 class StageReport(msgspec.Struct, frozen=True, tag="stage_report"):
@@ -252,6 +258,20 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     policy_version: int
     turn: int = 0
     role: str = SOLVER
+    code_start: int = 0
+    """First token of the kernel; the tokens around the kernel are the plan's, where `plan_weight` is above 0."""
+    code_end: int = 0
+    """First token behind the kernel; 0 where it is not known."""
+    plan_reward: float = 0.0
+    plan_weight: float = 0.0
+    """Weight of the plan tokens' advantage beside 1 of the kernel's; 0: all tokens share `advantage`."""
+    plan_advantage: float = 0.0
+    """Of the plan's tokens, its weight included."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Some of its tokens are paid as a plan."""
+        return self.plan_weight > 0 and self.code_end > self.code_start
 
 
 class TrainGroup(msgspec.Struct, frozen=True, tag="train_group"):
@@ -292,6 +312,16 @@ class AdapterProof(msgspec.Struct, frozen=True):
     canary_logprobs: list[float]
 
 
+class CanaryPrompt(msgspec.Struct, frozen=True):
+    """A text whose log-probs prove a policy, and whose ids prove its tokenizer."""
+
+    text: str
+    ids: list[int]
+    """The first tokens of the text."""
+    logprobs: list[float]
+    """Of `ids[1:]`, at temperature 1."""
+
+
 class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     """The manifest beside a published policy. `canary_logprobs` prove which policy a sampler serves (I8)."""
 
@@ -307,3 +337,5 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     created_at: float = 0.0
     adapters: dict[str, AdapterProof] = msgspec.field(default_factory=dict)
     """More LoRA adapters of this version, by role; each in a folder of its name."""
+    canaries: tuple[CanaryPrompt, ...] = ()
+    """Further canaries."""

@@ -1,6 +1,9 @@
-"""The ledger's part for second opinions: when a bench's result waits for another's, and what a comparison sets off.
+"""The ledger's part for second opinions: when a result waits for another's, and what a comparison sets off.
 
-`checking.CheckDesk` decides, this module moves the tasks. A result that waits is in no queue and under no lease. Pure.
+`checking.CheckDesk` decides, this module moves the tasks: at `compile` and at `bench`, each stage for itself. A result
+that waits is in no queue and under no lease. Pure.
+
+Invariant: two opinions agree only where they also send the task to the same stage; the believed one's is where it goes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from protocols.leases import LiveTask
 from protocols.messages import Stage, Status
 from protocols.moves import Moves
 
+CHECKED = frozenset({Stage.COMPILE, Stage.BENCH})
+"""Stages whose results others can find too."""
 QUARANTINED = "refused: quarantined, its results differ from those of others"
 
 
@@ -21,14 +26,15 @@ class SecondOpinions:
         self._moves, self._tasks, self._pool, self._checks = moves, moves.tasks, moves.pool, moves.checks
 
     def is_checked(self, task: LiveTask, result: msg.Result, principal: str) -> bool:
-        """True where a bench's result does not go on at once: it is held, or another bench verifies it too."""
-        if not self._checks.is_on or task.stage != Stage.BENCH or result.next_stage != Stage.SCORE or not principal:
+        """True where a result does not go on at once: it is held, or somebody else does the work too."""
+        if not self._checks.is_on or task.stage not in CHECKED or not result.next_stage or not principal:
             return False
         barred = task.barred | {principal}
         verdict = self._checks.opinion(task.task_id, principal, self._pool.others(task, barred), self._moves.now)
         if verdict == "pass":
             return False
         task.barred = barred
+        task.opinions = (*task.opinions, result.next_stage)
         task.fenced |= {result.lease_id}
         self._moves.out.append(ev.Opinion(task.task_id, len(self._checks.cases[task.task_id].principals) - 1))
         self._moves.out.append(ev.Update(task.row()))
@@ -42,7 +48,8 @@ class SecondOpinions:
         task = self._tasks.live.get(event.task_id)
         if task is None or task.task_id not in self._checks.cases:
             return
-        found = self._checks.compared(task.task_id, event.agree, self._pool.others(task, task.barred))
+        agree = [(i, j) for i, j in event.agree if task.opinions[i] == task.opinions[j]]
+        found = self._checks.compared(task.task_id, agree, self._pool.others(task, task.barred))
         if found.more:
             self._tasks.give_back(task)
         elif found.winner >= 0:
@@ -72,11 +79,12 @@ class SecondOpinions:
     def _settle(self, task: LiveTask, opinion: int) -> None:
         self._tasks.take_out(task)
         task.status = Status.OK
-        self._tasks.enter(task, Stage.SCORE, self._moves.now)
+        self._tasks.enter(task, task.opinions[opinion], self._moves.now)
         self._moves.out.append(ev.Settle(task.row(), opinion))
 
     def _do_again(self, task: LiveTask) -> None:
-        """Its opinion is not believed: others verify it as if nobody had, as far as there are any."""
+        """Its opinion is not believed: others do it as if nobody had, as far as there are any."""
+        task.opinions = ()
         if not self._pool.others(task, task.barred):
             task.barred = frozenset()
         self._moves.out.append(ev.Update(task.row()))

@@ -121,6 +121,8 @@ class WorkerSession:
         self.caps = caps or {}
         self.policy_version = policy_version
         """The learner keeps it current; it is told with each Hello."""
+        self.credit = slots
+        """Leases wanted for now, at most `slots`; told with each beat."""
         self.running: dict[str, msg.Task] = {}
         self.draining = False
         self.epoch = 0
@@ -160,7 +162,7 @@ class WorkerSession:
         return bool(self.epoch) and now >= self._beat_at
 
     def _beat(self, load: msg.Load | None) -> msg.Beat:
-        credit = 0 if self.draining else self.slots
+        credit = 0 if self.draining else min(self.credit, self.slots)
         return msg.Beat(credit, self.held, load or msg.Load(), self.epoch)
 
     def _lose_connection(self, now: float) -> None:
@@ -172,7 +174,14 @@ class WorkerSession:
         self._hello_at = now + self._backoff.next_s()
         self._asked = frozenset(self.held)
         hello = msg.Hello(
-            self.worker_id, self.incarnation, self.stages, self.slots, self.held, self.caps, self.policy_version
+            self.worker_id,
+            self.incarnation,
+            self.stages,
+            self.slots,
+            self.held,
+            self.caps,
+            self.policy_version,
+            min(self.credit, self.slots),
         )
         return Emit(hello)
 

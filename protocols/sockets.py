@@ -27,7 +27,17 @@ HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
 HANDSHAKE_MS = 5000
 """A connection that has not proven its key by then is cut."""
-RECONNECT_MS = (50, 1000)
+RECONNECT_MS = (50, 250)
+"""First and longest pause between two tries. A broker that is killed is away for a second or two: all that a pause is
+longer than its start adds to what everybody waits."""
+KEEPALIVE_S = (10, 5, 3)
+"""TCP asks an idle peer after so long, again after so long, and gives it up after so many questions: 25 s. A ZMTP
+heartbeat does not do: libzmq forgets the time limit that came with a ping once any other message follows it."""
+UNSENT_MS = 25_000
+"""A peer that leaves data unconfirmed for so long is gone; the system's own patience is a quarter of an hour."""
+CONNECT_MS = 3000
+"""A connection that is not there by then is tried afresh: the kernel alone waits longer and longer between its tries,
+half a minute in a partition of one, so that work would begin again long after the line has healed."""
 ZAP_DOMAIN = b"kbrl"
 VIEWERS_DOMAIN = b"kbrl-viewers"
 WILDCARDS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - what a broker is bound to, not what we bind
@@ -113,6 +123,8 @@ def connect_dealer(context: zmq.Context[Socket], address: str, route: bytes, key
     socket.setsockopt(zmq.ROUTING_ID, route)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if keys is not None and not address.startswith("ipc://"):
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -134,6 +146,12 @@ def _make(context: zmq.Context[Socket], kind: int) -> Socket:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    idle_s, again_s, questions = KEEPALIVE_S
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, again_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, questions)
+    socket.setsockopt(zmq.TCP_MAXRT, UNSENT_MS)
     return socket
 
 

@@ -103,7 +103,7 @@ class Download:
 
 
 class Upload:
-    """One artifact on its way from a farm; it first asks what is kept already."""
+    """One artifact on its way from a farm; of a large one it first asks what is kept already."""
 
     def __init__(self, content: bytes) -> None:
         self.address = hashlib.sha256(content).hexdigest()
@@ -118,6 +118,10 @@ class Upload:
     def tick(self, now: float) -> list[tuple[Offer, list[bytes]]]:
         if self.ended or self.failure:
             return []
+        if self._heard_at is None and len(self._content) <= CHUNK_BYTES:
+            # All of it at once: asking what is kept first would cost a round trip for each kernel.
+            self._heard_at, self._kept, self._sent = now, 0, len(self._content)
+            return [(Offer(self.address, 0, len(self._content)), [self._content])]
         if self._heard_at is None or now - self._heard_at >= RETRY_S:
             # Nothing was heard for long: ask what is kept, and go on there.
             self._heard_at = now

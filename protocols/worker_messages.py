@@ -100,7 +100,7 @@ class WorkerMessages:
             route,
             stages,
             hello.slots,
-            hello.slots,
+            hello.slots if hello.credit < 0 else hello.credit,
             self._moves.now,
             leases=leases,
             backends=backends_of(hello.caps),
@@ -115,7 +115,8 @@ class WorkerMessages:
     def _welcome(self, worker: Worker, adopted: list[str]) -> msg.Welcome:
         moves = self._moves
         lease_s = min((moves.stages[stage].ttl_s for stage in worker.stages), default=30.0)
-        return msg.Welcome(moves.epoch, moves.options.heartbeat_s, lease_s, moves.policy_version, adopted)
+        options = moves.options
+        return msg.Welcome(moves.epoch, options.heartbeat_s, lease_s, moves.policy_version, adopted, options.settings)
 
     def _beat(self, route: bytes, beat: msg.Beat) -> None:
         worker = self._pool.by_route.get(route)

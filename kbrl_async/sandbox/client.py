@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import kbrl_async
 from kbrl_async.errors import InfraError
 from kbrl_async.sandbox.canary import song
 from kbrl_async.sandbox.layers import level
+from kbrl_async.sandbox.scratch import Scratch
 from kbrl_async.sandbox.wire import (
     Access,
     Exited,
@@ -88,7 +88,7 @@ class Zygote:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._scratch = tempfile.mkdtemp(prefix="kbrl-scratch-")
+        self._scratch = Scratch()
         self._is_enclosed = False
         self.missing: tuple[str, ...] = ()
         self.generation = 0
@@ -120,7 +120,7 @@ class Zygote:
     def close(self) -> None:
         with self._lock:
             self._stop()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.close()
 
     def check(self, within_s: float = 10.0) -> None:
         """A canary, after a child was killed: a fresh one must be as confined as the first, and compute rightly.
@@ -206,7 +206,9 @@ class Zygote:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for side in (self._channel, theirs):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        options = Options(self._profile, (*self._preload, CANARY), interpreter_paths(), self._scratch, self._threads)
+        options = Options(
+            self._profile, (*self._preload, CANARY), interpreter_paths(), self._scratch.path, self._threads
+        )
         options = msgspec.structs.replace(options, is_enclosed=self._is_enclosed)
         enclosure = _BUBBLEWRAP if self._is_enclosed else ()
         command = [*enclosure, sys.executable, "-m", "kbrl_async.sandbox.zygote", str(theirs.fileno())]

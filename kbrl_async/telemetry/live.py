@@ -127,9 +127,15 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
 
 def rates(before: StatusReport, now: StatusReport) -> Rates:
     """What the broker tells in its reports; `before` must be older."""
-    seconds = now.at - before.at
+    seconds = elapsed_s(before, now)
     scored, tokens = _gained(before, now, "score", "done"), _gained(before, now, "generate", "tokens")
     return Rates(scored / seconds, tokens / seconds, _gained(before, now, "train", "done") / seconds * 3600)
+
+
+def elapsed_s(before: StatusReport, now: StatusReport) -> float:
+    """Between two reports: by the broker's own age, which no correction of a clock changes, where they tell it."""
+    by_age = now.uptime_s - before.uptime_s
+    return by_age if by_age > 0 else now.at - before.at
 
 
 def _gained(before: StatusReport, now: StatusReport, stage: str, counter: str) -> int:

@@ -15,6 +15,8 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -31,6 +33,8 @@ from structlog.contextvars import bind_contextvars, bound_contextvars, clear_con
 Event = MutableMapping[str, Any]
 
 REDACTED = "***"
+MAX_BYTES = 64 << 20
+"""Of one service's log; twice that with the part that is set aside."""
 _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|password|passwd|passphrase|credentials?|authorization)$", re.I
 )
@@ -75,20 +79,52 @@ def _level_number(name: str) -> int:
 
 
 class _LogFile:
-    """A file that several processes append whole lines to; closed when it is no longer used."""
+    """A file that several processes append whole lines to; closed when it is no longer used.
+
+    A full one is set aside as `NAME.jsonl.1`, and the one before is dropped (I10); who still writes to it notices.
+    """
 
     _fd = -1
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._max_bytes = path, max_bytes
+        self._unlooked = 0
+        self._open()
+
+    def _open(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, line: bytes) -> None:
         try:
             os.write(self._fd, line)
+            self._unlooked += len(line)
+            if self._unlooked > self._max_bytes // 64:
+                self._unlooked = 0
+                self._make_room()
         except OSError as error:
             # a full disk must not turn a log line into a failed task
             print(f"log line not written: {error.strerror}", file=sys.stderr)
+
+    def _make_room(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # or two would set aside, one of them the new file
+        try:
+            self._set_aside()
+        finally:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _set_aside(self) -> None:
+        mine = os.fstat(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(mine, self._path.stat()):
+                if mine.st_size <= self._max_bytes:
+                    return
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+        self._open()
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -78,6 +78,14 @@ class Tail:
         return [sample for line in lines if (sample := parse(line)) is not None]
 
 
+def written(path: Path) -> Iterator[SystemSample]:
+    """All samples that are still on disk, oldest first: those of the file that was set aside, then `path`'s own."""
+    for part in (path.with_suffix(f"{path.suffix}.1"), path):
+        if part.is_file():
+            with part.open("rb") as file:
+                yield from (sample for line in file if (sample := parse(line)) is not None)
+
+
 def begun(run_dir: Path, first: float) -> float:
     """When the run began, in epoch seconds: the time of its first sample, noted once and kept over restarts."""
     note = run_dir / "metrics" / "begun"
@@ -142,21 +150,20 @@ def _gained(previous: SystemSample, current: SystemSample, stage: str, counter: 
     return gained
 
 
-def busy_fractions(samples: Sequence[SystemSample], start: float, end: float) -> dict[str, float]:
+def busy_fractions(samples: Iterable[SystemSample], start: float, end: float) -> dict[str, float]:
     """Mean busy fraction of each process between `start` and `end` (epoch seconds).
 
     A sample stands for the time since the one before it, so pauses in the file weigh as long as they lasted.
     """
-    inside = [sample for sample in samples if start <= sample.t <= end]
-    names = dict.fromkeys(name for sample in inside for name in _processes(sample))
-    spans = [now.t - before for now, before in zip(inside, [start, *(s.t for s in inside)], strict=False)]
-    total = sum(spans)
-    if total <= 0:
-        return {}
-    return {
-        name: sum(span * _busy(sample, name) for span, sample in zip(spans, inside, strict=True)) / total
-        for name in names
-    }
+    worked: dict[str, float] = {}
+    before = start
+    for sample in samples:
+        if start <= sample.t <= end:
+            for name in _processes(sample):
+                worked[name] = worked.get(name, 0.0) + (sample.t - before) * _busy(sample, name)
+            before = sample.t
+    total = before - start
+    return {name: seconds / total for name, seconds in worked.items()} if total > 0 else {}
 
 
 def _busy(sample: SystemSample, name: str) -> float:

@@ -9,8 +9,11 @@ from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
+    import os
+
     from msgspec.structs import replace
 
+    from kbrl_async.config import agreed, bound
     from protocols.checking import CheckOptions
     from protocols.limits import LedgerOptions
     from services.broker.descriptors import raise_descriptor_limit
@@ -23,11 +26,12 @@ async def main(stop: asyncio.Event) -> None:
     service.pin(service.layout.shared)
     settings = service.config.broker
     ledger = LedgerOptions.of(settings.heartbeat_s, settings.leases)
+    here = bound(service.addresses, os.environ)
     options = BrokerOptions(
         str(service.run_dir),
-        service.addresses.submit,
-        service.addresses.work,
-        ledger=replace(ledger, checks=CheckOptions(settings.check_share)),
+        here.submit,
+        here.work,
+        ledger=replace(ledger, checks=CheckOptions(settings.check_share), settings=agreed.said(service.config)),
         keys=settings.keys or "",
         store_max_bytes=service.config.compile_farm.store_max_bytes,
         status_address=service.addresses.status,

@@ -9,6 +9,7 @@ would load a compiler's worth of imports into the broker.
 
 Invariants
 * An object appears whole and right or not at all. Owners can't touch each other's uploads.
+* An upload goes on after a restart; what nobody goes on with is gone after `IDLE_S`.
 * Bounded: artifact size, uploads at once per owner and in all, pieces a message, and the store (oldest objects go).
 """
 
@@ -37,7 +38,20 @@ class _Upload:
         self.path, self.total, self.seen_at = path, total, now
         self.digest = hashlib.sha256()
         self.size = 0
-        path.unlink(missing_ok=True)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """With what a broker before us has kept of it; the hash of the whole is checked at the end as always."""
+        try:
+            if self.path.stat().st_size >= self.total:
+                self.path.unlink()
+                return
+            with self.path.open("rb") as file:
+                while piece := file.read(CHUNK_BYTES):
+                    self.digest.update(piece)
+                    self.size += len(piece)
+        except FileNotFoundError:
+            return
 
     def add(self, piece: bytes) -> None:
         with self.path.open("ab") as file:
@@ -57,6 +71,7 @@ class Depot:
         self.served = self.taken = 0
         """Bytes."""
         self._bytes = sum(size for _, size, _ in self._objects())
+        self._sweep()
 
     def want(self, want: Want) -> tuple[Chunk, list[bytes]]:
         absent = Chunk(want.address, want.offset, -1)
@@ -126,12 +141,21 @@ class Depot:
             return known
         for idle in [k for k, upload in self._uploads.items() if now - upload.seen_at > IDLE_S]:
             self._drop(idle)
+        self._sweep()
         mine = sum(who == owner for who, _ in self._uploads)
         if mine >= MAX_UPLOADS_EACH or len(self._uploads) >= MAX_UPLOADS:
             return None
         name = hashlib.sha256(f"{owner}\0{offer.address}".encode()).hexdigest()
         self._uploads[key] = _Upload(self._root / "work" / f"in-{name}", offer.total, now)
         return self._uploads[key]
+
+    def _sweep(self) -> None:
+        """Uploads that began with a broker before us and that nobody goes on with."""
+        ours = {upload.path for upload in self._uploads.values()}
+        for path in (self._root / "work").glob("in-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path not in ours and time.time() - path.stat().st_mtime > IDLE_S:
+                    path.unlink()
 
     def _drop(self, key: tuple[str, str]) -> None:
         upload = self._uploads.pop(key, None)

@@ -5,12 +5,14 @@
 Invariants
 * Everything of a turn is journaled or nothing is; a task that comes and goes within a turn costs nothing.
 * A record is kept as one part per stage that added frames, so appending never rewrites what is there.
-* Ended tasks leave only their id; the ledger says when that is forgotten too (I10).
+* Ended tasks leave only their id; the ledger says when that is forgotten too. So the file is as large as what was live
+  at once, however long the run is; after a restart it is as large as what is (I10).
 WAL with `synchronous=NORMAL`: a commit survives `kill -9`; a power cut may lose the last turns, never the order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ from protocols import events as ev
 from protocols.queues import STAGES
 from services.broker.options import IN_MEMORY
 
+SPARE_PAGES = 4096
+"""Free pages (of 4 KiB) that are kept for the next burst."""
 _PARTS = 8
 """Keys of a record's parts are `seq * _PARTS + place of the stage that they were added for`: at most one per stage."""
 _PLACE = {stage: place for place, stage in enumerate(STAGES)}
@@ -65,6 +69,7 @@ class Journal:
             if max_pages:
                 db.execute(f"PRAGMA max_page_count={max_pages}")
             db.executescript(_SCHEMA)
+            _shrink(db)
         except (sqlite3.Error, OSError) as error:
             raise _explain(error, self.path) from None
         return db
@@ -159,6 +164,14 @@ class Journal:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _shrink(db: sqlite3.Connection) -> None:
+    """Gives the disk back what a burst of tasks took, where that is most of the file: it costs a copy of the rest."""
+    ((free,), (pages,)) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("freelist_count", "page_count"))
+    if free > max(SPARE_PAGES, pages // 2):
+        with contextlib.suppress(sqlite3.OperationalError):  # no room for the copy: then it stays as it is
+            db.execute("VACUUM")
 
 
 def _explain(error: sqlite3.Error | OSError, path: str) -> HostError:

@@ -28,9 +28,11 @@ from kbrl_async.errors import AddressTaken, UserError
 from protocols import events as ev
 from protocols import framing
 from protocols import messages as msg
+from protocols.drift import Drift
 from protocols.ledger import Ledger
-from protocols.messages import Load, Stage, StatusReport
-from protocols.opinions import agreeing
+from protocols.messages import Load, StatusReport
+from protocols.opinions import agreeing, timings
+from protocols.second_opinions import CHECKED
 from protocols.sockets import VIEWERS_DOMAIN, ZAP_DOMAIN, AddressError, BoundRouter, Socket
 from services.broker.depot import Depot
 from services.broker.gate import Gate
@@ -40,6 +42,7 @@ from services.broker.options import BrokerOptions
 from services.broker.status import RecentRates, StatusDesk, Troubles
 from services.runtime.channel import drain, readable, send_frames
 from services.runtime.meters import LoadMeter
+from services.runtime.pulse import serving
 
 log = structlog.get_logger()
 
@@ -55,7 +58,8 @@ class Broker:
         """Messages that were none and have been dropped."""
         self._depot: Depot | None = None
         self._opinions: dict[str, list[list[bytes]]] = {}
-        """Of tasks whose bench result is checked by another bench. A restart forgets them: they are verified again."""
+        self._drift = Drift()
+        """Of tasks whose result is checked by another farm or bench. A restart forgets them: they are done again."""
         self._scheduled = False
         self._alerted: set[tuple[str, str]] = set()
         self._troubles = Troubles()
@@ -66,6 +70,7 @@ class Broker:
         """What a viewer would have got a moment ago; for threads, which must not look at the ledger."""
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
+        serving()
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -176,11 +181,16 @@ class Broker:
         now = self._clock()
         events, self._events = self._events, []
         for event in events:
-            self._handle(event, [], now, sends)
+            if not isinstance(event, ev.Tick):
+                self._handle(event, [], now, sends)
         for public, frames in self._arrived(self._work, now):
             self._decode(ev.FromWorker, public, frames, now, sends)
         for public, frames in self._arrived(self._submit, now):
             self._decode(ev.FromProducer, public, frames, now, sends)
+        # Whoever beat while this loop was held up, by a slow disk say, is heard before anybody is judged to be silent.
+        for event in events:
+            if isinstance(event, ev.Tick):
+                self._handle(event, [], now, sends)
         self._journal.commit(self.ledger.counters)
         for socket, route, frames in sends:
             self._send(socket, route, frames)
@@ -263,6 +273,7 @@ class Broker:
                 case ev.Opinion(task_id, place):
                     self._opinions[task_id] = [*self._opinions.get(task_id, [])[:place], payload]
                 case ev.Compare(task_id):
+                    self._watch_drift(task_id)
                     agree = agreeing(self._opinions.get(task_id, []), self.options.ledger.checks.tolerance)
                     self._handle(ev.Compared(task_id, agree), [], now, sends)
                 case ev.Settle(row, opinion):
@@ -270,7 +281,7 @@ class Broker:
                     self._journal.perform(ev.Append(row), settled)
                     self._keep(ev.Append(row), settled)
                 case ev.Quarantine(principal):
-                    log.error("quarantined a worker: others measure otherwise", principal=principal)
+                    log.error("quarantined a worker: others find otherwise", principal=principal)
                     with self.options.quarantine.open("a", encoding="utf-8") as file:
                         file.write(f"{principal}\n")
                     self._troubles.add(principal, "is quarantined: its results differ from those of others")
@@ -278,12 +289,27 @@ class Broker:
                     self._journal.perform(action, payload)
                     self._keep(action, payload)
 
+    def _watch_drift(self, task_id: str) -> None:
+        """Two benches have timed one candidate: how far apart are they?"""
+        names = self.ledger.checks.cases[task_id].principals
+        found = timings(self._opinions.get(task_id, []))
+        if len(found) != len(names) or (mine := found[-1]) is None:
+            return
+        for name, timing in zip(names[:-1], found[:-1], strict=True):
+            if timing is not None and timing.hardware == mine.hardware:
+                self._drift.add(name, names[-1], timing, mine)
+        for who, what in self._drift.news():
+            log.warning("benches drift apart", bench=who, what=what)
+            self._troubles.add(who, what)
+
     def _keep(self, action: ev.Action, payload: list[bytes]) -> None:
         """Records of live tasks are held in memory as well; queue limits bound them."""
-        if isinstance(action, ev.Forget) or (
-            isinstance(action, ev.Update | ev.Append | ev.Finish) and action.row.stage != Stage.BENCH
+        if isinstance(action, ev.Forget):
+            self._opinions.pop(action.task_id, None)
+        elif isinstance(action, ev.Append | ev.Finish) or (
+            isinstance(action, ev.Update) and action.row.stage not in CHECKED
         ):
-            self._opinions.pop(action.task_id if isinstance(action, ev.Forget) else action.row.task_id, None)
+            self._opinions.pop(action.row.task_id, None)
         match action:
             case ev.Store(row):
                 self._records[row.task_id] = payload
@@ -375,6 +401,8 @@ class Broker:
         counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}
         if self.gate is not None:
             stats["gate"] = self.gate.stats()
+        if drift := self._drift.stats():
+            stats["drift"] = drift
         own = {"busy": load.busy, "lag_ms": load.lag_ms, "rss_mb": load.rss_mb, "cpu": load.cpu}
         return {"t": time.time(), **stats, "counters": counters, "broker": own}
 

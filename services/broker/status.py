@@ -92,12 +92,12 @@ class RecentRates:
 
     def add(self, report: msg.StatusReport) -> None:
         self._reports.append(report)
-        while report.at - self._reports[0].at > WINDOW_S:
+        while live.elapsed_s(self._reports[0], report) > WINDOW_S:
             self._reports.popleft()
 
     def of(self, report: msg.StatusReport) -> dict[str, float]:
         """Empty while there is too little to compare with."""
-        if not self._reports or report.at - self._reports[0].at < LEAST_S:
+        if not self._reports or live.elapsed_s(self._reports[0], report) < LEAST_S:
             return {}
         return msgspec.structs.asdict(live.rates(self._reports[0], report))
 

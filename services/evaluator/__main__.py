@@ -46,6 +46,7 @@ async def main(stop: asyncio.Event) -> None:
             worker = Worker(
                 service.addresses.work, service.worker_id, [Stage.SCORE], SLOTS, evaluator.handle, keys=service.keys
             )
+            evaluator.welcomes = lambda: worker.welcomes
             service.watch(worker.meter)
             service.log.info("ready", problems=len(course.problems), samples=course.total, done=course.done)
             if await run_beside(worker, evaluator.pump(), stop):

@@ -31,7 +31,7 @@ from services.rollouts.archiving import TurnArchive
 from services.rollouts.conduct import Conductor
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
-from services.rollouts.scoring import Scored, decode
+from services.rollouts.scoring import Scored, decode, lost_reason
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
@@ -69,6 +69,9 @@ class Evaluator:
         self._started = clock() - course.clock
         self._wake = asyncio.Event()
         self._submissions = Submissions(self._wake)
+        self.welcomes: Callable[[], int] = lambda: 0
+        """How often the broker has taken this process in."""
+        self._welcomes = 1
         self._told = (-1, -TELL_S)
 
     @property
@@ -118,9 +121,11 @@ class Evaluator:
 
     async def pump(self) -> None:
         """Runs until every sample has ended. Raises what a submission raised."""
-        for rollout_id, problem_id in dict(self._course.open_rollouts()).items():
-            self._generate(rollout_id, self._course.problems[problem_id])
+        self._resubmit()
         while not self._course.has_ended:
+            if self.welcomes() > self._welcomes:  # the broker was away, and may lack its last moments (a power cut)
+                self._welcomes = self.welcomes()
+                self._resubmit()
             self._advance()
             self._tell()
             self._wake.clear()
@@ -131,6 +136,11 @@ class Evaluator:
             self._submissions.check()
         self._tell(at_once=True)
         await self._submissions.finish()
+
+    def _resubmit(self) -> None:
+        """All that is open; what the broker knows already it ignores."""
+        for rollout_id, problem_id in dict(self._course.open_rollouts()).items():
+            self._generate(rollout_id, self._course.problems[problem_id])
 
     def _advance(self) -> None:
         for problem_id in self._course.overdue(self.now):
@@ -175,4 +185,6 @@ def _reason(task: Task, record: list[Frame]) -> str:
     if task.status != Status.OK:
         return str(task.status)
     generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    return str(Fault.INFRA_ERROR) if generation is None or generation.fault is Fault.OK else str(generation.fault)
+    if generation is None or generation.fault in (Fault.OK, Fault.INFRA_ERROR):
+        return lost_reason(record)
+    return str(generation.fault)

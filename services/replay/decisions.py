@@ -189,8 +189,8 @@ class Decisions:
         """The rollout's samples with their returns, of records where there are any."""
         earlier = [turn.sample for turn in self.campaign.dialogues.turns(event.rollout_id)]
         last = self._last.pop(event.rollout_id, None)
-        if last is None and len(event.samples) == len(earlier) + 1:
-            return event.samples  # its last turn has no record any more
+        if last is None and (not earlier or len(event.samples) == len(earlier) + 1):
+            return event.samples  # its last turn has no record any more, or they are a lesson (method=sft)
         return with_returns([*earlier, *([last] if last else [])], self._conductor.options)
 
 

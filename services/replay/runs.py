@@ -26,7 +26,7 @@ from services.reward_aggregator.campaign import Campaign
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.planning import plan_of, presets_of
 from services.rollouts.conduct import Conductor
-from services.rollouts.examples import FirstPrompts
+from services.rollouts.examples import FirstPrompts, budget_of, told_hardware
 
 JOURNAL = "aggregator.sqlite"
 DIVERGED = 1
@@ -67,7 +67,12 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
     with Archive(run_dir / FILE) as archive, Journal(run_dir / JOURNAL) as journal:
         campaign = Campaign(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
-        first = FirstPrompts(config.prompt_option, config.backend)
+        first = FirstPrompts(
+            config.prompt_option,
+            config.backend,
+            lambda: budget_of(config, run_dir / "policies"),
+            told_hardware(config, run_dir, may_ask=False),
+        )
         conductor = Conductor(config, campaign.dialogues, first, sampling)
         decisions = Decisions(campaign, conductor, presets_of(config), archive)
         updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
@@ -94,7 +99,7 @@ def _run(
     told: Callable[[str], None],
 ) -> None:
     recorded = {update.batch_id: update for update in archive.updates()}
-    for made in decisions.run(journal.entries()):
+    for made in decisions.run(journal.history()):
         batch_id = made.event.batch_id
         report.batches += 1
         report.advantages += _compare_outcomes(archive, made)

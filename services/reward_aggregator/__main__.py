@@ -26,6 +26,7 @@ async def main(stop: asyncio.Event) -> None:
     from services.reward_aggregator.board import Board
     from services.reward_aggregator.campaign import Campaign
     from services.reward_aggregator.journal import Journal
+    from services.reward_aggregator.lessons import open_lessons
     from services.reward_aggregator.planning import plan_of
     from services.rollouts.examples import open_prompts
     from services.runtime.producer import Producer
@@ -39,12 +40,14 @@ async def main(stop: asyncio.Event) -> None:
     campaign = Campaign(plan)
     service.pin(service.layout.shared)
     with Journal(service.run_dir / "aggregator.sqlite") as journal, Archiving(config, service.run_dir) as archive:
-        closed = [group for entry in journal.entries() for group in campaign.apply(entry)]
-        await archive.ended(closed, campaign.clock)
+        await archive.ended(journal.load(campaign), campaign.clock)
         board = Board(service, campaign)
         async with Producer(service.addresses.submit, keys=service.keys) as producer:
             prompts = await open_prompts(service, stop)
-            aggregator = Aggregator(service, campaign, journal, producer, board, archive, prompts=prompts)
+            lessons = await open_lessons(service, stop)
+            aggregator = Aggregator(
+                service, campaign, journal, producer, board, archive, prompts=prompts, lessons=lessons
+            )
             worker = Worker(
                 service.addresses.work,
                 service.worker_id,
@@ -53,12 +56,13 @@ async def main(stop: asyncio.Event) -> None:
                 aggregator.handle,
                 keys=service.keys,
             )
+            aggregator.welcomes = lambda: worker.welcomes
             service.watch(worker.meter)
             service.log.info(
                 "ready", training=len(plan.training), heldout=len(plan.heldout), resumed=campaign.clock > 0
             )
             if await run_beside(worker, aggregator.pump(), stop):
-                board.finish(aggregator.now)
+                board.finish(aggregator.now, journal.rollouts())
                 service.log.info("finished", summary=str(service.run_dir / "summary.json"))
                 return
     if stop.is_set():

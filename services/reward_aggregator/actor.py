@@ -51,12 +51,13 @@ from services.reward_aggregator.campaign import (
     is_evaluation,
 )
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.lessons import Lessons
 from services.reward_aggregator.planning import preset_for, presets_of
 from services.reward_aggregator.rounds import RoundBegun, group_of_round
 from services.rollouts.conduct import Conductor
 from services.rollouts.dialogues import best_turn
 from services.rollouts.examples import FirstPrompts
-from services.rollouts.scoring import Scored, decode
+from services.rollouts.scoring import Scored, decode, lost_reason
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
@@ -79,8 +80,10 @@ class Aggregator:
         archive: Archiving,
         clock: Callable[[], float] = time.monotonic,
         prompts: FirstPrompts | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self._service = service
+        self._lessons = lessons
         self._config = service.config
         self._campaign = campaign
         self._journal = journal
@@ -99,6 +102,9 @@ class Aggregator:
         self._asked: set[str] = set()
         self._retired = False
         self._submissions = Submissions(self._wake)
+        self.welcomes: Callable[[], int] = lambda: 0
+        """How often the broker has taken this process in."""
+        self._welcomes = 1
 
     @property
     def now(self) -> float:
@@ -129,7 +135,7 @@ class Aggregator:
         await self._archive.scored(task, rollout_id, frames, record, scored, self.now, is_best=is_best)
         self._board.trace(record, scored)
         if scored is None or stats is None:
-            self._broken_off(task, rollout_id)
+            self._broken_off(task, rollout_id, record)
             return
         self._conductor.prompts.learn(next(frame for frame in record if isinstance(frame, RolloutRequest)), scored)
         if self._conductor.goes_on(rollout_id, scored):
@@ -166,14 +172,14 @@ class Aggregator:
         change = self._campaign.book.scored(group_id, rollout_id, samples, self.now)
         self._change(change, *([RolloutEnded(rollout_id, group_id, stats)] if stats else []))
 
-    def _broken_off(self, task: Task, rollout_id: str) -> None:
+    def _broken_off(self, task: Task, rollout_id: str, record: list[Frame]) -> None:
         """Infrastructure failed (I4): the turns before this one count, the rollout goes no further."""
         if is_evaluation(task.group_id):
             self._evaluated(task.group_id, rollout_id, None)
         elif self._campaign.dialogues.turns(rollout_id):
             self._end_rollout(task.group_id, rollout_id, [])
         else:
-            reason = task.status if task.status != Status.OK else "infra_error"
+            reason = task.status if task.status != Status.OK else lost_reason(record)
             self._change(self._campaign.book.lost(task.group_id, rollout_id, reason, self.now))
 
     async def _trained(self, task: Task, frames: list[bytes]) -> None:
@@ -219,9 +225,14 @@ class Aggregator:
 
     async def pump(self) -> None:
         """Runs until the campaign has ended. Raises what a submission raised."""
+        if self._campaign.book.is_finished and not self._campaign.has_ended:
+            self._service.log.info("training is over already; a limit that was raised since comes too late")
+        self._end_training()
         self._resubmit()
         while not self._campaign.has_ended:
+            self._catch_up()
             self._advance()
+            self._journal.compact_if_due(self._campaign)
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), IDLE_S)
@@ -230,12 +241,24 @@ class Aggregator:
             self._submissions.check()
         await self._submissions.finish()
 
-    def _advance(self) -> None:
+    def _end_training(self) -> None:
+        """At the run's limits, which may be lower than before a restart: what waits for a batch then waits no more.
+
+        Journaled, so that a limit that is raised during the last evaluation does not mix two policies in it.
+        """
         book, limit = self._campaign.book, self._config.max_minutes
+        if book.is_finished:
+            return
         begun = self._campaign.first_result
-        if limit is not None and begun is not None and self.now - begun > 60 * limit and not book.is_finished:
+        if limit is not None and begun is not None and self.now - begun > 60 * limit:
             self._service.log.info("time is up", minutes=limit)
-            self._change(book.finish(self.now))
+        elif not self._campaign.has_all_updates:
+            return
+        self._change(book.finish(self.now))
+
+    def _advance(self) -> None:
+        self._end_training()
+        book = self._campaign.book
         while book.room() > 0:
             self._admit()
         while self._campaign.may_train and self._poll():
@@ -269,7 +292,7 @@ class Aggregator:
         assert isinstance(change.event, Admitted), "room was asked for first"
         self._change(change)
         for rollout_id in rollout_ids(change.event.group_id, size):
-            self._generate(rollout_id, change.event.group_id, problem, Purpose.TRAIN)
+            self._begin(rollout_id, change.event.group_id, problem)
 
     def _poll(self) -> bool:
         change = self._campaign.book.poll(self.now)
@@ -278,6 +301,13 @@ class Aggregator:
             self._train(change.event)
         return change.event is not None
 
+    def _catch_up(self) -> None:
+        """A broker that has come back may lack its last moments (a power cut): what is open is submitted again."""
+        if self.welcomes() > self._welcomes:
+            self._welcomes = self.welcomes()
+            self._asked.clear()
+            self._resubmit()
+
     def _resubmit(self) -> None:
         """All that is open, after a start or a restart: what the broker knows already it ignores."""
         self._evaluate(BEFORE)
@@ -285,7 +315,7 @@ class Aggregator:
         for group_id, rollouts in book.open_rollouts().items():
             problem = self._campaign.problem(book.group_problem(group_id))
             for rollout_id in rollouts:
-                self._generate(rollout_id, group_id, problem, Purpose.TRAIN)
+                self._begin(rollout_id, group_id, problem)
         for batch in book.outstanding():
             self._train(batch)
 
@@ -294,6 +324,15 @@ class Aggregator:
             if rollout_id not in self._asked:
                 self._asked.add(rollout_id)
                 self._generate(rollout_id, phase, problem, Purpose.EVAL)
+
+    def _begin(self, rollout_id: str, group_id: str, problem: Problem) -> None:
+        """A training rollout is asked for, or is a lesson and done (method=sft)."""
+        if self._lessons is None:
+            self._generate(rollout_id, group_id, problem, Purpose.TRAIN)
+            return
+        book = self._campaign.book
+        samples = self._lessons.samples(rollout_id, book.group_version(group_id) or 0)
+        self._change(book.scored(group_id, rollout_id, samples, self.now))
 
     def _generate(self, rollout_id: str, group_id: str, problem: Problem, purpose: Purpose) -> None:
         request = self._conductor.request(rollout_id, group_id, problem, purpose, self._campaign.book.version)

@@ -20,6 +20,7 @@ from kbrl_async.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.telemetry.tracing import open_traces
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import Frame, UpdateReport
+from services.reward_aggregator import lessons
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign
 from services.reward_aggregator.rounds import Round
 from services.rollouts.scoring import Scored
@@ -43,11 +44,11 @@ class Board:
         self._from = time.time() if campaign.clock else 0.0
         self._training = Writer(folder / "training", without) if settings.enabled else None
         self._system = Writer(folder / "system", without) if settings.enabled else None
-        self._tail = Tail(service.run_dir / "metrics" / "system.jsonl")
-        self._samples: list[SystemSample] = []
-        scored = [*campaign.rollouts, *campaign.heldout(BEFORE), *campaign.heldout(AFTER)]
-        self._best: dict[str, float] = {}
-        for stats in scored:
+        self._lines = service.run_dir / "metrics" / "system.jsonl"
+        self._tail = Tail(self._lines)
+        self._previous: SystemSample | None = None
+        self._best = dict(campaign.fastest)
+        for stats in [*campaign.heldout(BEFORE), *campaign.heldout(AFTER)]:
             if stats.file:
                 self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
 
@@ -72,6 +73,8 @@ class Board:
         """One update: a line on the terminal, and everything of it in TensorBoard."""
         rates = training_metrics.outcome_rates(rollouts)
         shown = {name: round(value, 3) for name, value in rates.items() if name not in ("format_rate", "cheat_rate")}
+        if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
+            shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
         settings, step = self._service.config.tensorboard, report.policy_version
@@ -114,38 +117,38 @@ class Board:
     def tick(self) -> None:
         """Takes in what the broker has written about the whole system since the last tick."""
         for sample in self._tail.new():
-            previous = self._samples[-1] if self._samples else None
-            self._samples.append(sample)
+            if self._begun is None:
+                self._begun = system_metrics.begun(self._service.run_dir, sample.t)
             if self._system is not None and sample.t >= self._from:
-                if self._begun is None:
-                    self._begun = system_metrics.begun(self._service.run_dir, self._samples[0].t)
                 seconds = max(0, int(sample.t - self._begun))
-                self._system.scalars(system_metrics.scalars(previous, sample), seconds, sample.t)
+                self._system.scalars(system_metrics.scalars(self._previous, sample), seconds, sample.t)
+            self._previous = sample
         if self._system is not None:
             self._system.flush()
 
-    def finish(self, seconds: float) -> summary.Summary:
-        """Writes `summary.json`, the sign that the run has ended; returns its content."""
+    def finish(self, seconds: float, rollouts: Sequence[RolloutStats]) -> summary.Summary:
+        """Writes `summary.json`, the sign that the run has ended; returns its content.
+
+        :param rollouts: all scored training rollouts, in order.
+        """
         self.tick()
         campaign = self._campaign
         ended = time.time() - max(0.0, seconds - campaign.last_update)
         begun = ended - max(0.0, campaign.last_update - (campaign.first_result or 0.0))
         content = summary.build(
             counters=campaign.counters(),
-            rollouts=campaign.rollouts,
+            rollouts=rollouts,
             wall_s=ended - begun,
-            busy=system_metrics.busy_fractions(self._samples, begun, ended),
+            busy=self._busy(begun, ended),
             heldout_before=campaign.heldout(BEFORE),
             heldout_after=campaign.heldout(AFTER),
             extra={
                 "run": self._service.run_dir.name,
                 "seed": self._service.config.seed,
+                **lessons.described(self._service.config, self._service.run_dir),
                 "config_hash": config_hash(self._service.config),
                 "failed_reasons": dict(campaign.book.reasons),
-                "heldout_by_version": {
-                    str(done.version): heldout_scalars([s for s in done.results if s is not None])
-                    for done in campaign.rounds.ended
-                },
+                "heldout_by_version": {str(done.version): done.figures for done in campaign.rounds.ended},
                 "total_s": seconds,
                 "versions": summary.versions(),
             },
@@ -155,3 +158,8 @@ class Board:
                 writer.close()
         summary.write(self._service.run_dir / SUMMARY_FILE, content)
         return content
+
+    def _busy(self, begun: float, ended: float) -> dict[str, float]:
+        """Of what the broker's lines still say: those of a very long run's first days are gone."""
+        oldest = next((sample.t for sample in system_metrics.written(self._lines)), begun)
+        return system_metrics.busy_fractions(system_metrics.written(self._lines), max(begun, oldest), ended)

@@ -13,24 +13,30 @@ Invariants
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.rewards.alarms import AlarmChange, AlarmOptions, Alarms
-from kbrl_async.rewards.curriculum import BatchRates, Curriculum, CurriculumOptions
+from kbrl_async.rewards.alarms import AlarmChange, AlarmOptions, Alarms, AlarmsState
+from kbrl_async.rewards.curriculum import BatchRates, Curriculum, CurriculumOptions, CurriculumState
 from kbrl_async.rewards.events import Admitted, BatchFailed, BatchMade, BatchTrained, Closed, Event, Lost
 from kbrl_async.rewards.events import Scored as BookScored
+from kbrl_async.rewards.group import BookState
 from kbrl_async.rewards.groups import BookOptions, GroupBook
 from kbrl_async.rewards.turns import turn_id
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import VERIFIER, GroupOutcome, Problem, TrainGroup
-from services.reward_aggregator.rounds import RoundBegun, Rounds, is_round
+from services.reward_aggregator.rounds import RoundBegun, Rounds, RoundsState, is_round
 from services.rollouts import dialogues
-from services.rollouts.dialogues import Dialogues, TurnTaken
+from services.rollouts.dialogues import Dialogues, DialoguesState, TurnTaken
 
 BEFORE, AFTER = "eval-before", "eval-after"
+KEPT_CHANGES = 100
+"""Changes of alarms that a written campaign keeps."""
+KEPT_ENDS = 256
+"""Ends of groups that are told to the archive again after a restart: more than can be on their way to it."""
 
 
 def is_evaluation(group_id: str) -> bool:
@@ -81,13 +87,40 @@ class Plan(msgspec.Struct, frozen=True):
     alarms: AlarmOptions = AlarmOptions()
 
 
+class CampaignState(msgspec.Struct, frozen=True):
+    """All that a campaign remembers: as large as what is open, however long the run is (I10)."""
+
+    book: BookState
+    curriculum: CurriculumState
+    alarms: AlarmsState
+    dialogues: DialoguesState
+    rounds: RoundsState
+    evaluated: dict[str, dict[str, RolloutStats | None]]
+    scored: int
+    fastest: dict[str, float]
+    max_staleness: int
+    updates: int
+    first_result: float | None
+    last_update: float
+    clock: float
+    alarm_changes: list[AlarmChange]
+    notes: list[str]
+    ended_lately: list[Closed]
+    stages: dict[str, str]
+    batches: dict[str, list[str]]
+    open: dict[str, dict[str, RolloutStats]]
+
+
 class Campaign:
     """See the module's docstring."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.book = GroupBook(plan.book)
-        self.rollouts: list[RolloutStats] = []
+        self.scored = 0
+        """Training rollouts (turns) that were scored; their numbers are in the journal's history."""
+        self.fastest: dict[str, float] = {}
+        """By problem: the lower end of the speedup's interval of the kernel that is kept."""
         self.evaluated: dict[str, dict[str, RolloutStats | None]] = {BEFORE: {}, AFTER: {}}
         self.max_staleness = 0
         self.updates = 0
@@ -102,10 +135,51 @@ class Campaign:
         self.rounds = Rounds(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
         self.notes: list[str] = []
         """What the curriculum has changed, newest last."""
+        self.ended_lately: deque[Closed] = deque(maxlen=KEPT_ENDS)
         self._stages: dict[str, str] = {}
         self._batches: dict[str, list[str]] = {}
         self._open: dict[str, dict[str, RolloutStats]] = {}
         self._problems = {problem.problem_id: problem for problem in plan.training}
+
+    # ── all of it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> CampaignState:
+        """To be written at once: it shares what is open with the campaign."""
+        return CampaignState(
+            self.book.state(),
+            self.curriculum.state(),
+            self.alarms.state(),
+            self.dialogues.state(),
+            self.rounds.state(),
+            self.evaluated,
+            self.scored,
+            self.fastest,
+            self.max_staleness,
+            self.updates,
+            self.first_result,
+            self.last_update,
+            self.clock,
+            self.alarm_changes[-KEPT_CHANGES:],
+            self.notes,
+            list(self.ended_lately),
+            self._stages,
+            self._batches,
+            self._open,
+        )
+
+    def restore(self, state: CampaignState) -> None:
+        """The campaign as it was when `state` was taken; its plan stays."""
+        self.book.restore(state.book)
+        self.curriculum.restore(state.curriculum)
+        self.alarms.restore(state.alarms)
+        self.dialogues.restore(state.dialogues)
+        self.rounds.restore(state.rounds)
+        self.evaluated, self.scored, self.fastest = state.evaluated, state.scored, state.fastest
+        self.max_staleness, self.updates, self.first_result = state.max_staleness, state.updates, state.first_result
+        self.last_update, self.clock = state.last_update, state.clock
+        self.alarm_changes, self.notes = state.alarm_changes, state.notes
+        self.ended_lately = deque(state.ended_lately, maxlen=KEPT_ENDS)
+        self._stages, self._batches, self._open = state.stages, state.batches, state.open
 
     # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,6 +198,11 @@ class Campaign:
     @property
     def may_train(self) -> bool:
         return not self.awaited(BEFORE)
+
+    @property
+    def has_all_updates(self) -> bool:
+        """No batch will be made any more; a run that had more steps before its restart has groups left over."""
+        return self.book.batches_trained >= self.plan.book.max_batches
 
     @property
     def has_trained(self) -> bool:
@@ -159,7 +238,7 @@ class Campaign:
             groups_filtered=counts[GroupOutcome.FILTERED],
             groups_dropped_stale=counts[GroupOutcome.DROPPED_STALE],
             groups_failed=counts[GroupOutcome.FAILED],
-            rollouts=len(self.rollouts),
+            rollouts=self.scored,
             updates=self.updates,
             max_staleness=self.max_staleness,
         )
@@ -204,7 +283,7 @@ class Campaign:
             self.dialogues.apply(entry)
         if isinstance(entry, RolloutEnded | TurnTaken):
             if not is_evaluation(entry.group_id):
-                self.rollouts.append(entry.stats)
+                self._count(entry.stats)
                 if entry.stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
                     self.curriculum.observe(entry.stats.problem_id, entry.stats.turn, entry.stats.correct)
                 self._open.setdefault(entry.group_id, {})[turn_id(entry.rollout_id, entry.stats.turn)] = entry.stats
@@ -233,6 +312,11 @@ class Campaign:
             self._age(event)
         return event
 
+    def _count(self, stats: RolloutStats) -> None:
+        self.scored += 1
+        if stats.file:
+            self.fastest[stats.problem_id] = max(stats.speedup_lo or 0.0, self.fastest.get(stats.problem_id, 0.0))
+
     def _watch(self, entry: Watched) -> None:
         self.alarm_changes += self.alarms.observe(entry.version, entry.metrics)
         self.book.window_lag = self.alarms.window_lag(self.plan.book.max_lag)
@@ -257,6 +341,7 @@ class Campaign:
             self.notes += self.curriculum.batch_trained(rates)
 
     def _forget(self, closed: list[Closed]) -> list[Closed]:
+        self.ended_lately += closed
         for group in closed:
             self._open.pop(group.group_id, None)
             self._stages.pop(group.group_id, None)

@@ -1,18 +1,53 @@
-"""The aggregator's memory: entries of the campaign, see `services.rollouts.journal`.
+"""The aggregator's memory: the campaign's state and the entries after it, see `services.rollouts.journal`.
 
-Invariant: rollouts of ended groups keep no tokens, so the file stays small however long the run is (I10).
+Invariant: it is as large as what is open, however long the run is (I10). Rollouts of ended groups keep no tokens.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from services.reward_aggregator.campaign import Entry, group_of, without_tokens
-from services.rollouts.journal import EntryJournal
+import msgspec
+
+from kbrl_async.rewards.events import Closed
+from kbrl_async.telemetry.training_metrics import RolloutStats
+from services.reward_aggregator.campaign import (
+    Campaign,
+    CampaignState,
+    Entry,
+    RolloutEnded,
+    group_of,
+    is_evaluation,
+    without_tokens,
+)
+from services.rollouts.dialogues import TurnTaken
+from services.rollouts.journal import MIN_BYTES, EntryJournal
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(CampaignState).decode
 
 
 class Journal(EntryJournal[Entry]):
     """`with Journal(path) as journal: …`"""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Entry, group_of, without_tokens)
+    def __init__(self, path: Path, min_bytes: int = MIN_BYTES) -> None:
+        super().__init__(path, Entry, group_of, without_tokens, min_bytes)
+
+    def load(self, campaign: Campaign) -> list[Closed]:
+        """Makes a new campaign what it was; returns the groups that ended lately, of which the archive may not know."""
+        state = self.state()
+        if state is not None:
+            campaign.restore(_decode(state))
+        for entry in self.entries():
+            campaign.apply(entry)
+        return list(campaign.ended_lately)
+
+    def compact_if_due(self, campaign: Campaign) -> None:
+        """Where all that `campaign` has applied was appended."""
+        if self.is_due:
+            self.compact(_encode(campaign.state()))
+
+    def rollouts(self) -> list[RolloutStats]:
+        """The numbers of all training rollouts, turn by turn, in the order in which they were scored."""
+        scored = (entry for entry in self.history() if isinstance(entry, RolloutEnded | TurnTaken))
+        return [entry.stats for entry in scored if not is_evaluation(entry.group_id)]

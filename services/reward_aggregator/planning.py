@@ -10,8 +10,9 @@ from kbrl_async.problems import load_problems, usable
 from kbrl_async.rewards.alarms import AlarmOptions
 from kbrl_async.rewards.curriculum import STAGES, CurriculumOptions
 from kbrl_async.rewards.groups import BookOptions
-from kbrl_async.rewards.presets import Preset, find_preset
+from kbrl_async.rewards.presets import Preset, find_preset, with_plan
 from services.reward_aggregator.campaign import Campaign, Plan
+from services.reward_aggregator.lessons import NOT_A_PROBLEM, SFT
 
 AUTO = "auto"
 """The reward preset that goes from stage1 to stage3 by itself."""
@@ -23,7 +24,9 @@ def plan_of(config: Config) -> Plan:
     problems = load_problems(config.problems or "", levels=config.levels, shapes=shapes, precision=config.precision)
     learnable = usable(problems) if config.exclude_audited else problems
     return Plan(
-        training=[problem for problem in learnable if problem.split != "heldout"],
+        training=[NOT_A_PROBLEM]
+        if config.method == SFT
+        else [problem for problem in learnable if problem.split != "heldout"],
         heldout=[problem for problem in problems if problem.split == "heldout"],
         eval_samples=config.eval_samples,
         group_size=config.group_size,
@@ -49,6 +52,8 @@ def plan_of(config: Config) -> Plan:
 
 def alarms_of(config: Config) -> AlarmOptions:
     a = config.alarms
+    if config.method == SFT:  # there is no behaviour policy to be far from
+        return AlarmOptions(nonfinite_action=a.nonfinite_action)
     return AlarmOptions(
         a.ess_below,
         a.ess_action,
@@ -66,7 +71,8 @@ def presets_of(config: Config) -> list[Preset]:
     """The one reward preset, or those of all stages."""
     builder = config.dataset_builder
     stages = STAGES if builder.reward_preset == AUTO else (builder.reward_preset,)
-    return [find_preset(stage, builder.reward_weights) for stage in stages]
+    found = [find_preset(stage, builder.reward_weights) for stage in stages]
+    return [with_plan(preset, builder.reward_plan_part, builder.reward_plan_weight) for preset in found]
 
 
 def preset_for(group_id: str, presets: Sequence[Preset], campaign: Campaign) -> Preset:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kbrl_async.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem
 
@@ -34,7 +35,20 @@ class Round(msgspec.Struct, frozen=True):
 
     version: int
     results: list[RolloutStats | None]
-    """One a rollout; None where infrastructure failed."""
+    """One a rollout; None where infrastructure failed. Of the newest round only (I10)."""
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+    """What TensorBoard shows of it."""
+    reward: float | None = None
+    """Mean over the rollouts that have a verdict; None where there is none."""
+
+
+class RoundsState(msgspec.Struct, frozen=True):
+    """All that rounds remember."""
+
+    running: int | None
+    results: dict[str, RolloutStats | None]
+    begun_at: int
+    ended: list[Round]
 
 
 def group_of_round(version: int) -> str:
@@ -54,6 +68,13 @@ class Rounds:
         self._results: dict[str, RolloutStats | None] = {}
         self._begun_at = 0
         self.ended: list[Round] = []
+
+    def state(self) -> RoundsState:
+        return RoundsState(self._running, self._results, self._begun_at, self.ended)
+
+    def restore(self, state: RoundsState) -> None:
+        self._running, self._results = state.running, state.results
+        self._begun_at, self.ended = state.begun_at, state.ended
 
     @property
     def running(self) -> int | None:
@@ -92,16 +113,18 @@ class Rounds:
             self._results.setdefault(rollout_id, stats)
         if len(self._results) < len(ids):
             return None
-        done = Round(self._running, [self._results[key] for key in ids])
-        self.ended.append(done)
+        done = _judged(self._running, [self._results[key] for key in ids])
+        self.ended = [*(msgspec.structs.replace(earlier, results=[]) for earlier in self.ended), done]
         self._running, self._results = None, {}
         return done
 
     def best(self) -> int | None:
         """The version with the highest mean reward; a rollout without a verdict counts for nobody."""
-        means = {
-            done.version: sum(found) / len(found)
-            for done in self.ended
-            if (found := [stats.reward for stats in done.results if stats is not None])
-        }
+        means = {done.version: done.reward for done in self.ended if done.reward is not None}
         return max(means, key=lambda version: (means[version], version)) if means else None
+
+
+def _judged(version: int, results: list[RolloutStats | None]) -> Round:
+    found = [stats for stats in results if stats is not None]
+    reward = sum(stats.reward for stats in found) / len(found) if found else None
+    return Round(version, results, heldout_scalars(found), reward)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kbrl_async.config.schema import Config
-from kbrl_async.prompts import Feedback, feedback_of, render_prompt, render_turn
+from kbrl_async.prompts import Feedback, feedback_of, render_prompt
 from kbrl_async.prompts.roles import render_verifier, role_of
 from kbrl_async.rewards.presets import Preset
 from kbrl_async.rewards.turns import goes_on
@@ -79,7 +79,7 @@ class Conductor:
         """The entry that a turn leaves when another one follows."""
         request = next(frame for frame in record if isinstance(frame, RolloutRequest))
         feedback = feedback_of(record, self._config.backend)
-        refined = render_turn(self._config.prompt_option, request.problem, feedback, self._config.backend)
+        refined = self.prompts.refined(request.problem, feedback)
         entry = TurnTaken(
             request.rollout_id, group_id, scored.sample, stats, scored.turn_score, refined, now, feedback.category
         )

@@ -34,12 +34,26 @@ KEPT_FAILURES = 8
 """Failed kernels per problem that a corrector may be given."""
 
 
+class DialoguesState(msgspec.Struct, frozen=True):
+    """All that dialogues remember."""
+
+    turns: dict[str, list[TurnTaken]]
+    failures: dict[str, list[tuple[str, str]]]
+
+
 class Dialogues:
     """Turns of unfinished rollouts, in order, and the last failures of each problem."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[TurnTaken]] = {}
         self._failures: dict[str, deque[tuple[str, str]]] = {}
+
+    def state(self) -> DialoguesState:
+        return DialoguesState(self._turns, {name: list(kept) for name, kept in self._failures.items()})
+
+    def restore(self, state: DialoguesState) -> None:
+        self._turns = state.turns
+        self._failures = {name: deque(kept, maxlen=KEPT_FAILURES) for name, kept in state.failures.items()}
 
     def apply(self, entry: TurnTaken) -> None:
         self._turns.setdefault(entry.rollout_id, []).append(entry)

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +23,20 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.config import Config
+from kbrl_async.durable import write_atomically
+from kbrl_async.launch.backends import ON_GPU
 from kbrl_async.problems import load_problems
-from kbrl_async.prompts import render_prompt
+from kbrl_async.prompts import Feedback, TokenBudget, render_prompt, render_turn
+from kbrl_async.prompts.budget import UNBOUNDED, UNLIMITED
+from kbrl_async.prompts.chat import chat_of
 from kbrl_async.prompts.examples import render_with_examples
+from kbrl_async.prompts.hardware import facts_for
 from kbrl_async.retrieval import NO_ADDITIONS, Entry, LiveIndex, Query, Retriever
 from kbrl_async.retrieval.corpora.folders import run_entries
 from protocols.records import Problem, Purpose, RolloutRequest
 from services.rollouts.scoring import Scored
 from services.runtime.service import Service
 
-UNLIMITED = 1 << 30
 UNKNOWN_CONTEXT = 16_000
 """Tokens that an endpoint's model is trusted to read where raicl_tokens does not tell."""
 
@@ -47,11 +52,20 @@ class FirstPrompt(msgspec.Struct, frozen=True):
 class FirstPrompts:
     """Without an index: the template alone."""
 
-    def __init__(self, option: str, backend: str) -> None:
-        self._option, self._backend = option, backend
+    def __init__(
+        self, option: str, backend: str, budget: Callable[[], TokenBudget] = TokenBudget, hardware: str = ""
+    ) -> None:
+        """`budget` is asked for at the first refinement: by then there is a policy, whose tokens count."""
+        self._option, self._backend, self._hardware = option, backend, hardware
+        self._budget = functools.cache(budget)
+
+    def refined(self, problem: Problem, feedback: Feedback) -> str:
+        """The prompt of the turn after `feedback`."""
+        return render_turn(self._option, problem, feedback, self._backend, self._budget(), self._hardware)
 
     def make(self, problem: Problem, purpose: Purpose) -> FirstPrompt:
-        return FirstPrompt(render_prompt(self._option, problem, self._backend))
+        budget = self._budget() if "shot" in self._option or self._option.startswith("custom:") else UNBOUNDED
+        return FirstPrompt(render_prompt(self._option, problem, self._backend, self._hardware, budget))
 
     def learn(self, request: RolloutRequest, scored: Scored) -> None:
         """Takes in what became of a rollout."""
@@ -61,9 +75,15 @@ class ExamplePrompts(FirstPrompts):
     """With retrieved examples. `max_tokens` bounds the whole prompt."""
 
     def __init__(
-        self, config: Config, retriever: Retriever, count_tokens: Callable[[str], int], max_tokens: int
+        self,
+        config: Config,
+        retriever: Retriever,
+        count_tokens: Callable[[str], int],
+        max_tokens: int,
+        hardware: str = "",
     ) -> None:
-        super().__init__(config.prompt_option, config.backend)
+        budget = TokenBudget(max_tokens, count_tokens)
+        super().__init__(config.prompt_option, config.backend, lambda: budget, hardware)
         self._retriever, self._count_tokens, self._max_tokens = retriever, count_tokens, max_tokens
         self._k = config.dataset_builder.raicl_k
         self.live = LiveIndex(config.dataset_builder.raicl_live) if config.dataset_builder.raicl_live else None
@@ -78,7 +98,13 @@ class ExamplePrompts(FirstPrompts):
             query = Query(problem.source, problem.problem_id, self._backend, self._option == "compact", self._k)
             found = self._retriever.retrieve(query, snapshot)
             prompted = render_with_examples(
-                self._option, problem, found.hits, self._count_tokens, self._max_tokens, self._backend
+                self._option,
+                problem,
+                found.hits,
+                self._count_tokens,
+                self._max_tokens,
+                self._backend,
+                self._hardware,
             )
             names = tuple(found.hits[place].entry.uid for place in prompted.shown)
             self._made[key] = FirstPrompt(prompted.text, names, found.version)
@@ -116,7 +142,12 @@ async def open_prompts(service: Service, stop: asyncio.Event) -> FirstPrompts:
     config = service.config
     builder = config.dataset_builder
     if builder.prompt_option != "raicl" or builder.rag_index_path is None:
-        return FirstPrompts(config.prompt_option, config.backend)
+        return FirstPrompts(
+            config.prompt_option,
+            config.backend,
+            lambda: budget_of(config, service.policies),
+            told_hardware(config, service.run_dir),
+        )
     problems = load_problems(config.problems or "")
     heldout = [(problem.problem_id, problem.source) for problem in problems if problem.split == "heldout"]
     retriever = Retriever.open(Path(builder.rag_index_path).expanduser(), heldout)
@@ -130,15 +161,53 @@ async def open_prompts(service: Service, stop: asyncio.Event) -> FirstPrompts:
             if stop.is_set():
                 return FirstPrompts(config.prompt_option, config.backend)
             await asyncio.sleep(0.2)
-        base = found[0].base_model
-        count, room = token_counter(base), min(builder.raicl_tokens or UNLIMITED, positions(base) - config.max_tokens)
-    prompts = ExamplePrompts(config, retriever, count, room)
+        budget = budget_of(config, service.policies)
+        count, room = token_counter(found[0].base_model), min(builder.raicl_tokens or UNLIMITED, budget.limit)
+    prompts = ExamplePrompts(config, retriever, count, room, told_hardware(config, service.run_dir))
     training = {problem.problem_id: problem.source for problem in problems if problem.split != "heldout"}
     for entry in run_entries(service.run_dir, training) if prompts.live is not None else ():
         if isinstance(entry, Entry):
             prompts.add(entry)
     service.log.info("examples", index=retriever.build, guarded=len(heldout), prompt_tokens=room)
     return prompts
+
+
+def budget_of(config: Config, policies: Path) -> TokenBudget:
+    """What a prompt of this run may be long: the context of its policy less the longest answer."""
+    if config.sampler.engine == "openai":
+        return TokenBudget(UNKNOWN_CONTEXT, _about)
+    from kbrl_async.learning import versions  # torch, which an endpoint needs not
+
+    found = versions.newest(policies)
+    if found is None or (context := positions(found[0].base_model)) >= UNLIMITED:
+        return TokenBudget()
+    count = token_counter(found[0].base_model)
+    around = _chat_tokens(config, found[0].base_model, count)
+    return TokenBudget(max(1, context - config.max_tokens - around), count)
+
+
+def _chat_tokens(config: Config, base_model: str, count: Callable[[str], int]) -> int:
+    """What the chat template adds to a prompt."""
+    builder = config.dataset_builder
+    if builder.chat_template == "off" or (builder.chat_template == "auto" and config.prompt_option == "compact"):
+        return 0
+    from kbrl_async.learning.models import load_tokenizer
+
+    chat = chat_of(load_tokenizer(base_model), config.prompt_option, builder.chat_template, builder.thinking)
+    return count(chat.render("x")) - count("x")
+
+
+HARDWARE_FILE = "hardware.txt"
+
+
+def told_hardware(config: Config, run_dir: Path, *, may_ask: bool = True) -> str:
+    """What prompts say of the machine: asked once a run, so that a continued or replayed run says the same."""
+    if not config.dataset_builder.prompt_hardware or config.prompt_option == "compact":
+        return ""
+    path = run_dir / HARDWARE_FILE
+    if may_ask and not path.is_file():
+        write_atomically(path, facts_for(config.backend in ON_GPU))
+    return path.read_text() if path.is_file() else ""
 
 
 def _about(text: str) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from kbrl_async.config.schema import Config
 from kbrl_async.prompts.roles import predicted, prediction_reward
 from kbrl_async.rewards.parts import RewardParts, parts_of
-from kbrl_async.rewards.presets import Preset, reward_of
+from kbrl_async.rewards.presets import Preset, plan_reward_of, reward_of
 from kbrl_async.rewards.turns import TurnOptions, TurnScore
 from kbrl_async.telemetry.funnel import STEPS, Step
 from kbrl_async.telemetry.training_metrics import RolloutStats
@@ -30,6 +30,8 @@ from protocols.records import (
     TrainSample,
 )
 
+PROMPT_TOO_LONG = "prompt_too_long"
+"""Why a rollout is lost whose prompt the policy's context can't hold."""
 _FRAMES: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
@@ -62,6 +64,13 @@ def decode(frames: Sequence[bytes]) -> list[Frame]:
     return [_FRAMES.decode(frame) for frame in frames]
 
 
+def lost_reason(record: Sequence[Frame]) -> str:
+    """Why a record has no reward though the broker calls it complete."""
+    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
+    is_named = generation is not None and generation.message.startswith(f"{PROMPT_TOO_LONG}:")
+    return PROMPT_TOO_LONG if is_named else str(Fault.INFRA_ERROR)
+
+
 def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
     parts = parts_of(record)
@@ -75,7 +84,7 @@ def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
     timing = bench.timing if isinstance(bench, BenchReport) else None
     reward = reward_of(parts, preset)
     return Scored(
-        sample=_sample(request, generation, reward),
+        sample=_with_classes(_sample(request, generation, reward), generation, parts, preset),
         stats=_stats(request, generation, parts, timing, reward, stage_seconds(record), steps_of(record)),
         fault=parts.fault,
         candidate=generation.candidate,
@@ -107,6 +116,19 @@ def _sample(request: RolloutRequest, generation: Generation, reward: float) -> T
         generation.policy_version,
         request.turn,
         request.role,
+    )
+
+
+def _with_classes(sample: TrainSample, generation: Generation, parts: RewardParts, preset: Preset) -> TrainSample:
+    """The sample with a reward for the tokens around its kernel, where the preset has one."""
+    if not preset.plan_weight:
+        return sample
+    return msgspec.structs.replace(
+        sample,
+        code_start=generation.code_start,
+        code_end=generation.code_end,
+        plan_reward=plan_reward_of(parts, preset),
+        plan_weight=preset.plan_weight,
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kbrl_async.config import SERVICES, Config, Endpoints, ensure_run, load_run
+from kbrl_async.config import SERVICES, Config, Endpoints, agreed, ensure_run, load_run
 from kbrl_async.config.layout import CpuLayout, available_cores, cpu_layout
 from kbrl_async.keyring import LOCAL, Keyring, client_keys, peer_of
 from kbrl_async.telemetry import logs
@@ -26,6 +26,7 @@ from protocols.messages import SHARES, Load, StatusReport
 from protocols.sockets import ClientKeys
 from services.runtime.addresses import addresses
 from services.runtime.meters import LoadMeter
+from services.runtime.placing import place
 from services.runtime.quiet import shared_resources
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 def choose_run() -> None:
     """Fixes the run in the nanny, so that a child that is started after the run has ended opens no new one."""
-    os.environ["KBRL_RUN_DIR"] = str(ensure_run().resolve())
+    run_dir = ensure_run().resolve()
+    os.environ["KBRL_RUN_DIR"] = str(run_dir)
+    place(load_run(run_dir))
 
 
 ROLES = {
@@ -97,6 +100,10 @@ class Service(msgspec.Struct, frozen=True):
     def is_apart(self) -> bool:
         """It shares no disk with the broker: artifacts travel (`kbrl worker`)."""
         return APART in os.environ
+
+    def differs(self, settings: str) -> list[str]:
+        """In what this process is not as the broker's run wants its workers."""
+        return agreed.differences(self.config, self.name, settings)
 
     @property
     def instance(self) -> int:

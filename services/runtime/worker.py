@@ -7,6 +7,10 @@ withholds beats once nobody has called `progress` for so long while work is in f
     handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
     any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
 
+With a `prefetch` it holds as many leases as keep it busy over a long line (`protocols.prefetch`). `before` fetches what
+a task needs while others run, `after` hands over what belongs to a result while the next one runs: neither takes one
+of the `concurrency` places.
+
 Quiet windows: a worker whose caps say that it shares something stands still when a bench asks. Jobs start through its
 gate, and a thread that works for long calls `breathe` between its steps. A bench asks through `quiet_windows`.
 """
@@ -23,13 +27,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
-from kbrl_async.errors import HostError, InfraError, KbrlError
+from kbrl_async.errors import ConfigError, HostError, InfraError, KbrlError
 from protocols import messages as msg
+from protocols.prefetch import Prefetch
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
 from protocols.sockets import ClientKeys
 from services.runtime.channel import Channel
 from services.runtime.meters import LoadMeter
+from services.runtime.pulse import serving
 from services.runtime.quiet import Gate, QuietWindows
+from services.runtime.silence import tell
 from services.runtime.transfers import Transfers
 
 LONELY_S = 20.0
@@ -47,6 +54,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[msg.Task, list[bytes]], Awaitable[Outcome | None]]
+Before = Callable[[msg.Task, list[bytes]], Awaitable[None]]
+After = Callable[[Outcome], Awaitable[None]]
 
 
 class Worker:
@@ -78,8 +87,16 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         keys: ClientKeys | None = None,
+        prefetch: Prefetch | None = None,
+        before: Before | None = None,
+        after: After | None = None,
+        differs: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`slots` leases are held at most, of which `concurrency` (default: all) run and the rest is prefetched."""
+        """`slots` leases are held at most, of which `concurrency` (default: all) run and the rest is prefetched.
+
+        `prefetch` says instead how many are held, by what it measures. `differs` says in which of the run's settings
+        (`Welcome.settings`) this worker is another; one that is ends with `ConfigError`.
+        """
         self._address = address
         self._keys = keys
         self._handler = handler
@@ -88,22 +105,30 @@ class Worker:
         self._drain_s = drain_s
         self._auto_busy = auto_busy
         self._running_now = asyncio.Semaphore(concurrency or slots)
+        self._prefetch, self._before, self._after = prefetch, before, after
+        self._differs = differs
         self.meter = LoadMeter(clock)
         self.session = WorkerSession(
             worker_id,
             secrets.token_hex(8),
             [msg.Stage(stage) for stage in stages],
-            slots,
+            prefetch.most if prefetch else slots,
             rng or random.Random(),
             caps,
             policy_version,
         )
+        if prefetch is not None:
+            self.session.credit = prefetch.credit
+        self._handed_in: dict[str, float] = {}
+        """Results that wait for their first Ack, and since when."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._last_progress = clock()
         self._lonely_since = clock()
         self._channel: Channel | None = None
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
+        self.welcomes = 0
+        """How often the broker has taken us in: from the second time on it, or the way to it, was away meanwhile."""
         self._begun: set[str] = set()
         """Leases whose handler has begun; it may end before the work does, see `finish`."""
         self.gate = Gate(clock, self._say, lambda: self._begun.isdisjoint(self.session.running))
@@ -118,6 +143,7 @@ class Worker:
 
         Raises what a handler raised (other than `InfraError`), and `KbrlError` where a newer process has our id.
         """
+        serving()
         self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received, self._keys)
         helpers = [asyncio.create_task(self._pulse())]
         if stop is not None:
@@ -140,8 +166,10 @@ class Worker:
         result = msg.Result(task.task_id, task.lease_id, outcome.next_stage, outcome.policy_version, task.group_id)
         self.meter.done += 1
         self.meter.tokens += outcome.tokens
-        self._last_progress = self._clock()
-        self._perform(self.session.finish(result, outcome.frames, self._clock()))
+        self._last_progress = now = self._clock()
+        self._perform(self.session.finish(result, outcome.frames, now))
+        if self._prefetch is not None and task.lease_id in self.session.held:
+            self._handed_in[task.lease_id] = now
         self._wake.set()
 
     def refuse(self, task: msg.Task, reason: str) -> None:
@@ -212,10 +240,8 @@ class Worker:
             self._lonely_since = now
         elif now - self._lonely_since >= LONELY_S:
             self._lonely_since = now
-            log.warning(
-                f"no answer from the broker at {self._address} for {LONELY_S:.0f} s",
-                cure="see that it runs and can be reached" + ("; is this key on its allow-list?" if self._keys else ""),
-            )
+            has_keys = self._keys is not None
+            asyncio.get_running_loop().run_in_executor(None, tell, self._address, LONELY_S, has_keys)
 
     def _is_wedged(self, now: float) -> bool:
         if self._wedge_s is None or not self.session.running or not self.gate.is_open:
@@ -223,6 +249,9 @@ class Worker:
         return now - self._last_progress > self._wedge_s
 
     def _received(self, message: msg.Message, payload: list[bytes]) -> None:
+        self.welcomes += isinstance(message, msg.Welcome)
+        if isinstance(message, msg.Welcome) and self._differs is not None:
+            self._compare(self._differs(message.settings))
         self._perform(self.session.handle(message, payload, self._clock()))
         if isinstance(message, msg.Pause | msg.Resume):
             self.gate.handle(message)
@@ -232,7 +261,20 @@ class Worker:
             self.progress()
             self.transfers.handle(message, payload)
         if isinstance(message, msg.Ack):
+            self._acked(message.lease_id)
             self._wake.set()
+
+    def _compare(self, differences: list[str]) -> None:
+        """Another run may have taken the broker's address over: its work is not done by the settings of the last."""
+        if differences:
+            self._failure = ConfigError("; ".join(differences), "Start this worker again: it asks for the settings")
+            self._wake.set()
+
+    def _acked(self, lease_id: str) -> None:
+        since = self._handed_in.pop(lease_id, None)
+        if self._prefetch is not None and since is not None:
+            self._prefetch.acked(self._clock() - since)
+            self.session.credit = self._prefetch.credit
 
     def _say(self, message: msg.Message) -> None:
         if self._channel is not None and self.session.epoch:
@@ -276,11 +318,17 @@ class Worker:
 
     async def _work(self, task: msg.Task, frames: list[bytes]) -> None:
         try:
+            await self._fetch(task, frames)
             async with self._running_now:
                 await self.gate.opened()
                 self._begun.add(task.lease_id)
+                begun = self._clock()
                 with self.meter.busy() if self._auto_busy else contextlib.nullcontext():
                     outcome = await self._handler(task, frames)
+                if self._prefetch is not None:
+                    self._prefetch.worked(self._clock() - begun)
+            if outcome is not None:
+                await self._hand_over(outcome)
         except InfraError as error:
             self.refuse(task, str(error))
         except Exception as error:  # the supervisor of handlers: the error ends the process, see the docstring
@@ -293,6 +341,20 @@ class Worker:
             del self._jobs[task.lease_id]
             self._begun &= self.session.running.keys()
             self.gate.look()
+
+    async def _fetch(self, task: msg.Task, frames: list[bytes]) -> None:
+        if self._before is not None:
+            began = self._clock()
+            await self._before(task, frames)
+            if self._prefetch is not None:
+                self._prefetch.fetched(self._clock() - began)
+
+    async def _hand_over(self, outcome: Outcome) -> None:
+        if self._after is not None:
+            began = self._clock()
+            await self._after(outcome)
+            if self._prefetch is not None:
+                self._prefetch.handed(self._clock() - began)
 
     async def _leave(self, helpers: list[asyncio.Task[None]]) -> None:
         assert self._channel is not None

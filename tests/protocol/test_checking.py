@@ -1,10 +1,10 @@
-"""Second opinions: a bench that lies is found out, what it said is done again, and honest ones are believed."""
+"""Second opinions: a bench or farm that lies is found out, what it said is done again, and honest ones are believed."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from protocols import messages as msg
 from protocols.checking import CheckDesk, CheckOptions
 from protocols.ledger import Ledger, LedgerOptions
 from protocols.opinions import agree, agreeing
-from protocols.records import BenchReport, Fault, Timing, Verdict
+from protocols.records import BenchReport, BuildReport, Fault, Timing, Verdict
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer, Worker, addresses
@@ -53,6 +53,43 @@ def test_what_may_differ_between_honest_benches_agrees(first: BenchReport, secon
     ],
 )
 def test_what_only_a_lie_explains_does_not(first: BenchReport, second: BenchReport) -> None:
+    assert not agree(first, second, 0.25)
+    assert not agree(second, first, 0.25)
+
+
+BUILT = BuildReport(Fault.OK, {"unit": "ab" * 32}, toolchain="gcc 12.2.0 znver4 1f3c", message="from here")
+OF_GPU = msgspec.structs.replace(BUILT, toolchain="nvcc 13.0 sm_90 fast")
+
+
+def built(of: BuildReport = BUILT, **changes: object) -> BuildReport:
+    return msgspec.structs.replace(of, **changes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (BUILT, built(cached=True, worker_id="another", started_at=9.0)),
+        (BUILT, built(artifacts={"unit": "cd" * 32}, toolchain="gcc 13.1.0 znver4 77aa")),
+        (OF_GPU, built(OF_GPU, artifacts={"unit": "cd" * 32})),
+        (BuildReport(Fault.COMPILE_ERROR, message="line 3"), BuildReport(Fault.COMPILE_ERROR, message="line 4")),
+    ],
+)
+def test_what_honest_farms_may_build_differently_agrees(first: BuildReport, second: BuildReport) -> None:
+    assert agree(first, second, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (BUILT, BuildReport(Fault.COMPILE_ERROR, message="no")),
+        (BUILT, built(artifacts={"unit": "cd" * 32})),
+        (BUILT, built(artifacts={})),
+        (OF_GPU, built(OF_GPU, artifacts={"other": "ab" * 32})),
+        (BuildReport(Fault.STATIC_VIOLATION), BuildReport(Fault.COMPILE_ERROR)),
+        (BUILT, report()),
+    ],
+)
+def test_what_only_a_lying_farm_explains_does_not(first: BuildReport, second: BuildReport) -> None:
     assert not agree(first, second, 0.25)
     assert not agree(second, first, 0.25)
 
@@ -143,11 +180,14 @@ class Site:
         for number in range(count):
             self.does(ev.FromProducer(b"p", msg.Submit(f"t{number}", "bench", f"g{number}")))
 
-    def work(self, rounds: int = 200) -> None:
+    def work(self, rounds: int = 200, next_stages: Mapping[str, str] | None = None) -> None:
+        """`next_stages`: where each worker sends its results; else to the stage that follows."""
         for _ in range(rounds):
             leases = [lease for worker in self.ledger.pool.by_id.values() for lease in worker.leases.values()]
             for lease in leases:
-                result = msg.Result(lease.task.task_id, lease.lease_id, "score")
+                following = "bench" if lease.task.stage == "compile" else "score"
+                following = (next_stages or {}).get(lease.worker.worker_id, following)
+                result = msg.Result(lease.task.task_id, lease.lease_id, following)
                 self.does(ev.FromWorker(lease.worker.route, result))
             self.now += 1.0
             for worker in list(self.ledger.pool.by_id.values()):
@@ -272,6 +312,37 @@ def test_nothing_is_held_or_checked_by_default() -> None:
     assert not site.settled
 
 
+def test_farms_are_checked_too_and_what_they_agree_on_goes_where_they_send_it() -> None:
+    site = Site(share=0.3, liars=["liar"])
+    for name in ("liar", "b", "c"):
+        site.does(ev.FromWorker(name.encode(), msg.Hello(name, "a", ["compile"], 1)))
+    for number in range(60):
+        site.does(ev.FromProducer(b"p", msg.Submit(f"t{number}", "compile", f"g{number}")))
+    site.work(rounds=300, next_stages={"liar": "score", "b": "bench", "c": "bench"})
+    assert site.ledger.checks.quarantined == {"liar"}
+    assert site.at("bench") == 60
+    assert site.at("score") == 0, "nothing that the liar said alone"
+
+
+def test_farms_that_say_the_same_and_send_it_elsewhere_do_not_agree() -> None:
+    site = Site(share=1.0)
+    for name in ("liar", "b", "c"):
+        site.does(ev.FromWorker(name.encode(), msg.Hello(name, "a", ["compile"], 1)))
+    site.does(ev.FromProducer(b"p", msg.Submit("t0", "compile", "g0")))
+    site.work(rounds=20, next_stages={"liar": "score", "b": "bench", "c": "bench"})
+    assert site.at("bench") == 1
+
+
+def test_a_task_is_checked_at_both_stages() -> None:
+    site = Site(share=1.0)
+    for name in ("a", "b"):
+        site.does(ev.FromWorker(name.encode(), msg.Hello(name, "a", ["compile", "bench"], 1)))
+    site.does(ev.FromProducer(b"p", msg.Submit("t0", "compile", "g0")))
+    site.work(rounds=20, next_stages={})
+    assert site.at("score") == 1
+    assert site.ledger.checks.counters["agreed"] == 2
+
+
 # ── over sockets ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -319,5 +390,55 @@ def test_a_lying_worker_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
         assert speedups == {2.0}, "no lie has reached the aggregator"
         assert {len(frames) for frames in records} == {2}
         assert (tmp_path / "quarantined").read_text() == "liar\n"
+
+    asyncio.run(play())
+
+
+def test_a_lying_farm_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
+    async def play() -> None:
+        found = addresses(tmp_path)
+        options = BrokerOptions(
+            str(tmp_path), found.submit, found.work,
+            ledger=LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5)),
+        )  # fmt: skip
+        broker = Broker(options)
+        serving = asyncio.create_task(broker.run())
+        records: list[list[bytes]] = []
+
+        def farm(report: BuildReport, following: str) -> object:
+            async def build(_: msg.Task, __: list[bytes]) -> Outcome:
+                await asyncio.sleep(0.001)
+                return Outcome(following, [msgspec.msgpack.encode(report)])
+
+            return build
+
+        async def judge(_: msg.Task, frames: list[bytes]) -> Outcome:
+            records.append(frames)
+            return Outcome()
+
+        refusing = farm(BuildReport(Fault.COMPILE_ERROR, message="does not compile"), "score")
+        liar = Worker(found.work, "liar", ["compile"], 1, refusing)  # type: ignore[arg-type]
+        honest = [Worker(found.work, name, ["compile"], 1, farm(BUILT, "bench")) for name in ("b", "c")]  # type: ignore[arg-type]
+        others = [Worker(found.work, f"{stage}.1", [stage], 4, judge) for stage in ("bench", "score")]
+        lying = asyncio.create_task(liar.run())
+        running = [asyncio.create_task(worker.run()) for worker in (*honest, *others)]
+        async with asyncio.timeout(40), Producer(found.submit) as producer:
+            while len(broker.ledger.pool.by_id if hasattr(broker, "ledger") else ()) < 5:
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"], f"g{n}") for n in range(40)))
+            while len(records) < 40:
+                await asyncio.sleep(0.02)
+            with pytest.raises(HostError, match="quarantined"):
+                await lying
+        for worker in (*honest, *others):
+            worker.stop()
+        await asyncio.gather(*running)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert {len(frames) for frames in records} == {2}
+        faults = {msgspec.msgpack.decode(frames[1], type=BuildReport).fault for frames in records}
+        assert faults == {Fault.OK}, "no lie has gone on"
+        assert (tmp_path / "quarantined").read_text() == "liar\n"
+        assert not broker._opinions, "nothing is kept of what was settled"
 
     asyncio.run(play())

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import services.runtime.nanny as nanny_module
+from kbrl_async.lineage import LAUNCHER, identity, lives
 from services.runtime import Producer, addresses
 from services.runtime.nanny import Nanny
 
 SERVICE = """
 import asyncio, os, sys
 from pathlib import Path
-from kbrl_async.errors import DiskFull
+from kbrl_async.errors import DiskFull, HostError, InfraError
 from services.runtime.nanny import run_service
+from services.runtime.pulse import serving
 
 async def main(stop):
     starts = Path(sys.argv[2])
     starts.write_text(starts.read_text() + f"{os.getpid()}\\n" if starts.exists() else f"{os.getpid()}\\n")
     match sys.argv[1]:
         case "finishes": return
-        case "is_full": raise ExceptionGroup("several", [DiskFull("no space left", "Free some space")])
+        case "lacks": raise ExceptionGroup("several", [HostError("there is no compiler", "Install one")])
+        case "unlucky_once" if len(starts.read_text().split()) > 1: return
+        case "unlucky_once": raise InfraError("the sandbox zygote did not start", "It is tried again")
+        case "is_full_once" if len(starts.read_text().split()) > 1: return
+        case "is_full_once": raise ExceptionGroup("several", [DiskFull("no space left", "Free some space")])
+        case "stops_once" if len(starts.read_text().split()) > 1: return
+        case "stops_once":
+            serving()
+            await asyncio.sleep(1)
+            os.kill(os.getpid(), 19)
         case "crashes_once" if len(starts.read_text().split()) > 1: return
         case "crashes_once": os.kill(os.getpid(), 9)
         case "waits": await stop.wait(); print("bye", flush=True)
@@ -80,9 +94,53 @@ def test_a_service_that_finishes_ends_with_zero(tmp_path: Path) -> None:
 
 
 def test_an_error_with_a_cure_is_one_line_and_no_new_start(tmp_path: Path) -> None:
-    done = play(tmp_path, "is_full")
-    assert (done.returncode, done.stderr) == (3, "error: no space left. Free some space\n")
+    done = play(tmp_path, "lacks")
+    assert (done.returncode, done.stderr) == (3, "error: there is no compiler. Install one\n")
     assert len(starts(tmp_path)) == 1
+
+
+def test_a_failure_of_the_infrastructure_is_a_crash_and_tried_again(tmp_path: Path) -> None:
+    done = play(tmp_path, "unlucky_once")
+    assert done.returncode == 0
+    assert "error: the sandbox zygote did not start. It is tried again\ndemo ended with code 1; starting" in done.stderr
+
+
+def test_a_child_that_finds_the_disk_full_says_so_and_starts_again(tmp_path: Path) -> None:
+    done = play(tmp_path, "is_full_once")
+    assert done.returncode == 0
+    assert "error: no space left. Free some space\ndemo waits for room on the disk" in done.stderr
+    assert len(starts(tmp_path)) == 2
+
+
+def full_nanny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: Iterator[int], wait_s: float) -> Nanny:
+    """Its child finds the disk full, the second time not."""
+    monkeypatch.setattr(nanny_module, "FULL_PAUSE_S", 0.01)
+    mark = tmp_path / "started"
+    script = f"import os, sys; new = not os.path.exists({str(mark)!r}); open({str(mark)!r}, 'w'); sys.exit(75 * new)"
+    return Nanny("demo", [sys.executable, "-S", "-c", script], room=lambda: next(room), full_wait_s=wait_s)
+
+
+def test_it_is_started_again_once_there_is_room_however_often_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = iter([0] * 20 + [1 << 30])
+    assert full_nanny(monkeypatch, tmp_path, room, 60).run() == 0
+    assert next(room, None) is None, "it looked until there was room"
+
+
+def test_a_disk_that_stays_full_ends_with_the_host_s_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert full_nanny(monkeypatch, tmp_path, itertools.repeat(0), 0.05).run() == 3
+    assert "error: demo has found no room on the disk" in capfd.readouterr().err
+
+
+def test_a_child_that_stands_still_is_killed_and_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "KBRL_WEDGED_S", "1")
+    done = play(tmp_path, "stops_once")
+    assert done.returncode == 0
+    assert "demo does nothing any more: no sign of life" in done.stderr
+    assert len(starts(tmp_path)) == 2
 
 
 def test_a_service_that_is_killed_starts_again(tmp_path: Path) -> None:
@@ -96,6 +154,41 @@ def test_a_service_that_crashes_again_and_again_is_given_up(capfd: pytest.Captur
     nanny = Nanny("demo", [sys.executable, "-S", "-c", "raise SystemExit(7)"], max_crashes=3, first_wait_s=0.01)
     assert nanny.run() == 1
     assert "error: demo crashed 3 times, last with code 7" in capfd.readouterr().err
+
+
+class Ages:
+    """A clock by which each child of a nanny lives as long as it is told."""
+
+    def __init__(self, *lives_s: float) -> None:
+        self.now = 0.0
+        self._lives = iter(lives_s)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def live(self) -> int:
+        lived_s = next(self._lives, None)
+        if lived_s is None:
+            return 0
+        self.now += lived_s
+        return 7
+
+
+def test_a_child_that_was_at_work_is_back_at_once_and_one_that_was_not_waits_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ages = Ages(600, 6, 1, 2, 500, 3)
+    nanny = Nanny("demo", [], clock=ages, max_crashes=9)
+
+    def run_once() -> int:
+        nanny._began = ages.now
+        return ages.live()
+
+    monkeypatch.setattr(nanny, "_run_once", run_once)
+    monkeypatch.setattr(nanny, "_sleep", lambda _: None)
+    assert nanny.run() == 0
+    said = [line.rpartition("starting again ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert said == ["at once", "at once", "in 0.25 s", "in 0.5 s", "at once", "in 0.25 s"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -116,6 +209,39 @@ def test_a_child_dies_with_its_nanny(tmp_path: Path) -> None:
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _lives(child)
+
+
+def test_a_nanny_whose_launcher_is_gone_drains_and_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        environment = {**ENVIRONMENT, LAUNCHER: identity(launcher.pid)}
+        with subprocess.Popen(command(tmp_path, "waits"), env=environment, stdout=subprocess.PIPE) as nanny:
+            until_started(tmp_path)
+            launcher.kill()  # and nobody waits for it yet: it is a zombie, and gone all the same
+            assert nanny.wait(timeout=60) == 0
+            assert nanny.stdout is not None
+            assert nanny.stdout.read() == b"bye\n"
+
+
+def test_a_nanny_that_waits_to_start_its_child_again_notices_it_too(capfd: pytest.CaptureFixture[str]) -> None:
+    crash = [sys.executable, "-c", "raise SystemExit(7)"]
+    with subprocess.Popen(["true"]) as launcher:
+        gone = identity(launcher.pid)
+    assert Nanny("demo", crash, first_wait_s=600.0, launcher=gone or "1:0").run() == 0
+    assert "the process that started it is gone" in capfd.readouterr().err
+
+
+def test_a_nanny_without_a_launcher_or_with_one_that_lives_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nanny_module, "LAUNCHER_LOOK_S", 0.0)
+    script = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"]
+    for launcher in ("", identity()):
+        assert Nanny("demo", script, launcher=launcher).run() == 3
+
+
+def test_a_later_process_with_the_pid_of_the_launcher_is_not_taken_for_it() -> None:
+    pid, _, start = identity().partition(":")
+    assert lives(f"{pid}:{start}")
+    assert not lives(f"{pid}:{int(start) - 1}")
+    assert not lives("")
 
 
 def _lives(pid: int) -> bool:

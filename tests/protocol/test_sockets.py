@@ -13,7 +13,16 @@ import pytest
 import zmq
 
 from kbrl_async.errors import HostError
-from protocols.sockets import AddressError, BoundRouter, ClientKeys, ServerKeys, Socket, connect_dealer
+from protocols.sockets import (
+    CONNECT_MS,
+    HANDSHAKE_MS,
+    AddressError,
+    BoundRouter,
+    ClientKeys,
+    ServerKeys,
+    Socket,
+    connect_dealer,
+)
 from services.runtime.addresses import addresses
 
 
@@ -161,3 +170,11 @@ def test_a_folder_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
 
 def test_all_processes_of_a_run_compute_the_same_addresses(tmp_path: Path) -> None:
     assert addresses(tmp_path) == addresses(str(tmp_path))
+
+
+def test_a_connection_that_does_not_come_about_is_tried_afresh(context: zmq.Context[Socket]) -> None:
+    """The kernel's own tries are half a minute apart after a partition of one."""
+    socket = connect_dealer(context, "tcp://127.0.0.1:9", b"r")
+    assert socket.getsockopt(zmq.CONNECT_TIMEOUT) == CONNECT_MS
+    assert socket.getsockopt(zmq.HANDSHAKE_IVL) == HANDSHAKE_MS
+    socket.close()

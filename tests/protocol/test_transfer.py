@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 from pathlib import Path
 
@@ -102,6 +103,55 @@ def test_an_upload_goes_on_where_it_stopped(depot: Depot) -> None:
     again = Upload(content)
     again.handle(depot.offer("a", again.tick(9.0)[0][0], []), 9.0)
     assert next(offer.offset for offer, _ in again.tick(9.1)) == 3 * CHUNK_BYTES
+
+
+def test_an_upload_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None:
+    content = content_of(6 * CHUNK_BYTES)
+    upload = Upload(content)
+    (ask, _), = upload.tick(0.0)  # fmt: skip
+    before = Depot(tmp_path, 1 << 30)
+    upload.handle(before.offer("a", ask, []), 0.0)
+    for offer, payload in upload.tick(0.1)[:3]:
+        before.offer("a", offer, payload)
+    after = Depot(tmp_path, 1 << 30)
+    sent: list[int] = []
+    for _ in range(4):  # it asks, after a silence, and goes on
+        for offer, payload in upload.tick(9.0):
+            upload.handle(after.offer("a", offer, payload), 9.0)
+            sent += [offer.offset // CHUNK_BYTES] * len(payload)
+    assert sent == [3, 4, 5]
+    assert take_out(after, upload.address).content == content
+
+
+def test_what_nobody_goes_on_with_after_a_restart_is_not_kept(tmp_path: Path) -> None:
+    upload = Upload(content_of(2 * CHUNK_BYTES))
+    before = Depot(tmp_path, 1 << 30)
+    upload.handle(before.offer("a", upload.tick(0.0)[0][0], []), 0.0)
+    before.offer("a", *upload.tick(0.1)[0])
+    (left,) = (tmp_path / "work").iterdir()
+    Depot(tmp_path, 1 << 30)
+    assert left.exists(), "its farm may go on"
+    os.utime(left, (0, 0))
+    Depot(tmp_path, 1 << 30)
+    assert not left.exists()
+
+
+def test_a_small_artifact_takes_one_message_each_way(depot: Depot) -> None:
+    upload = Upload(content_of(1000))
+    ((offer, payload),) = upload.tick(0.0)
+    upload.handle(depot.offer("a", offer, payload), 0.1)
+    assert upload.ended
+
+
+def test_a_lost_small_artifact_is_sent_again(depot: Depot) -> None:
+    upload = Upload(content_of(1000))
+    upload.tick(0.0)
+    assert upload.tick(RETRY_S - 0.1) == []
+    ((ask, nothing),) = upload.tick(RETRY_S)
+    upload.handle(depot.offer("a", ask, nothing), RETRY_S)
+    ((offer, payload),) = upload.tick(RETRY_S)
+    upload.handle(depot.offer("a", offer, payload), RETRY_S)
+    assert upload.ended
 
 
 def test_at_most_a_window_is_on_its_way() -> None:
@@ -221,3 +271,24 @@ def test_an_artifact_passes_through_a_live_broker(tmp_path: Path) -> None:
         return got
 
     assert asyncio.run(play()) == content_of(3 * CHUNK_BYTES + 1)
+
+
+def test_a_download_goes_on_over_a_new_connection_and_repeats_a_window_at_most(depot: Depot) -> None:
+    content = content_of(40 * CHUNK_BYTES)
+    hand_over(depot, content)
+    download = Download(address_of(content))
+    asked = broken = 0
+    now = 0.0
+    while not download.ended:
+        wants = download.tick(now)
+        asked += len(wants)
+        is_cut = asked > 20 and not broken
+        broken += is_cut
+        for want in wants:
+            if not is_cut:  # what was on its way when the line broke never comes
+                chunk, payload = depot.want(want)
+                download.handle(chunk, b"".join(payload))
+        now += RETRY_S
+    assert download.content == content
+    assert broken == 1
+    assert asked <= 40 + WINDOW, "what had come was not asked for again"

@@ -95,10 +95,19 @@ def tool(folder: Path, answer: str) -> str:
     [
         (
             "import sys; sys.exit('ConnectionError: no route')",
-            0,
-            "NOT AUDITED: the advisory service could not be asked",
+            supply.NOT_AUDITED,
+            "NOT AUDITED: no advisory service could be asked (pypi: ConnectionError: no route; osv: Conn",
         ),
-        ("""print('{"dependencies": [{"name": "a", "skip_reason": "not found"}]}')""", 0, "NOT AUDITED: the advisory"),
+        (
+            """print('{"dependencies": [{"name": "a", "skip_reason": "not found"}]}')""",
+            supply.NOT_AUDITED,
+            "(pypi: knows none of these packages",
+        ),
+        (
+            """import sys; assert "osv" in sys.argv, "down"\nprint('{"dependencies": [{"name": "a", "vulns": []}]}')""",
+            0,
+            "1 packages audited, 0 known",
+        ),
         (
             """print('{"dependencies": [{"name": "a", "version": "1", "vulns": []}]}')""",
             0,
@@ -117,3 +126,13 @@ def test_an_audit_says_what_it_knows(
 ) -> None:
     assert supply.audit(tool(tmp_path, answer)) == code
     assert said in capsys.readouterr().out
+
+
+def test_only_a_flag_makes_an_audit_that_could_not_be_made_a_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreachable = tool(tmp_path, "import sys; sys.exit('no route')")
+    assert supply.main(["audit", unreachable]) == supply.NOT_AUDITED
+    assert supply.main(["audit", unreachable, "--unreachable-ok"]) == 0
+    assert capsys.readouterr().out.count("NOT AUDITED") == 2
+    assert supply.main(["audit", unreachable, "--anything"]) == 2

@@ -128,7 +128,7 @@ def test_replaying_the_entries_gives_the_same_campaign() -> None:
     for entry in driver.entries:
         again.apply(entry)
     assert again.counters() == driver.campaign.counters()
-    assert again.rollouts == driver.campaign.rollouts
+    assert again.state() == driver.campaign.state()
     assert (again.clock, again.first_result, again.book.version) == (
         driver.campaign.clock,
         driver.campaign.first_result,
@@ -196,7 +196,7 @@ def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> Non
         change = driver.campaign.book.lost(group, rollout_id, "worker_lost", 1.0)
         driver.campaign.note(change.event, change.closed)  # type: ignore[arg-type]
     assert driver.campaign.book.counts[GroupOutcome.FAILED] == 1
-    assert not driver.campaign.rollouts
+    assert not driver.campaign.scored
 
 
 def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:

@@ -35,7 +35,7 @@ def test_every_reward_preset_can_be_found(name: str) -> None:
 
 
 def test_every_prompt_option_is_a_template() -> None:
-    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto", "raicl"} == set(TEMPLATES)
+    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto", "raicl", "custom"} == set(TEMPLATES)
 
 
 def test_every_backend_is_built_by_somebody() -> None:

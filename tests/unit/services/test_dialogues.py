@@ -92,7 +92,7 @@ def test_a_restart_in_the_middle_of_a_rollout_asks_for_the_same_next_turn(tmp_pa
     rollout_id = f"{group}.r1"
     assert again.book.open_rollouts() == {group: rollout_ids(group, 2)}
     assert [t.prompt for t in again.dialogues.turns(rollout_id)] == ["next"]
-    assert again.rollouts == made.rollouts
+    assert again.state() == made.state()
 
 
 def test_a_finished_rollout_leaves_no_dialogue_behind() -> None:
@@ -120,7 +120,7 @@ def test_an_ended_group_keeps_no_tokens_and_no_prompts_of_its_turns() -> None:
 def test_turns_of_an_evaluation_are_no_training_rollouts() -> None:
     made = campaign()
     made.apply(taken("eval.r", BEFORE, 0))
-    assert made.rollouts == []
+    assert made.scored == 0
     assert len(made.dialogues.turns("eval.r")) == 1
 
 

@@ -184,7 +184,7 @@ def test_a_replayed_run_makes_the_same_batches_advantages_updates_and_weights(fi
     report = replay_run(finished.path, with_learner=True)
     assert report.divergence is None
     assert (report.batches, report.unrecorded) == (3, 0)
-    assert report.rescored == len(finished.campaign.rollouts) > 0
+    assert report.rescored == finished.campaign.scored > 0
     assert report.advantages == 3 * 2 * 3
     assert report.curve is not None
     assert (report.curve.updates, report.curve.exact, report.curve.worst) == (3, 3, 0.0)
@@ -232,7 +232,7 @@ def test_records_that_were_evicted_leave_the_decisions_replayable_and_the_update
     run.sql("DELETE FROM frames")
     report = replay_run(run.path, with_learner=False)
     assert report.divergence is None
-    assert (report.rescored, report.unrecorded) == (0, len(run.campaign.rollouts))
+    assert (report.rescored, report.unrecorded) == (0, run.campaign.scored)
     with pytest.raises(CheckpointError, match="no longer holds"):
         replay_run(run.path, with_learner=True)
 

@@ -10,9 +10,12 @@ import msgspec
 import pytest
 
 from kbrl_async.config import available_cores, cpu_layout, endpoints, load
-from kbrl_async.errors import ConfigError
+from kbrl_async.errors import ConfigError, PromptTooLong
+from kbrl_async.rewards.presets import find_preset
+from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
+from services.rollouts.scoring import lost_reason, score
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
@@ -75,3 +78,34 @@ def test_an_evaluation_needs_no_policy_of_the_learner(tmp_path: Path) -> None:
 def test_a_training_rollout_ends_the_sampler_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no log-probs"):
         run(tmp_path, Purpose.TRAIN)
+
+
+def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_else(tmp_path: Path) -> None:
+    class Refusing:
+        """An engine for which the first prompt is too long."""
+
+        policy_version = 7
+        asked = 0
+
+        async def generate(self, *_given: Any) -> Completion:
+            self.asked += 1
+            if self.asked == 1:
+                raise PromptTooLong("prompt of 900 tokens", "Shorten it")
+            return Completion([1], [2], [-0.5], ANSWER, "stop", 7, 0.0, 0.0)
+
+    class Quiet(Log):
+        def warning(self, event: str, **facts: Any) -> None: ...
+
+    given = msgspec.structs.replace(service(tmp_path, "http://127.0.0.1:1/v1"), log=Quiet())
+    sampling = Sampling(given, Refusing())  # type: ignore[arg-type]
+    task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
+    refused, done = [asyncio.run(sampling.generate(task, [frame(Purpose.EVAL)])) for _ in range(2)]
+    generation = msgspec.msgpack.decode(refused.frames[0], type=Generation)
+    assert refused.next_stage == Stage.SCORE
+    assert generation.fault is Fault.INFRA_ERROR
+    assert lost_reason([generation]) == "prompt_too_long"
+    assert (
+        score([msgspec.msgpack.decode(frame(Purpose.EVAL), type=RolloutRequest), generation], find_preset("stage3"))
+        is None
+    )
+    assert done.next_stage == Stage.COMPILE

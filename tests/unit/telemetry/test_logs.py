@@ -153,3 +153,16 @@ def test_telemetry_needs_no_torch() -> None:
         "assert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_full_log_is_set_aside_and_who_still_writes_to_it_notices(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "broker.1.jsonl"
+    one, other = logs._LogFile(path, 6400), logs._LogFile(path, 6400)
+    line = b"x" * 99 + b"\n"
+    for _ in range(400):
+        one.write(line)
+        other.write(line)
+    kept = [path.with_name(path.name + ".1"), path]
+    assert sorted(path.parent.iterdir()) == sorted(kept)
+    assert all(file.stat().st_size <= 6400 * 1.1 for file in kept)
+    assert all(set(file.read_bytes().splitlines(True)) == {line} for file in kept), "no line is torn"

@@ -1,0 +1,415 @@
+"""An hour at full load: what grows, and what is left behind. Prints progress; one JSON line last.
+
+Usage: `python benchmarks/soak.py [--minutes 60] [--folder DIR] [--config configs/default.yaml] [key=value …]`
+
+::
+
+    kbrl train (max_steps without end, max_minutes) ── every 10 s ──▶ processes: memory, descriptors, threads
+                                                                      folders and files: bytes, entries
+    its end ─▶ no process, socket, scratch folder, shared memory segment is left
+
+A process is flat when its own memory in the last quarter of the window (the time after the warm-up; medians) is within
+`--tolerance` of its size in the first quarter, and its RSS, of which the kernel takes back what files can give again,
+is no larger; the slope beside it is Theil-Sen's, which a few odd samples do not move. A store is bounded when it is
+flat too, or far below its stated limit; what grows by design is named with its growth per
+rollout. Exit code 1 where something grew or stayed behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from scipy.stats import theilslopes
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EVERY_S = 10.0
+SLACK_MB = 6.0
+"""A process of 30 MB may move by more than 5 % of that when one module is imported late."""
+FD_SLACK = 6
+THREAD_SLACK = 2
+MIN_SHARE_ALIVE = 0.75
+"""Of the window; a process that lives shorter belongs to one candidate."""
+STORE_SLACK = 4 << 20
+BY_DESIGN = {
+    "rollouts.sqlite": "half a kilobyte a turn, and its record up to archive.max_bytes",
+    "aggregator-history.sqlite": "packed entries of ended groups, to look back at",
+    "tensorboard": "a point per tag and update, or second",
+    "logs": "a few lines an update",
+}
+FULL_AT = {"policies": 8, "checkpoints": 4}
+"""Updates after which so many versions are there as are kept."""
+TORCH_CACHE = "torchinductor_"
+"""A folder that torch makes for itself, once per user."""
+LIMITS = {"metrics": 128 << 20, "artifacts": 512 << 20, "batches": 256 << 20}
+"""Bytes; stores that fill up to their limit and stay there."""
+
+Point = tuple[float, float]
+
+
+class Process(NamedTuple):
+    """One sample of one process."""
+
+    name: str
+    pid: int
+    rss_mb: float
+    anon_mb: float
+    """What is its own and in no file: the kernel can't take it back, as it does with pages of libraries."""
+    fds: int
+    threads: int
+    family: int
+    """Processes below it."""
+
+
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sample(root: psutil.Process) -> list[Process]:
+    """Every process below `root`, named by the service it belongs to and its place there."""
+    out = [_measure("train", root)] if root.is_running() else []
+    for relay in _children(root):
+        for nanny in _children(relay):
+            service = _service(nanny)
+            out += [_measure(f"{service} relay", relay), _measure(f"{service} nanny", nanny)]
+            for worker in _children(nanny):
+                out.append(_measure(service, worker))
+                out += [_measure(f"{service} {_role(below)}", below) for below in _children(worker, recursive=True)]
+    return [found for found in out if found is not None]
+
+
+def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return process.children(recursive=recursive)
+    return []
+
+
+def _service(nanny: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return nanny.environ().get("HONCHO_PROCESS_NAME", nanny.name())
+    return "ended"
+
+
+def _role(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        if "-m" in words[:-1]:
+            return words[words.index("-m") + 1].rpartition(".")[2]
+        return Path(words[0]).name if words else process.name()
+    return "ended"
+
+
+def _measure(name: str, process: psutil.Process) -> Process | None:
+    with contextlib.suppress(psutil.Error, OSError, KeyError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        kb = {words[0]: float(words[1]) for words in map(str.split, lines) if words[-1] == "kB"}
+        rss, anon = kb["VmRSS:"] / 1024, (kb["RssAnon:"] + kb["VmSwap:"]) / 1024
+        family = len(process.children(recursive=True))
+        return Process(name, process.pid, rss, anon, process.num_fds(), process.num_threads(), family)
+    return None
+
+
+def sizes(run_dir: Path, cache: Path, scratch: Path) -> dict[str, tuple[int, int]]:
+    """Bytes on disk and number of files of each store: the entries of the run's folder, the cache, and scratch."""
+    out = {}
+    for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else []:
+        if not entry.name.endswith(("-wal", "-shm")):
+            wal = entry.with_name(entry.name + "-wal")
+            out[entry.name] = _size(entry, wal)
+    return out | {"(cache)": _size(cache), "(scratch)": _size(scratch)}
+
+
+def _size(*paths: Path) -> tuple[int, int]:
+    count = total = 0
+    for path in paths:
+        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
+            with contextlib.suppress(OSError):
+                total += file.lstat().st_blocks * 512
+                count += 1
+    return total, count
+
+
+def rollouts(run_dir: Path) -> dict[str, int]:
+    """The broker's own counters, of its newest line."""
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        (run_dir / "metrics" / "system.jsonl").open("rb") as file,
+    ):
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        line = json.loads(file.read().splitlines()[-1])
+        workers = line["workers"].values()
+        stages = {"generated": "generate", "compiled": "compile", "verified": "bench"}
+        done = {name: sum(w["done"] for w in workers if stage in w["stages"]) for name, stage in stages.items()}
+        return {**done, "version": line["policy_version"]}
+    return {"generated": 0, "compiled": 0, "verified": 0, "version": 0}
+
+
+class Record:
+    """All samples, by time since the start."""
+
+    def __init__(self) -> None:
+        self.processes: list[tuple[float, list[Process]]] = []
+        self.stores: list[tuple[float, dict[str, tuple[int, int]]]] = []
+        self.work: list[tuple[float, dict[str, int]]] = []
+        self.pids: dict[str, list[int]] = collections.defaultdict(list)
+
+    def add(self, at: float, found: list[Process], stores: dict[str, tuple[int, int]], work: dict[str, int]) -> None:
+        self.processes.append((at, found))
+        self.stores.append((at, stores))
+        self.work.append((at, work))
+
+    def lasting(self, since: float) -> dict[str, list[tuple[float, Process]]]:
+        """Series of the processes that lived through most of the time after `since`; a name each, twins numbered."""
+        series: dict[tuple[str, int], list[tuple[float, Process]]] = collections.defaultdict(list)
+        samples = [(at, found) for at, found in self.processes if at >= since]
+        for at, found in samples:
+            for process in found:
+                series[process.name, process.pid].append((at, process))
+        out: dict[str, list[tuple[float, Process]]] = {}
+        for (name, _), points in sorted(series.items()):
+            if len(points) >= MIN_SHARE_ALIVE * len(samples):
+                twins = sum(known.split(" #")[0] == name for known in out)
+                out[f"{name} #{twins + 1}" if twins else name] = points
+        return out
+
+
+# ── judgement ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def trend(points: Iterable[Point]) -> dict[str, float]:
+    """First and last quarter's medians, their ratio, and Theil-Sen's slope an hour."""
+    points = list(points)
+    times, values = [p[0] for p in points], [float(p[1]) for p in points]
+    quarter = max(1, len(values) // 4)
+    first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+    slope = float(theilslopes(values, times)[0]) * 3600 if len(set(times)) > 1 else 0.0
+    return {
+        "first": round(first, 1),
+        "last": round(last, 1),
+        "ratio": round(last / first, 4) if first else 1.0,
+        "slope_h": round(slope, 2),
+    }
+
+
+def judge_processes(record: Record, since: float, tolerance: float) -> tuple[dict[str, Any], list[str]]:
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, points in record.lasting(since).items():
+        kinds: dict[str, Callable[[Process], float]] = {
+            "rss_mb": lambda p: p.rss_mb,
+            "anon_mb": lambda p: p.anon_mb,
+            "fds": lambda p: p.fds,
+            "threads": lambda p: p.threads,
+        }
+        found = {kind: trend((at, take(p)) for at, p in points) for kind, take in kinds.items()}
+        figures[name] = found
+        rss, anon = found["rss_mb"], found["anon_mb"]
+        slack = max(SLACK_MB, tolerance * rss["first"])
+        if abs(anon["last"] - anon["first"]) > slack or rss["last"] > rss["first"] + slack:
+            own = f"{anon['first']} → {anon['last']} MB ({anon['slope_h']:+} MB/h)"
+            wrong.append(f"{name}: its own memory {own}, RSS {rss['first']} → {rss['last']} MB")
+        for kind, slack in (("fds", FD_SLACK), ("threads", THREAD_SLACK)):
+            if found[kind]["last"] > found[kind]["first"] + slack:
+                wrong.append(f"{name}: {kind} {found[kind]['first']} → {found[kind]['last']}")
+    return figures, wrong
+
+
+def judge_stores(record: Record, since: float, tolerance: float, done: int) -> tuple[dict[str, Any], list[str]]:
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
+    samples = [(at, stores) for at, stores in record.stores if at >= since]
+    for name in sorted({name for _, stores in samples for name in stores}):
+        full_at = next((at for at, work in record.work if work["version"] >= FULL_AT.get(name, 0)), since)
+        points = [(at, stores[name]) for at, stores in samples if name in stores and at >= full_at]
+        size = trend((at, s[0] / 2**20) for at, s in points)
+        grown = points[-1][1][0] - points[0][1][0]
+        figures[name] = {"mb": size, "files": trend((at, s[1]) for at, s in points)}
+        if name in BY_DESIGN:
+            figures[name]["by_design"] = BY_DESIGN[name]
+            figures[name]["bytes_per_rollout"] = round(grown / max(1, done))
+        elif name == "(cache)":
+            continue  # other runs may share it; what it holds is made once
+        elif name in LIMITS:
+            figures[name]["limit_mb"] = LIMITS[name] >> 20
+            if points[-1][1][0] > LIMITS[name] * 1.1:
+                wrong.append(f"store {name}: {size['last']} MB is above its limit of {LIMITS[name] >> 20} MB")
+        elif (size["last"] - size["first"]) * 2**20 > max(STORE_SLACK, tolerance * size["first"] * 2**20):
+            wrong.append(f"store {name}: {size['first']} → {size['last']} MB ({size['slope_h']:+} MB/h)")
+    return figures, wrong
+
+
+# ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shared_memory(found: list[Process]) -> set[str]:
+    """Segments that processes of ours have mapped; others' come and go on the same host."""
+    names: set[str] = set()
+    for process in found:
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as file:
+            names |= {line.split()[-1] for line in file if "/dev/shm/" in line}
+    return names
+
+
+def left_behind(run_dir: Path, scratch: Path, segments: set[str], seen: set[int]) -> dict[str, list[str]]:
+    """What must be empty after the end."""
+    alive = []
+    for pid in seen:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if str(run_dir) in (process.environ().get("KBRL_RUN_DIR", ""), *process.cmdline()):
+                alive.append(" ".join(process.cmdline())[:200])
+    listening = Path("/proc/net/unix").read_text()
+    return {
+        "processes": alive,
+        "sockets": [line.split()[-1] for line in listening.splitlines() if str(run_dir) in line],
+        "scratch": [path.name for path in scratch.iterdir() if not path.name.startswith(TORCH_CACHE)],
+        "shared_memory": sorted(name for name in segments if os.path.exists(name)),
+        "unfinished": [str(path) for path in (run_dir / "artifacts" / "work").rglob("*")],
+    }
+
+
+@contextlib.contextmanager
+def training(asked: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "kbrl_async", "train", "--config", str(REPOSITORY / asked.config)]
+    options = [f"log_path={folder / 'runs'}", f"cache_path={asked.cache or folder / 'cache'}", "name=soak"]
+    options += ["max_steps=10000000", f"max_minutes={asked.minutes}", "eval_samples=0"]
+    # All of its steps, however slow the machine is: a policy that writes nothing that compiles is no full load.
+    options += ["sft.max_seconds=3600", *asked.options]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(scratch), "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        [*command, *options], env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    echo = threading.Thread(target=_echo, args=(process, folder / "train.txt"), daemon=True)
+    echo.start()
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+        echo.join(5)
+
+
+def _echo(process: subprocess.Popen[str], path: Path) -> None:
+    assert process.stdout is not None
+    with path.open("a") as file:
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+
+
+def watch(
+    process: subprocess.Popen[str], run_dir: Path, cache: Path, scratch: Path, limit_s: float
+) -> tuple[Record, set[int], set[str]]:
+    """Samples until the run ends by itself; time counts from the first generated rollout."""
+    record, seen, segments = Record(), set[int](), set[str]()
+    root, begun = psutil.Process(process.pid), time.monotonic()
+    trained_from: float | None = None
+    while process.poll() is None and time.monotonic() - begun < limit_s:
+        work = rollouts(run_dir)
+        now = time.monotonic()
+        if work["generated"] and trained_from is None:
+            trained_from = now
+        found = sample(root)
+        seen |= {p.pid for p in found}
+        segments |= shared_memory(found)
+        if trained_from is not None:
+            record.add(now - trained_from, found, sizes(run_dir, cache, scratch), work)
+            _show(record)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(EVERY_S)
+    return record, seen, segments
+
+
+def _show(record: Record) -> None:
+    at, found = record.processes[-1]
+    if len(record.processes) % 3 != 1:
+        return
+    named = {p.name: p.rss_mb for p in found if " " not in p.name}
+    stores = record.stores[-1][1]
+    big = {name: f"{size / 2**20:.1f}" for name, (size, _) in stores.items() if size > 1 << 20}
+    print(
+        f"{at / 60:6.1f} min  {record.work[-1][1]}  RSS "
+        + " ".join(f"{name}={rss:.0f}" for name, rss in named.items())
+        + f"  processes={len(found)}  MB "
+        + " ".join(f"{name}={mb}" for name, mb in big.items()),
+        flush=True,
+    )
+
+
+def play(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    scratch = folder / "scratch"
+    scratch.mkdir(parents=True)
+    run_dir, cache = folder / "runs" / "soak", Path(asked.cache or folder / "cache")
+    load = os.getloadavg()[0]
+    with training(asked, folder, scratch) as process:
+        record, seen, segments = watch(process, run_dir, cache, scratch, asked.minutes * 60 + 5400)
+    time.sleep(2.0)
+    left = left_behind(run_dir, scratch, segments, seen | {process.pid})
+    if len(record.processes) < 8:
+        return {"ok": False, "wrong": ["the run ended before it could be judged; see train.txt"], "left_behind": left}
+    since = min(asked.warm_up_minutes * 60, record.processes[-1][0] / 4)
+    end = record.processes[-1][0] - 20  # the last samples are of processes that are stopping
+    record.processes = [entry for entry in record.processes if entry[0] <= end]
+    record.stores = [entry for entry in record.stores if entry[0] <= end]
+    first = next(work for at, work in record.work if at >= since)
+    done = {key: value - first[key] for key, value in record.work[-1][1].items()}
+    processes, wrong = judge_processes(record, since, asked.tolerance)
+    stores, unbounded = judge_stores(record, since, asked.tolerance, done["generated"])
+    wrong += unbounded + [f"left behind: {kind} {names[:3]}" for kind, names in left.items() if names]
+    if done["verified"] < done["generated"] / 10:
+        wrong.append(f"no full load: {done}; the policy writes too little that compiles")
+    if process.returncode:
+        wrong.append(f"the run ended with exit code {process.returncode}")
+    (folder / "samples.json").write_text(json.dumps({"processes": record.processes, "stores": record.stores}))
+    hours = (record.work[-1][0] - since) / 3600
+    return {
+        "ok": not wrong,
+        "wrong": wrong,
+        "minutes": round(record.work[-1][0] / 60, 1),
+        "warm_up_minutes": round(since / 60, 1),
+        "work": done,
+        "rollouts_per_hour": round(done["generated"] / hours),
+        "processes": processes,
+        "stores": stores,
+        "left_behind": left,
+        "load_before": load,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training, the warm-up included")
+    parser.add_argument("--warm-up-minutes", type=float, default=10.0, help="at most a quarter of the time")
+    parser.add_argument("--tolerance", type=float, default=0.05)
+    parser.add_argument("--config", default="configs/default.yaml")
+    parser.add_argument("--folder", type=Path, help="is kept; default: a temporary one")
+    parser.add_argument("--cache", type=Path, help="folder that has the small policy already")
+    parser.add_argument("options", nargs="*", help="key=value of the run")
+    asked = parser.parse_args()
+    folder = (asked.folder or Path(tempfile.mkdtemp(prefix="kbrl-soak-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    found = play(asked, folder)
+    if asked.folder is None and found["ok"]:
+        shutil.rmtree(folder)
+    machine = {"cores": len(os.sched_getaffinity(0)), "kernel": platform.release(), "python": platform.python_version()}
+    print(json.dumps({"benchmark": "soak", **found, "machine": machine}))
+    sys.exit(0 if found["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

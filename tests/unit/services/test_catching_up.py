@@ -1,0 +1,106 @@
+"""A broker that comes back may lack its last moments, after a power cut: what is open is submitted to it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.config import Config, available_cores, cpu_layout, endpoints, load
+from kbrl_async.problems import parse_problem
+from services.evaluator.actor import Evaluator
+from services.evaluator.course import Course, Entry
+from services.reward_aggregator.actor import Aggregator
+from services.reward_aggregator.archiving import Archiving
+from services.reward_aggregator.board import Board
+from services.reward_aggregator.campaign import Campaign
+from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.planning import plan_of
+from services.rollouts.archiving import TurnArchive
+from services.rollouts.examples import FirstPrompts
+from services.rollouts.journal import EntryJournal
+from services.runtime.service import Service
+
+PATIENCE_S = 60.0
+SOURCE = "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
+
+
+class Log:
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args, **_facts: None
+
+
+class Silent:
+    """A broker that takes submissions and never answers: all stays open."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    async def submit(self, task_id: str, *_: object) -> bool:
+        self.asked[task_id] += 1
+        return True
+
+    async def retire(self, _group_id: str) -> None: ...
+
+
+def service(name: str, folder: Path, settings: Config) -> Service:
+    layout = cpu_layout(settings, available_cores())
+    return Service(name, f"{name}.1", folder, settings, endpoints(settings, folder), layout, Log())
+
+
+async def asked_after_a_second_welcome(
+    broker: Silent, actor: Aggregator | Evaluator, pump: Awaitable[None]
+) -> tuple[Counter[str], Counter[str]]:
+    """What was asked before, and what when the broker was back."""
+    pumping = asyncio.ensure_future(pump)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.sleep(0.6)  # longer than the pump idles: nothing is asked twice without a reason
+            before = broker.asked.copy()
+            actor.welcomes = lambda: 2
+            while sum(broker.asked.values()) < 2 * sum(before.values()):
+                await asyncio.sleep(0.02)
+    finally:
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+    return before, broker.asked
+
+
+@pytest.mark.parametrize("welcomes", [0, 1])
+def test_the_aggregator_asks_again_for_what_is_open_and_only_then(tmp_path: Path, welcomes: int) -> None:
+    settings = load(overrides=["tensorboard.enabled=false", "level=1", "batch_size=2", "group_size=2"])
+    frame = service("reward_aggregator", tmp_path, settings)
+    campaign, broker = Campaign(plan_of(settings)), Silent()
+
+    async def live() -> tuple[Counter[str], Counter[str]]:
+        with Journal(tmp_path / "aggregator.sqlite") as journal, Archiving(settings, tmp_path) as archive:
+            actor = Aggregator(frame, campaign, journal, broker, Board(frame, campaign), archive)  # type: ignore[arg-type]
+            actor.welcomes = lambda: welcomes
+            return await asked_after_a_second_welcome(broker, actor, actor.pump())
+
+    before, after = asyncio.run(live())
+    assert any(name.startswith("eval-before") for name in before)
+    assert any(name.startswith("g0") for name in before)
+    assert set(before.values()) == {1}
+    assert after == before + before
+
+
+def test_the_evaluator_does_so_too(tmp_path: Path) -> None:
+    settings = load(overrides=["evaluation.policy=p", "evaluation.samples=2", "evaluation.in_flight=4"])
+    frame = service("evaluator", tmp_path, settings)
+    course = Course([parse_problem(SOURCE, "L1/1_p", level=1)], 2, 4, settings.evaluation.deadline_s)
+    broker = Silent()
+
+    async def live() -> tuple[Counter[str], Counter[str]]:
+        journal = EntryJournal[Entry](tmp_path / "e.sqlite", Entry)
+        with journal, TurnArchive(settings, tmp_path) as archive:
+            prompts = FirstPrompts(settings.prompt_option, settings.backend)
+            actor = Evaluator(frame, course, journal, broker, archive, prompts)  # type: ignore[arg-type]
+            return await asked_after_a_second_welcome(broker, actor, actor.pump())
+
+    before, after = asyncio.run(live())
+    assert len(before) == 2
+    assert after == before + before

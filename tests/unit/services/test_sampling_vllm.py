@@ -1,0 +1,142 @@
+"""The sampler service over vLLM (a faithful small AsyncLLM stands for it): it dies, stands still, is configured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kbrl_async.config import available_cores, cpu_layout, endpoints, load
+from kbrl_async.errors import CheckpointError, ConfigError
+from protocols.messages import Pause, Resume, Stage, Task
+from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
+from services.runtime.quiet import Gate
+from services.runtime.service import Service
+from services.sampler.actor import EngineLost, Sampling
+from services.sampler.vllm import end_ids, options_of
+from tests.unit.sampling.conftest import make_model
+from tests.unit.sampling.fake_vllm import FakeAsyncLLM
+from tests.unit.sampling.test_vllm_engine import Learner, served, until
+from tests.unit.services.test_sampling_endpoint import Log
+
+Body = Callable[[Sampling, FakeAsyncLLM, Learner], Awaitable[None]]
+
+
+def service(tmp_path: Path, *words: str) -> Service:
+    log: Any = Log()
+    log.error = log.info
+    config = load(overrides=["sampler.engine=vllm", "device=cpu", *words])
+    layout = cpu_layout(config, available_cores())
+    return Service("sampler", "sampler.1", tmp_path, config, endpoints(config, tmp_path), layout, log)
+
+
+def sampling(tmp_path: Path, body: Body, kind: str = "full") -> None:
+    """Runs `body` with a sampler that follows a learner's folder."""
+    (tmp_path / "policies").mkdir()
+    learner = Learner(make_model(), tmp_path / "policies", kind)
+
+    async def main(engine: Any, llm: FakeAsyncLLM) -> None:
+        learner.publish()
+        one = Sampling(service(tmp_path), engine)
+        await one.catch_up()
+        await body(one, llm, learner)
+
+    served(learner, main)
+
+
+def ask(number: int) -> tuple[Task, list[bytes]]:
+    request = RolloutRequest(
+        f"r{number}", "g", Problem("L1/01_x", 1, "x", ""), "1 2 3", "c", SamplingParams(max_tokens=40)
+    )
+    return Task(f"r{number}@0", f"lease{number}", Stage.GENERATE, 1, 60.0, 0), [msgspec.msgpack.encode(request)]
+
+
+def test_with_its_engine_the_process_ends_so_that_no_task_loses_its_attempts_to_it(tmp_path: Path) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, _: Learner) -> None:
+        tasks = [asyncio.create_task(one.generate(*ask(n))) for n in range(3)]
+        await until(lambda: len(llm.running) == 3)
+        llm.die()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineLost}
+        with pytest.raises(EngineLost, match="EngineCore"):
+            await one.watch(0.001)
+
+    sampling(tmp_path, body)
+
+
+def test_a_version_that_changed_in_flight_is_in_the_record(tmp_path: Path) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
+        task = asyncio.create_task(one.generate(*ask(1)))
+        await until(lambda: any(len(r.out) > 3 for r in llm.running.values()))
+        learner.publish()
+        await one.catch_up()
+        outcome = await task
+        done = msgspec.msgpack.decode(outcome.frames[0], type=Generation)
+        assert [version for version, _ in done.spans] == [0, 1]
+        assert (outcome.policy_version, done.policy_version) == (0, 0)
+
+    sampling(tmp_path, body)
+
+
+def test_a_broken_version_stops_the_sampler_and_gives_no_rollout_away(tmp_path: Path) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
+        running = asyncio.create_task(one.generate(*ask(1)))
+        await until(lambda: bool(llm.running))
+        _, folder = learner.publish()
+        (folder / "adapter_config.json").write_text("{")
+        with pytest.raises(CheckpointError, match="vLLM refuses policy-v1"):
+            await one.watch(0.001)
+        assert (await running).policy_version == 0
+
+    sampling(tmp_path, body, "adapter")
+
+
+def test_the_engine_stands_still_while_a_bench_wants_quiet(tmp_path: Path) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, _: Learner) -> None:
+        clock, said = [0.0], []
+        gate = Gate(lambda: clock[0], said.append, lambda: False)
+        helper = asyncio.create_task(one.stand_still(gate))
+        running = asyncio.create_task(one.generate(*ask(1)))
+        await until(lambda: bool(llm.running))
+        gate.handle(Pause("window", "cpu", 30.0))
+        await asyncio.wait_for(asyncio.shield(_said(said)), 30)
+        assert llm.paused
+        gate.handle(Resume("window"))
+        assert (await running).tokens > 0
+        assert not llm.paused
+        helper.cancel()
+
+    sampling(tmp_path, body)
+
+
+async def _said(said: list[Any]) -> None:
+    while not said:
+        await asyncio.sleep(0.005)
+
+
+def test_the_run_s_configuration_makes_the_engine_s_options(tmp_path: Path) -> None:
+    manifest = PolicyVersion(0, None, 0, "lora", "", [1, 2], [0.0], base_model="base", adapters={})
+    words = ("lora_rank=16", "max_staleness=3", "temperature=0.8", "sampler.slots=256", "sampler.memory_share=0.4")
+    options = options_of(service(tmp_path, *words), manifest, 16)
+    shown = (options.update, options.lora_rank, options.live_versions, options.temperature, options.slots)
+    assert shown == ("adapter", 16, 5, 0.8, 256)
+
+
+def test_an_update_that_the_learner_does_not_publish_is_refused(tmp_path: Path) -> None:
+    manifest = PolicyVersion(0, None, 0, "lora", "", [1, 2], [0.0])
+    with pytest.raises(ConfigError, match=r"sampler\.update=full, and the learner publishes lora"):
+        options_of(service(tmp_path, "sampler.update=full"), manifest, 8)
+
+
+def test_end_of_text_tokens_are_those_of_the_model_s_folder(tmp_path: Path) -> None:
+    assert end_ids(str(tmp_path)) == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert end_ids(str(tmp_path)) == [3, 5]
+
+
+torch.set_num_threads(1)
