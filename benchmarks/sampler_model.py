@@ -1,0 +1,120 @@
+"""Models of real shapes with random weights, their tokenizer and their adapters, for `benchmarks/sampler.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 192, "layers": 4, "heads": 3, "kv_heads": 3, "inner": 512, "vocabulary": 2048, "context": 768},
+    "1b": {
+        "hidden": 2048,
+        "layers": 16,
+        "heads": 16,
+        "kv_heads": 4,
+        "inner": 8192,
+        "vocabulary": 65_536,
+        "context": 4096,
+    },
+    "7b": {
+        "hidden": 3584,
+        "layers": 28,
+        "heads": 28,
+        "kv_heads": 4,
+        "inner": 18_944,
+        "vocabulary": 152_064,
+        "context": 4096,
+    },
+}
+"""`7b` is that of Qwen2.5-7B."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    context: int
+
+
+def shape_of(name: str) -> Shape:
+    return msgspec.convert(SHAPES[name], Shape)
+
+
+def write_config(folder: Path, shape: Shape) -> None:
+    """A model folder without weights: vLLM fills them by load_format=dummy."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.inner,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def make_tokenizer(shape: Shape) -> Any:
+    """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(shape.vocabulary)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1")
+
+
+def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
+    """An adapter on all linear layers, as peft writes it."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    head = shape.hidden // shape.heads
+    sizes = {
+        "self_attn.q_proj": (shape.hidden, shape.hidden),
+        "self_attn.k_proj": (shape.hidden, head * shape.kv_heads),
+        "self_attn.v_proj": (shape.hidden, head * shape.kv_heads),
+        "self_attn.o_proj": (shape.hidden, shape.hidden),
+        "mlp.gate_proj": (shape.hidden, shape.inner),
+        "mlp.up_proj": (shape.hidden, shape.inner),
+        "mlp.down_proj": (shape.inner, shape.hidden),
+    }
+    tensors = {}
+    for layer in range(shape.layers):
+        for name, (inputs, outputs) in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            for part, size, scale in (("lora_A", (rank, inputs), inputs**-0.5), ("lora_B", (outputs, rank), 0.02)):
+                values = torch.randn(size, generator=generator) * scale
+                tensors[f"{prefix}.{part}.weight"] = values.to(torch.bfloat16)
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(name.rpartition(".")[2] for name in sizes),
+        "base_model_name_or_path": "",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

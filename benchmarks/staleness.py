@@ -1,0 +1,235 @@
+"""Does training stay stable when samples are S versions old? Seeds × S × corrections on the small policy.
+
+    python -m benchmarks.staleness --results staleness.jsonl --jobs 2 --minutes 30
+    python -m benchmarks.staleness --results staleness.jsonl --report docs/staleness.md
+
+Each arm is a training run whose samples are exactly S versions old (`staleness_arm`); arms of a seed see the same
+problems and the same random numbers. An outcome is written when its arm ends, and arms that `--results` (or a file
+given by `--known`) holds are not run again, so that the study can be stopped, continued and spread over hosts.
+The anchor is S = 0 of the same seed and correction. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.staleness_arm import Arm, Judge, Outcome, Setting, Study, Verdicts
+from benchmarks.staleness_report import (
+    Figures,
+    findings,
+    hardest,
+    merge,
+    picture,
+    reward_table,
+    stability_table,
+    with_figures,
+)
+from kbrl_async import origins
+from kbrl_async.config import Config
+from kbrl_async.config.layout import available_cores
+
+STALENESS = (4, 0, 8, 2, 1)
+NONE, DEFAULT = "none", Config().loss
+CORRECTIONS: dict[str, tuple[str, ...]] = {
+    NONE: ("loss=reinforce",),
+    **{loss: (f"loss={loss}",) for loss in ("dppo_tv", "ppo", "decoupled", "a3po", "cispo", "gspo")},
+    **{
+        name: ("loss=reinforce", f"corrections={name}")
+        for name in ("tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm",
+                     "m2po")
+    },
+}  # fmt: skip
+"""What each arm sets; all else is the setting's. `grpo` is `ppo` by another name, and the loss `tis` the correction
+`tis` on `reinforce`."""
+_SMALL = ("level=1", "batch_size=4")
+SETTINGS = {
+    "default": Setting("default", 20, _SMALL),
+    "fast": Setting("fast", 20, (*_SMALL, "learning_rate=5e-4")),
+    "negative-3": Setting("negative-3", 20, (*_SMALL, "learning_rate=3e-4", "learner.negative_scale=1")),
+    "negative-5": Setting("negative-5", 20, (*_SMALL, "learning_rate=5e-4", "learner.negative_scale=1")),
+}
+"""Eight problems, 32 answers an update; all else as in the default run but for what is said here."""
+WORKERS_PER_CORE = 3
+"""Processes that may be started on a core, one after another's death."""
+WORK = msgspec.json.Decoder(Arm)
+OUTCOMES = msgspec.json.Decoder(Outcome)
+
+
+def planned(
+    settings: Sequence[str], corrections: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
+) -> list[Arm]:
+    """The whole grid, in the order of what is given: whoever stops early has complete comparisons."""
+    return [Arm(name, c, s, seed) for s in staleness for name in settings for c in corrections for seed in seeds]
+
+
+def read(paths: Iterable[Path]) -> list[Outcome]:
+    lines = (path.read_bytes().splitlines() for path in paths if path.exists())
+    return merge([OUTCOMES.decode(line) for line in part if line.strip()] for part in lines)
+
+
+class Crew:
+    """Worker processes on a core each; arms go out while there is time for one more."""
+
+    def __init__(self, args: argparse.Namespace, arms: Sequence[Arm]) -> None:
+        self._args, self._left = args, queue.SimpleQueue[Arm]()
+        self._deadline = time.monotonic() + 60 * args.minutes
+        self._longest = 0.0
+        self._lock = threading.Lock()
+        self.done = 0
+        for arm in arms:
+            self._left.put(arm)
+
+    def run(self) -> None:
+        cores = [core for core in available_cores() if core >= self._args.first_core]
+        threads = [threading.Thread(target=self._serve, args=(cores[n % len(cores)],)) for n in range(self._args.jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _serve(self, core: int) -> None:
+        """A worker on this core, and a new one where it dies, until nothing or no time is left."""
+        for _ in range(WORKERS_PER_CORE):
+            if self._employ(core):
+                return
+
+    def _employ(self, core: int) -> bool:
+        """Whether the worker lived to the end."""
+        a = self._args
+        words = ["--worker", str(core), "--policy", str(a.policy), "--cache", str(a.cache)]
+        with subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.staleness", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            while (arm := self._next()) is not None:
+                started = time.monotonic()
+                process.stdin.write(msgspec.json.encode(arm) + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+                if not line:
+                    print(f"the worker on core {core} ended in {arm.key}", file=sys.stderr, flush=True)
+                    return False
+                self._keep(line, time.monotonic() - started)
+            process.stdin.close()
+        return True
+
+    def _next(self) -> Arm | None:
+        if time.monotonic() + 1.1 * self._longest > self._deadline:
+            return None
+        try:
+            return self._left.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _keep(self, line: bytes, seconds: float) -> None:
+        outcome = OUTCOMES.decode(line)
+        with self._lock:
+            with self._args.results.open("ab") as file:
+                file.write(line)
+            self._longest = max(self._longest, seconds)
+            self.done += 1
+        after = {name: round(value, 3) for name, value in outcome.after.items()}
+        print(f"{outcome.arm.key} {after} {outcome.seconds} {outcome.verified} verified, {seconds:.0f} s; "
+              f"{self._left.qsize()} left", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def work(core: int, policy: str, cache: Path) -> None:
+    """A worker process: arms come as lines, outcomes go as lines. One core, one thread."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints must not come between the lines
+    with tempfile.TemporaryDirectory() as store, Judge.open(cache, Path(store)) as judge:
+        for line in sys.stdin.buffer:
+            arm = WORK.decode(line)
+            outcome = Study(arm, SETTINGS[arm.setting], CORRECTIONS[arm.correction], policy, judge).run()
+            answers.write(msgspec.json.encode(outcome) + b"\n")
+
+
+def figures_of(outcomes: Sequence[Outcome], page: Path) -> str:
+    """Findings and tables, and the picture beside the page: the hard setting in full, of the others what was run."""
+    hard = hardest(outcomes)
+    parts = []
+    for setting in (hard, *(name for name in SETTINGS if name != hard)):
+        figures = Figures([o for o in outcomes if o.arm.setting == setting])
+        if not figures.outcomes:
+            continue
+        names = figures.ordered([NONE, DEFAULT])
+        said = ", ".join(SETTINGS[setting].words[len(_SMALL) :]) or "the default run's own rate and scales"
+        parts.append(f"### Setting `{setting}`: {said}")
+        parts.append("\n".join(f"* {words}" for words in findings(figures, NONE, DEFAULT)))
+        parts.append(f"Final reward over {len(figures.seeds)} seeds:\n\n{reward_table(figures, names)}")
+        if setting == hard:
+            parts += _in_full(figures, names, page)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _in_full(figures: Figures, names: Sequence[str], page: Path) -> list[str]:
+    place = page.parent / "pictures" / "staleness.svg"
+    place.write_text(picture(figures, names, "Final reward by staleness of the samples"), encoding="utf-8")
+    tables = [f"Stability at S={lag}:\n\n{stability_table(figures, names, lag)}" for lag in (4, 8)]
+    return [f"![Final reward by staleness and correction](pictures/{place.name})", *tables]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("staleness.jsonl"), help="outcomes, a line each")
+    parser.add_argument("--known", type=Path, nargs="*", default=[], help="more files of outcomes: not run again")
+    parser.add_argument("--policy", help="folder of the policy that all arms start from; default: made for this")
+    parser.add_argument("--cache", type=Path, default=Path("staleness.sqlite"), help="verdicts by source")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--corrections", default=",".join(CORRECTIONS))
+    parser.add_argument("--staleness", default=",".join(map(str, STALENESS)))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes, one core each")
+    parser.add_argument("--first-core", type=int, default=0, help="leave the cores before this one to others")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no arm is begun that would end later")
+    parser.add_argument("--report", type=Path, help="run nothing: write the figures into this page")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        work(args.worker, args.policy, args.cache)
+        return
+    known = read([args.results, *args.known])
+    if args.report:
+        page = args.report.read_text(encoding="utf-8")
+        args.report.write_text(with_figures(page, figures_of(known, args.report)), encoding="utf-8")
+        return
+    args.policy = args.policy or str(origins.base_model(Config(), lambda what, share: print(what, file=sys.stderr)))
+    have = {outcome.arm.key for outcome in known}
+    asked = planned(
+        args.settings.split(","),
+        args.corrections.split(","),
+        [int(lag) for lag in args.staleness.split(",")],
+        [int(seed) for seed in args.seeds.split(",")],
+    )
+    arms = [arm for arm in asked if arm.key not in have]
+    Verdicts(args.cache).close()  # made once, before workers open it all at the same time
+    crew = Crew(args, arms)
+    started = time.monotonic()
+    crew.run()
+    host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    spent = round(time.monotonic() - started, 1)
+    print(json.dumps({"benchmark": "staleness", "arms": crew.done, "left": len(arms) - crew.done, "s": spent, **host}))
+
+
+if __name__ == "__main__":
+    main()
