@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -33,47 +33,6 @@ _HELD = 0.98
 _TRIES = 4
 _SAMPLES = 8
 _GUARD_S = 10.0
-
-CLOCK_KERNEL = r"""
-extern "C" __global__ void read_clocks(unsigned long long *out) {
-    unsigned long long ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    unsigned int sm;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    if (threadIdx.x == 0) {
-        out[3 * blockIdx.x] = ns;
-        out[3 * blockIdx.x + 1] = (unsigned long long)clock64();
-        out[3 * blockIdx.x + 2] = sm;
-    }
-}
-"""
-"""One reading of (ns, cycles, SM) per block; before and after a sample, on the same SM, they give its clock."""
-
-
-# ── in-band: pure ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """What one block of `CLOCK_KERNEL` wrote."""
-
-    ns: int
-    cycles: int
-    sm: int
-
-
-def mhz_between(before: Sequence[Reading], after: Sequence[Reading]) -> float | None:
-    """Median clock over the SMs that both read; None where no SM did, or no time passed.
-
-    `%globaltimer` moves in steps (1 µs on Hopper, 32 ns elsewhere): a span under 20 µs tells too little.
-    """
-    first = {reading.sm: reading for reading in before}
-    clocks = []
-    for reading in after:
-        start = first.get(reading.sm)
-        if start is not None and reading.ns - start.ns >= 20_000 and reading.cycles > start.cycles:
-            clocks.append(1e3 * (reading.cycles - start.cycles) / (reading.ns - start.ns))
-    clocks.sort()
-    return clocks[len(clocks) // 2] if clocks else None
 
 
 def is_slow(mhz: float | None, expected_mhz: float | None, floor: float = FLOOR) -> bool:

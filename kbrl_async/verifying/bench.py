@@ -212,7 +212,8 @@ class Bench:
             return Stopwatch(checker, twin, self._options, self._rng, tick)
         from kbrl_async.verifying.cuda_stopwatch import CudaStopwatch
 
-        return CudaStopwatch(checker, twin, self._options, self._rng, tick, self._health.nvml)
+        health = self._health
+        return CudaStopwatch(checker, twin, self._options, self._rng, tick, health.nvml, health.calibration)
 
     def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Callable[[], None]) -> Verdict:
         stopwatch = self._stopwatch(checker, checker.reference.session, tick)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ import msgspec
 import torch
 
 from kbrl_async.timing import Interval, Measured, Pair, Recipe, measure
+from kbrl_async.timing.calibration import Calibration, Steady
 from kbrl_async.timing.clocks import Observation, observe
 from kbrl_async.timing.nvml import Nvml, is_rejected
 from kbrl_async.timing.recipe import Point
@@ -77,6 +79,7 @@ class CudaStopwatch:
         rng: random.Random,
         tick: Callable[[], None],
         nvml: Nvml | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         assert isinstance(checker.reference, CudaReference)
         assert isinstance(twin, CudaSession)
@@ -93,6 +96,8 @@ class CudaStopwatch:
         self._hidden = 0.0
         self._beside: list[tuple[float, float]] = []
         self._nvml, self._seen = nvml, list[Observation]()
+        self._calibration, self._faults = calibration, Counter[str]()
+        self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
 
     def close(self) -> None:
         """Nothing is held."""
@@ -239,12 +244,22 @@ class CudaStopwatch:
         self._extra.append((candidate.wall_ns - candidate.elapsed_ns) - (reference.wall_ns - reference.elapsed_ns))
         self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
         self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
-        seen = self._observed()
         net = self._net(reference, count), self._net(candidate, count)
-        return Pair(*net, polluted=seen is not None and is_rejected(seen.bits), mhz=None if seen is None else seen.mhz)
+        mhz, fault = self._clock()
+        self._faults[fault] += bool(fault)
+        return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
+
+    def _clock(self) -> tuple[float | None, str]:
+        """The clock right after a pair, and why the pair must be set aside; from inside, where our kernel runs."""
+        seen = self._observed()
+        fault = "throttled" if seen is not None and is_rejected(seen.bits) else ""
+        if self._calibration is None:
+            return (None if seen is None else seen.mhz), fault
+        beat = self._calibration.beat()
+        return beat.mhz, self._steady.fault(beat) or fault
 
     def _observed(self) -> Observation | None:
-        """The clock right after a pair, now and then: asking takes longer than a short call."""
+        """What the driver says, now and then: asking takes longer than a short call."""
         if self._nvml is None or len(self._claims) % _CLOCK_EVERY:
             return None
         self._seen.append(observe(self._nvml))
@@ -337,7 +352,8 @@ class CudaStopwatch:
             way = f"events around an ordinary forward ({self._refused}), {self._hidden / 1000:.0f} µs outside of them"
         else:
             way = f"CUDA graph of {self._plan.batch} forward{'s' if self._plan.batch > 1 else ''}"
-        method = f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected"
+        reasons = "".join(f", {count} {reason}" for reason, count in sorted(self._faults.items()) if count)
+        method = f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected{reasons}"
         chip = torch.cuda.get_device_name(torch.device(self._options.device))
         timing = timing_of(measured, self._options.recipe, method, chip, measured.mhz)
         throttle = sorted({reason for seen in self._seen for reason in seen.throttle})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
 
-from kbrl_async.errors import HostError, InfraError
+from kbrl_async.errors import HostError, InfraError, MissingTool
+from kbrl_async.timing.calibration import Calibration
 from kbrl_async.timing.nvml import DRIVER, Nvml, opened
 
 _BACK_S = 5.0
@@ -20,6 +22,7 @@ class GpuHealth:
         self._device = device
         self._bad = ""
         self.nvml = _nvml(device)
+        self.calibration = _calibration(device)
         self._numbers = torch.arange(1 << 16, device=device, dtype=torch.int64)
 
     def enter(self) -> None:
@@ -59,6 +62,12 @@ class GpuHealth:
     @property
     def _name(self) -> str:
         return f"{self._device} ({torch.cuda.get_device_name(self._device)})"
+
+
+def _calibration(device: torch.device) -> Calibration | None:
+    with contextlib.suppress(MissingTool):
+        return Calibration(device)
+    return None
 
 
 def _nvml(device: torch.device) -> Nvml | None:

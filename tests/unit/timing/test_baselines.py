@@ -37,8 +37,9 @@ def test_the_quotient_holds_the_truth() -> None:
 class Runner:
     """Stands for a compiled library."""
 
-    def __init__(self, library: str, runners: int) -> None:
+    def __init__(self, library: str, runners: int, device: str = "cpu") -> None:
         assert (library, runners) == ("p.so", 1)
+        self.device = device
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         weight, bias, x = tensors
@@ -56,6 +57,13 @@ def test_a_wrapper_gives_the_references_weights_and_its_kind_of_output(
     output = model(x)
     assert set(model.state_dict()) == {"weight", "bias"}
     assert torch.allclose(output if single else output[0], torch.nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_on_a_gpu_the_library_runs_on_the_benchs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelContainerRunnerCuda", Runner, raising=False)
+    namespace: dict[str, type[torch.nn.Linear]] = {}
+    exec(wrapper(SOURCE, "p.so", device="cuda:1"), namespace)
+    assert namespace["ModelNew"](3, 4)._compiled.device == "cuda:1"
 
 
 def test_priors_are_kept_by_problem_hardware_and_versions_and_the_oldest_go(tmp_path: Path) -> None:

@@ -17,10 +17,8 @@ from kbrl_async.errors import ConfigError, HostError
 from kbrl_async.timing.clocks import (
     ClockLock,
     Note,
-    Reading,
     held,
     is_slow,
-    mhz_between,
     note_path,
     observe,
     physical_index,
@@ -159,13 +157,6 @@ def test_reasons_to_throttle_have_names_and_some_reject_a_sample() -> None:
     assert throttle_names(0x1 | 0x20 | 0x80) == ["GpuIdle", "SwThermal", "PowerBrake"]
     assert throttle_names(0x8000) == ["0x8000"]
     assert [is_rejected(bit) for bit in (0x0, 0x1, 0x2, 0x4, 0x8, 0x20, 0x40, 0x80)] == [False] * 3 + [True] * 5
-
-
-def test_cycles_over_nanoseconds_are_a_clock_on_the_same_sm_only() -> None:
-    before = [Reading(1000, 5000, 0), Reading(1000, 9000, 1)]
-    after = [Reading(101_000, 5000 + 198_000, 0), Reading(101_000, 9000 + 150_000, 7)]
-    assert mhz_between(before, after) == pytest.approx(1980)
-    assert mhz_between(before, [Reading(2000, 6000, 0)]) is None
 
 
 def test_samples_under_three_quarters_of_the_expected_clock_go() -> None:
