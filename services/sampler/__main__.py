@@ -6,7 +6,8 @@
                    ▲ the newest policy version, loaded between sequences
 
 Invariants
-* A rollout is written by one version, at least as new as the one the broker knew of when it dispatched the task.
+* A rollout begins with a version at least as new as the one the broker knew of when it dispatched the task, and is
+  written by it; only where weights change in flight by later ones too, and then its spans say which tokens.
 * A version is served only after its canary agrees with the manifest (I8).
 """
 
@@ -25,6 +26,7 @@ async def main(stop: asyncio.Event) -> None:
     from services.runtime.service import Service
     from services.runtime.worker import Worker
     from services.sampler.actor import Sampling
+    from services.sampler.steering import steer
 
     service = Service.start("sampler")
     service.pin(service.layout.sampler)
@@ -43,19 +45,30 @@ async def main(stop: asyncio.Event) -> None:
         wedge_s=60.0,
         keys=service.keys,
     )
-    # `breathe` waits for its gate and so is for a thread of work; an endpoint's only work is on this loop
-    sampling.progress = worker.progress if sampling.is_remote else worker.breathe
+    # `breathe` waits for its gate and so is for a thread of work; others work on this loop or in another process
+    sampling.progress = worker.breathe if sampling.has_thread else worker.progress
     service.watch(worker.meter)
-    watcher = asyncio.create_task(sampling.watch(WATCH_S))
+    helpers = [
+        asyncio.create_task(sampling.watch(WATCH_S)),
+        asyncio.create_task(sampling.stand_still(worker.gate)),
+        asyncio.create_task(steer(service, worker, sampling.stats)),
+    ]
     try:
         work = asyncio.create_task(worker.run(stop))
-        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if watcher.done():
-            watcher.result()
-        await work
+        await watched(work, helpers)
     finally:
-        watcher.cancel()
+        for helper in helpers:
+            helper.cancel()
         await sampling.close()
+
+
+async def watched(work: asyncio.Task[None], helpers: list[asyncio.Task[None]]) -> None:
+    """Until `work` ends; what a helper raises ends it early."""
+    waiting = {work, *helpers}
+    while not work.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
 
 if __name__ == "__main__":

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning import versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
-from kbrl_async.prompts import extract
+from kbrl_async.prompts import extract, kernel_span
+from kbrl_async.prompts.chat import PLAIN, chat_of
 from kbrl_async.sampling.engine import Completion, Engine, EngineStats
+from kbrl_async.sampling.spans import token_span
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from kbrl_async.telemetry.logs import bound
 from protocols.messages import Stage, Task
-from protocols.records import VERIFIER, Candidate, Fault, Generation, RolloutRequest
+from protocols.records import VERIFIER, Candidate, Fault, Generation, PolicyVersion, RolloutRequest
+from services.rollouts.scoring import PROMPT_TOO_LONG
+from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome
 
 _REQUESTS = msgspec.msgpack.Decoder(RolloutRequest)
+
+
+@runtime_checkable
+class StandsStill(Protocol):
+    """An engine that steps in another process, so that holding a thread of this one does not hold it."""
+
+    async def stand_still(self) -> None: ...
+    async def go_on(self) -> None: ...
+
+
+class EngineLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
+    """Not a KbrlError: with those a run ends, and here its nanny shall start this process again."""
 
 
 class Sampling:
@@ -30,6 +51,8 @@ class Sampling:
         self._engine = engine
         self._follows = follows
         self._loading = asyncio.Lock()
+        self._locate: Locate | None = None
+        self._chat = PLAIN
         self.progress: Callable[[], None] = lambda: None
 
     @property
@@ -37,12 +60,23 @@ class Sampling:
         """The engine computes elsewhere: nothing here needs to stand still for a bench."""
         return self._service.config.sampler.engine == "openai"
 
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    @property
+    def has_thread(self) -> bool:
+        """The engine steps in a thread of this process."""
+        return self._service.config.sampler.engine == "transformers"
+
     @classmethod
     async def open(cls, service: Service, stop: asyncio.Event) -> Sampling | None:
         """The engine that the configuration names, serving its first policy; None when the run stops before."""
         if service.config.sampler.engine == "openai":
             return await cls._open_endpoint(service)
-        return await cls._open_model(service, stop)
+        first = await first_policy(service, stop)
+        if first is None:
+            return None
+        return await (cls._open_vllm if service.config.sampler.engine == "vllm" else cls._open_model)(service, *first)
 
     @classmethod
     async def _open_endpoint(cls, service: Service) -> Sampling:
@@ -57,15 +91,22 @@ class Sampling:
         return sampling
 
     @classmethod
-    async def _open_model(cls, service: Service, stop: asyncio.Event) -> Sampling | None:
-        """Waits for the learner's first policy, then loads it."""
-        while (found := versions.newest(service.policies)) is None:
-            if stop.is_set():
-                return None
-            await asyncio.sleep(0.2)
-        manifest, _ = found
+    async def _open_vllm(cls, service: Service, manifest: PolicyVersion, folder: Path) -> Sampling:
+        from kbrl_async.sampling.vllm_start import start  # heavy, and an extra
+        from services.sampler.vllm import end_ids, options_of, rank_of
+
+        tokenizer = load_tokenizer(manifest.base_model)
+        sampling: Sampling
+        options = options_of(service, manifest, rank_of(folder))
+        engine = await start(options, tokenizer, end_ids(manifest.base_model), tick=lambda: sampling.progress())
+        sampling = cls(service, engine)
+        return await sampling._begin(tokenizer)
+
+    @classmethod
+    async def _open_model(cls, service: Service, manifest: PolicyVersion, _folder: Path) -> Sampling:
         settings = service.config.sampler
-        model = load_model(ModelOptions(manifest.base_model, device=service.device))
+        quantisation = service.config.learner.base_quantisation  # or the canaries would be those of another base
+        model = load_model(ModelOptions(manifest.base_model, device=service.device, quantisation=quantisation))
         options = TransformersOptions(
             max_rows=settings.slots,
             threads=settings.threads or len(service.layout.sampler),
@@ -75,9 +116,18 @@ class Sampling:
         sampling: Sampling
         engine = TransformersEngine(model, tokenizer, options, tick=lambda: sampling.progress())
         sampling = cls(service, engine)
-        await sampling.catch_up()
-        service.log.info("ready", policy_version=engine.policy_version, slots=settings.slots)
-        return sampling
+        return await sampling._begin(tokenizer)
+
+    async def _begin(self, tokenizer: Any) -> Sampling:
+        """Serves the first policy."""
+        service = self._service
+        if service.config.dataset_builder.pays_plan:
+            self._locate = functools.partial(kernel_tokens, tokenizer)
+        builder = service.config.dataset_builder
+        self._chat = chat_of(tokenizer, service.config.prompt_option, builder.chat_template, builder.thinking)
+        await self.catch_up()
+        service.log.info("ready", policy_version=self._engine.policy_version, slots=service.config.sampler.slots)
+        return self
 
     async def catch_up(self) -> None:
         """Loads the newest published version unless it is served already."""
@@ -86,7 +136,11 @@ class Sampling:
         async with self._loading:
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
-                await self._engine.load(*found)
+                try:
+                    await self._engine.load(*found)
+                except InfraError:
+                    self.check()
+                    raise
                 self._service.log.debug("serving", policy_version=found[0].version)
 
     async def watch(self, period_s: float) -> None:
@@ -95,9 +149,17 @@ class Sampling:
         while True:
             await asyncio.sleep(period_s)
             await self.catch_up()
+            self.check()
             if self.is_remote:
                 self.progress()
                 told = self._tell_spending(told)
+
+    def check(self) -> None:
+        """EngineLost when the engine has died: a fresh process gets a fresh one."""
+        failure = getattr(self._engine, "failure", None)
+        if failure is not None and not isinstance(failure, PolicyMismatch):
+            self._service.log.error("engine lost", reason=str(failure))
+            raise EngineLost(str(failure)) from failure
 
     def _tell_spending(self, told: EngineStats) -> EngineStats:
         """A line in the log for every hundred requests, and at the end."""
@@ -122,15 +184,52 @@ class Sampling:
         if task.policy_version > self._engine.policy_version:
             await self.catch_up()
         with bound(task_id=task.task_id, group_id=task.group_id):
-            done = await self._engine.generate(
-                task.lease_id, request.prompt, request.sampling, request.purpose, request.role
+            try:
+                done = await self._engine.generate(
+                    task.lease_id,
+                    self._chat.render(request.prompt),
+                    request.sampling,
+                    request.purpose,
+                    request.role,
+                )
+            except PromptTooLong as error:
+                return self._refused(error)
+            except InfraError:
+                self.check()  # a dead engine takes nothing more: the same task would soon have lost all its attempts
+                raise
+            generation = to_generation(
+                done, request, self._service.worker_id, self._locate, opened_thought=self._chat.opens_thought
             )
-            generation = to_generation(done, request, self._service.worker_id)
             tokens = len(done.token_ids) or done.output_tokens
             self._service.log.debug("generated", policy_version=done.policy_version, tokens=tokens)
         next_stage = Stage.SCORE if generation.candidate is None else Stage.COMPILE
         frame = msgspec.msgpack.encode(generation)
         return Outcome(next_stage, [frame], done.policy_version, tokens=tokens)
+
+    def _refused(self, error: PromptTooLong) -> Outcome:
+        """The rollout ends with this reason; the same prompt would be too long for every other sampler too."""
+        self._service.log.warning("rollout refused", reason=str(error))
+        version, now = self._engine.policy_version, time.time()
+        message = f"{PROMPT_TOO_LONG}: {error.cause}"
+        refused = Generation(
+            version, [], [], [], "", "stop", None, Fault.INFRA_ERROR, message, self._service.worker_id, now, now
+        )
+        return Outcome(Stage.SCORE, [msgspec.msgpack.encode(refused)], version)
+
+    async def stand_still(self, gate: Gate) -> None:
+        """For an engine that computes in a process of its own: it stands still while a bench wants quiet."""
+        engine = self._engine
+        if not isinstance(engine, StandsStill):
+            return
+        while True:
+            await asyncio.sleep(0.01)
+            if gate.is_open:
+                continue
+            await engine.stand_still()
+            try:
+                await asyncio.to_thread(gate.breathe)
+            finally:
+                await engine.go_on()
 
     async def close(self) -> None:
         await self._engine.close()
@@ -138,14 +237,41 @@ class Sampling:
             self._log_spending(self._engine.stats())
 
 
-def to_generation(done: Completion, request: RolloutRequest, worker_id: str) -> Generation:
+async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path] | None:
+    """The learner's newest version, waited for; None when the run stops before there is one."""
+    while (found := versions.newest(service.policies)) is None:
+        if stop.is_set():
+            return None
+        await asyncio.sleep(0.2)
+    return found
+
+
+Locate = Callable[[Completion, str], tuple[int, int]]
+"""Which tokens of a completion are the kernel with this source."""
+
+
+def kernel_tokens(tokenizer: Any, done: Completion, source: str) -> tuple[int, int]:
+    """(first token, first token behind) of the kernel; (0, 0) where it is not found in the text."""
+    start, end = kernel_span(done.text, source)
+    return token_span(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), done.token_ids, start, end)
+
+
+def to_generation(
+    done: Completion,
+    request: RolloutRequest,
+    worker_id: str,
+    locate: Locate | None = None,
+    *,
+    opened_thought: bool = False,
+) -> Generation:
     """The sampler's frame: the completion and the candidate in it, if one was asked for and there is one."""
     if request.role == VERIFIER:
         candidate, problem, fault = None, "", Fault.OK
     else:
-        found = extract(done.text)
+        found = extract(done.text, opened_thought=opened_thought)
         candidate = Candidate(found.source, request.backend) if found.source else None
         problem, fault = found.problem, Fault.OK if found.source else Fault.FORMAT_ERROR
+    span = locate(done, candidate.source) if locate is not None and candidate is not None else (0, 0)
     return Generation(
         policy_version=done.policy_version,
         prompt_ids=done.prompt_ids,
@@ -159,4 +285,7 @@ def to_generation(done: Completion, request: RolloutRequest, worker_id: str) -> 
         worker_id=worker_id,
         started_at=done.started_at,
         finished_at=done.finished_at,
+        code_start=span[0],
+        code_end=span[1],
+        spans=done.spans if len(done.spans) > 1 else (),
     )

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMismatch
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
@@ -233,3 +233,43 @@ def test_closing_fails_what_still_waits(model: torch.nn.Module, tokenizer: Any, 
             await task
 
     with_engine(model, tokenizer, body, gate)
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_the_others_go_on(
+    model: torch.nn.Module, tokenizer: Any, publish: Publish
+) -> None:
+    async def body(engine: TransformersEngine) -> None:
+        await engine.load(*publish(0))
+        limit = model.config.max_position_embeddings  # type: ignore[union-attr]
+        long = engine.generate("long", "5 6 7 " * int(limit), SamplingParams(max_tokens=4))  # type: ignore[arg-type]
+        short = engine.generate("short", "5 6", SamplingParams(max_tokens=4))
+        refused, done = await asyncio.gather(long, short, return_exceptions=True)
+        assert isinstance(refused, PromptTooLong)
+        assert not isinstance(done, BaseException)
+        with pytest.raises(ConfigError, match="no room") as error:
+            await engine.generate("all", "5 6", SamplingParams(max_tokens=int(limit)))  # type: ignore[arg-type]
+        assert not isinstance(error.value, PromptTooLong)
+
+    with_engine(model, tokenizer, body)
+
+
+def test_short_answers_leave_and_others_come_while_a_long_one_goes_on(
+    model: torch.nn.Module, tokenizer: Any, publish: Publish
+) -> None:
+    gate = Gate()
+
+    async def body(engine: TransformersEngine) -> None:
+        await engine.load(*publish(0))
+        gate.open.clear()
+        long = asyncio.create_task(engine.generate("long", "5 6", SamplingParams(max_tokens=200, seed=0)))
+        short = [
+            asyncio.create_task(engine.generate(f"s{i}", "5 6", SamplingParams(max_tokens=2, seed=i))) for i in range(6)
+        ]
+        while not all(task.done() for task in short):
+            gate.step()
+            await asyncio.sleep(0.001)
+        assert not long.done()
+        gate.open.set()
+        await long
+
+    with_engine(model, tokenizer, body, gate, max_rows=2)
