@@ -5,6 +5,7 @@
     KbrlError
     ├── UserError                exit code 2: something that was asked for is wrong
     │   ├── ConfigError          a key or value of the configuration
+    │   │   └── PromptTooLong    one prompt that the model's context can't hold; ends its rollout, nothing else
     │   ├── ProblemError         a problem file that does not hold the KernelBench contract
     │   └── CheckpointError      a checkpoint or policy that can't be read
     ├── HostError                exit code 3: this machine lacks something
@@ -37,6 +38,10 @@ class UserError(KbrlError):
 
 class ConfigError(UserError):
     """A key is unknown or a value is out of range; names the key, its origin and the nearest right one."""
+
+
+class PromptTooLong(ConfigError):  # noqa: N818
+    """A prompt and its longest answer exceed the model's context: this rollout fails with a reason, others go on."""
 
 
 class ProblemError(UserError):

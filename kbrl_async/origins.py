@@ -16,6 +16,11 @@ from kbrl_async.prompts import render_prompt
 
 SMALL = "small"
 CANARY_TOKENS = 32
+CANARY_TEXTS = (
+    "for (long i = 0; i < n; i++) {\n    y[i] = x[i] > 0.0f ? x[i] : 0.0f;\n}\n",
+    "class ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return torch.softmax(x, dim=-1)\n",
+    "The sum over 1,024 columns is 3.5e-2; café, naïve, Σ and ≥ are not ASCII.",
+)
 
 
 def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str:
@@ -23,7 +28,8 @@ def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str
     if config.model_name != SMALL:
         return config.model_name
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return ensure_small_policy(cache_folder(config), small_options(config), told)
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return ensure_small_policy(cache_folder(config), small_options(config), told, device)
 
 
 def small_options(config: Config) -> SmallPolicyOptions:
@@ -35,12 +41,14 @@ def small_options(config: Config) -> SmallPolicyOptions:
         layers=sft.layers,
         heads=sft.heads,
         vocab_size=sft.vocab_size,
+        context=sft.context,
         max_seconds=sft.max_seconds,
         steps=sft.steps,
         batch_tokens=sft.batch_tokens,
         learning_rate=sft.lr,
         turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
         verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
+        backend=config.backend,
         shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
     )
 
@@ -57,3 +65,9 @@ def canary_ids(config: Config, tokenizer: Any) -> list[int]:
     prompt = render_prompt(config.prompt_option, problem, config.backend)
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     return ids[:CANARY_TOKENS]
+
+
+def canary_texts(tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """Fixed texts with their first ids: what a policy reads and writes, so that other weights or tokenizers show."""
+    encoded = [(text, tokenizer.encode(text, add_special_tokens=False)[:CANARY_TOKENS]) for text in CANARY_TEXTS]
+    return [(text, ids) for text, ids in encoded if len(ids) > 1]

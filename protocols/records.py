@@ -171,6 +171,8 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """`static` and `compile`."""
     kernels: list[str] = msgspec.field(default_factory=list)
     """Names of the kernels that were compiled."""
+    cpu: str = ""
+    """Instruction sets that the build may use, as the kernel names them; a bench without one of them can't judge it."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):

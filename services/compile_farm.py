@@ -23,6 +23,7 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.errors import InfraError
     from kbrl_async.telemetry.logs import bound
     from protocols.messages import Stage, Task
+    from protocols.prefetch import Prefetch
     from protocols.records import BuildReport, Fault, Generation, RolloutRequest
     from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
@@ -32,7 +33,7 @@ async def main(stop: asyncio.Event) -> None:
     farm = service.config.compile_farm
     slots = compile_slots(service.config, service.layout)
     cores = service.layout.compile
-    options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores))
+    options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores), march=farm.march)
     loop = asyncio.get_running_loop()
     requests, generations = msgspec.msgpack.Decoder(RolloutRequest), msgspec.msgpack.Decoder(Generation)
 
@@ -47,15 +48,14 @@ async def main(stop: asyncio.Event) -> None:
             assert candidate is not None, "the sampler sends only answers with a candidate here"
             report = await loop.run_in_executor(pool, builder.build, candidate, problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
-            if service.is_apart:
-                await hand_over(report)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
             next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE
             return Outcome(next_stage, [msgspec.msgpack.encode(report)])
 
-        async def hand_over(report: BuildReport) -> None:
+        async def hand_over(outcome: Outcome) -> None:
             """The benches are on other hosts: they get artifacts by hash from the broker."""
+            report = msgspec.msgpack.decode(outcome.frames[0], type=BuildReport)
             for address in set(report.artifacts.values()):
                 path = builder.store.path(address)
                 if path is None:
@@ -76,6 +76,9 @@ async def main(stop: asyncio.Event) -> None:
             concurrency=slots,
             caps=caps,
             keys=service.keys,
+            prefetch=Prefetch(slots),
+            after=hand_over if service.is_apart else None,
+            differs=service.differs if service.is_apart else None,
         )
         service.watch(worker.meter)
         await worker.run(stop)

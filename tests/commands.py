@@ -17,6 +17,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "make run",
         ". .venv/bin/activate",
         "pip install 'kbrl-async[otel]'",
+        "pip install 'kbrl-async[vllm]'",
         "pip install -e '.[triton,cuda-build]'",
     ),
     "trains for minutes: tests/e2e/test_run.py has runs": (
@@ -27,6 +28,16 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train dataset_builder.prompt_option=raicl dataset_builder.rag_index_path=index dataset_builder.raicl_k=3",
         "kbrl train metrics.prometheus_port=9464",
         "kbrl train metrics.otlp_endpoint=http://127.0.0.1:4318/v1/traces",
+        "kbrl train method=sft name=taught",
+        "kbrl train method=sft demonstrations.files=chats.jsonl,more/,runs/default name=taught-by-files",
+        "kbrl train --config configs/fusion_best_of_n.yaml name=best-of-n",
+        "python benchmarks/methods.py --folder fusion --seeds 0,1,2 --write",
+    ),
+    "harms a run for minutes: tests/chaos/test_kill_each_process.py": (
+        "kbrl chaos --train --random 20 --seed 1",
+        "kbrl chaos --train --random 100 --seed 2 --every 4 max_steps=60 max_minutes=30",
+        "kbrl chaos --random 10 --faults kill,stop",
+        "kbrl chaos --train --plan plan.toml --config configs/smoke.yaml",
     ),
     "asks and verifies for minutes: tests/e2e/test_eval.py has an evaluation": (
         "kbrl eval default --samples 8 --heldout",
@@ -44,6 +55,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "times for minutes on a quiet core: tests/unit/cli/test_bench.py": (
         "kbrl bench --problem L1/13 --candidate softmax.py",
         "kbrl bench --aa",
+        "kbrl bench --aa --ab --pairs 1000 --minutes 8 --trials trials.jsonl",
     ),
     "needs the hub or an endpoint": (
         "kbrl index build GPUMODE/KernelBook archive.parquet my-kernels --output index",
@@ -56,6 +68,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     ),
     "needs GPUs and a model": (
         "kbrl train --config model.yaml name=one-gpu",
+        "kbrl train --config configs/gpu.yaml",
+        "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c sampler=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
         "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",
         "CUDA_VISIBLE_DEVICES=1 python -m services.timing_bench",
@@ -80,8 +94,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl prepare broker.submit=tcp://127.0.0.1:5755 broker.work=tcp://127.0.0.1:5756",
     ),
     "needs another host: tests/chaos/test_workers_of_other_hosts.py": (
-        "kbrl worker compile --connect tcp://broker:5756 --keys host7-compile backend=cuda",
-        "kbrl worker bench --connect tcp://broker:5756 --keys host7 backend=cuda",
+        "kbrl worker compile --connect tcp://broker:5756 --keys host7-compile",
+        "kbrl worker bench --connect tcp://broker:5756 --keys host7",
         "kbrl top --connect tcp://host:5757 --keys observer",
     ),
     "needs root, a cluster or a queue: tests/unit/deploy holds the files": (

@@ -40,7 +40,8 @@ class Run:
         self.path = folder / "runs" / "default"
         self.output = folder / "output.txt"
         command = [sys.executable, "-m", "kbrl_async", "train", f"log_path={folder / 'runs'}", f"cache_path={cache}"]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KBRL_", "HONCHO_"))}
+        kept = ("KBRL_WEDGED_S",)
+        environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(("KBRL_", "HONCHO_"))}
         environment["PYTHONPATH"] = str(REPOSITORY)
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(

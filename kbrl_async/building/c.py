@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from kbrl_async.building.processor import NATIVE, extensions, needed
 from kbrl_async.building.symbols import foreign_calls
 from kbrl_async.building.tripwires import Program, parse
 from kbrl_async.building.workshop import Diagnosis, Workshop
@@ -95,18 +96,19 @@ class CBackend:
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, cached=cached)
 
     def _unit(self, source: str, workshop: Workshop) -> BuildReport:
-        toolchain, key = _toolchain(), launch.source_key(source)
+        march = workshop.options.march
+        (toolchain, cpu), key = _toolchain(march), launch.source_key(source)
 
         def compile_() -> tuple[BuildReport, bool]:
             with workshop.folder() as folder:
                 (folder / "kernel.c").write_text(source)
-                run = workshop.run(_command("kernel.c", "kernel.so"), folder)
+                run = workshop.run(_command("kernel.c", "kernel.so", march), folder)
                 if run.status == 0:
                     built = workshop.collect(folder, "kernel.so")
                     report = _check_calls(built) or BuildReport(Fault.OK, {key: workshop.store.put(built)})
                 else:
                     report = workshop.failure(run, self.diagnose)
-            report = msgspec.structs.replace(report, toolchain=toolchain, isolation=run.isolation)
+            report = msgspec.structs.replace(report, toolchain=toolchain, cpu=cpu, isolation=run.isolation)
             return report, run.is_deterministic
 
         return workshop.cached(self.name, toolchain, key, make=compile_)
@@ -121,8 +123,12 @@ class CBackend:
         return Diagnosis(text[:_MAX_TEXT], hint)
 
 
-def _command(source: str, target: str) -> list[str]:
-    return [_gcc(), *launch.C_FLAGS, "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
+def _flags(march: str) -> list[str]:
+    return [f"-march={march}" if flag == launch.C_NATIVE else flag for flag in launch.C_FLAGS]
+
+
+def _command(source: str, target: str, march: str) -> list[str]:
+    return [_gcc(), *_flags(march), "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
 
 
 def _clean(line: str) -> str:
@@ -175,20 +181,19 @@ def _gcc() -> str:
 
 
 @functools.cache
-def _toolchain() -> str:
-    """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march=native, hash of what the flags resolve to and of a probe.
+def _toolchain(march: str = NATIVE) -> tuple[str, str]:
+    """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march, hash of what the flags resolve to and of a probe; and the
+    instruction sets that this makes use of.
 
     So hosts whose toolchains have one name build the same bytes, and a farm that hands out others has lied.
     """
-    query = [_gcc(), "-march=native", "-Q", "--help=target"]
-    resolved = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout
+    name, resolved = needed(_gcc(), march)
     version = subprocess.run(
         [_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30
     ).stdout
-    march = re.search(r"-march=\s+(\S+)", resolved)
-    flags = " ".join((*launch.C_FLAGS, *launch.C_LIBRARIES))
-    digest = hashlib.sha256(f"{resolved}\0{flags}\0{_probe()}".encode()).hexdigest()[:12]
-    return f"gcc {version.strip()} {march[1] if march else 'native'} {digest}"
+    flags = " ".join((*_flags(march), *launch.C_LIBRARIES))
+    digest = hashlib.sha256(f"{resolved}\0{flags}\0{_probe(march)}".encode()).hexdigest()[:12]
+    return f"gcc {version.strip()} {name} {digest}", extensions(resolved)
 
 
 _PROBE = """
@@ -201,10 +206,10 @@ void probe(const float *x, float *y, long n) {
 """
 
 
-def _probe() -> str:
+def _probe(march: str) -> str:
     """Hash of what this compiler, with this libc and linker, makes of a source of ours."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "probe.c").write_text(_PROBE)
-        subprocess.run(_command("probe.c", "probe.so"), cwd=folder, capture_output=True, check=False, timeout=30)
+        subprocess.run(_command("probe.c", "probe.so", march), cwd=folder, capture_output=True, check=False, timeout=30)
         built = Path(folder) / "probe.so"
         return hashlib.sha256(built.read_bytes()).hexdigest() if built.exists() else ""

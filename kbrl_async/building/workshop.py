@@ -50,6 +50,8 @@ class BuildOptions(msgspec.Struct, frozen=True):
     file_bytes: int = 256 << 20
     arch: str = ""
     """Of the bench's GPU, as `sm_90`; empty: this host's own GPU, else `sm_90`."""
+    march: str = "native"
+    """Architecture of the processors that C is compiled for, as gcc names it."""
 
 
 class ToolRun(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from kbrl_async.cli import (
     bench,
+    chaos,
     compare,
     config,
     export,
@@ -62,6 +63,7 @@ examples:
   kbrl verify --problem L1/13 --candidate my.py  build, check and time one kernel
   kbrl bench --aa                                what this host's bench can tell apart
   kbrl plan --rollouts-per-hour 100000           how many processes that takes, by a run's stage times
+  kbrl chaos --train --random 20 --seed 1        twenty faults done to a run of its own, then its counters checked
   kbrl keys new all                              keys for a run that other hosts may join
   kbrl worker bench --connect tcp://host:5756 --keys host7
                                                  verify and time for a run on another host
@@ -100,6 +102,7 @@ COMMANDS: tuple[Command, ...] = (
     plan,
     keys,
     worker,
+    chaos,
 )
 
 

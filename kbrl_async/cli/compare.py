@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         chart = comparing.chart(named, args.tag, window)
         if chart is None:
             raise UserError(f"no run has the tag {args.tag}", "See the tags in TensorBoard; tensorboard.enabled=true")
+        for name in comparing.without(named, args.tag):
+            Console(stderr=True).print(f"{name} has no {args.tag} and is not in the chart", markup=False)
         _write(args.plot, chart, "chart")
     if args.output:
         _write(args.output, compare_page(named, summaries, window), "page")

@@ -1,7 +1,8 @@
 """Starting every process of a run and waiting for its end, on honcho's Manager.
 
 One process that ends takes all down: the reward aggregator ends when the summary is written; any other that ends
-has given up. Each is its own session, gets SIGTERM, and SIGKILL after `GRACE_S`.
+has given up. Each is its own session, gets SIGTERM, and SIGKILL after `GRACE_S`. Each knows who we are
+(`KBRL_LAUNCHER`) and leaves by itself where we are killed without a word.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from honcho.manager import SYSTEM_PRINTER_NAME, Manager
 from honcho.printer import Message, Printer
 
 from kbrl_async.errors import RunError
+from kbrl_async.lineage import LAUNCHER, identity
 
 GRACE_S = 8.0
 START_POLL_S = 0.05
@@ -137,7 +139,12 @@ def start_and_wait(
 
 
 def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]:
-    ours = {"KBRL_RUN_DIR": str(run_dir.resolve()), "PYTHONUNBUFFERED": "1", "HONCHO_PROCESS_NAME": instance}
+    ours = {
+        "KBRL_RUN_DIR": str(run_dir.resolve()),
+        "PYTHONUNBUFFERED": "1",
+        "HONCHO_PROCESS_NAME": instance,
+        LAUNCHER: identity(),
+    }
     colour = {"FORCE_COLOR": "1"} if output.isatty() and not os.environ.get("NO_COLOR") else {}
     return {**os.environ, **colour, **ours}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import zmq
 
-from kbrl_async.config import Config, Plan, available_cores, cpu_layout, endpoints
+from kbrl_async.config import Config, Plan, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.config.rundir import refused
+from kbrl_async.demonstrations import archives
+from kbrl_async.demonstrations.reading import files_of
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool
 from kbrl_async.keyring import Keyring
 from kbrl_async.problems import load_problems
+from kbrl_async.sampling.vllm_options import check_installed
 from protocols.sockets import AddressError, BoundRouter
 
 SPARE_BYTES = 2**30
@@ -30,8 +34,11 @@ def check(plan: Plan) -> None:
     config = plan.config
     check_cores(config)
     check_problems(config)
+    check_demonstrations(config)
     check_policy(config)
     check_engine(config)
+    if config.placement is not None:
+        placement.check_fit(config, placement.inventory(os.environ))
     check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
     check_addresses(plan)
     if config.backend == "c":
@@ -50,6 +57,17 @@ def check_problems(config: Config) -> None:
     load_problems(config.problems or "", levels=config.levels, split="train")
 
 
+def check_demonstrations(config: Config) -> None:
+    """What method=sft shall learn from is there; what is in it is read with the policy's tokenizer.
+
+    :raises UserError: a file or run that is not there, or of a kind that can't be read.
+    """
+    for source in config.demonstrations.files:
+        path = Path(source).expanduser()
+        if not archives.is_run(path):
+            files_of(path)
+
+
 def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
     folder = Path(config.model_name).expanduser()
@@ -64,6 +82,8 @@ def check_engine(config: Config) -> None:
     if config.sampler.engine == "openai" and not config.sampler.train_logprobs:
         cause = "sampler.engine=openai cannot train: endpoints return no log-probs of the sampling distribution"
         raise ConfigError(cause, "Train with sampler.engine=transformers, or see sampler.train_logprobs")
+    if config.sampler.engine == "vllm":
+        check_installed()
 
 
 def check_disk(run_dir: Path, needed: int) -> None:
@@ -83,7 +103,7 @@ def check_disk(run_dir: Path, needed: int) -> None:
 
 def check_addresses(plan: Plan) -> None:
     """Nobody else holds the broker's addresses: they are bound for a moment."""
-    config, wanted = plan.config, endpoints(plan.config, plan.path)
+    config, wanted = plan.config, bound(endpoints(plan.config, plan.path), os.environ)
     keys = Keyring(config.broker.keys).server() if config.broker.keys else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

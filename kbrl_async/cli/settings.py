@@ -7,7 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kbrl_async.config import SCALABLE, Config, environment, load
+from kbrl_async.config import SCALABLE, Config, environment
+from kbrl_async.config.loading import gather
+from kbrl_async.config.loading import resolve as resolved
+from kbrl_async.config.sources import Setting
 from kbrl_async.errors import ConfigError
 
 
@@ -29,8 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resolve(args: argparse.Namespace) -> Config:
     """The configuration: files < KBRL_* variables (.env, then the shell) < the command line."""
+    return resolved(gathered(args))
+
+
+def gathered(args: argparse.Namespace) -> list[Setting]:
+    """The settings that make it, with their origins."""
     overrides = [*args.overrides, *_process_overrides(args.processes)]
-    return load(args.config, overrides, environment(os.environ))
+    return gather(args.config, overrides, environment(os.environ))
 
 
 def _process_overrides(words: Sequence[str]) -> Iterator[str]:

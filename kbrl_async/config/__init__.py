@@ -8,11 +8,14 @@ To add a key: one field with its docstring in `schema` or `sections`; a rule bet
 
 from kbrl_async.config.keys import KEYS
 from kbrl_async.config.layout import (
+    BEHIND,
     SCALABLE,
     SERVICES,
     CpuLayout,
     Endpoints,
     available_cores,
+    behind,
+    bound,
     compile_slots,
     cpu_layout,
     endpoints,
@@ -46,6 +49,7 @@ from kbrl_async.config.sections import (
 )
 
 __all__ = [
+    "BEHIND",
     "CONFIG_FILE",
     "KEYS",
     "LATEST",
@@ -68,6 +72,8 @@ __all__ = [
     "Tensorboard",
     "TimingBench",
     "available_cores",
+    "behind",
+    "bound",
     "compile_slots",
     "config_hash",
     "cpu_layout",

@@ -27,6 +27,10 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _modes(config)
     yield from _examples(config)
     yield from _endpoint(config)
+    yield from _vllm(config)
+    yield from _learning(config)
+    yield from _held_weights(config)
+    yield from _demonstrations(config)
     yield from _names(config)
     yield from _addresses(config)
     bench, learner = config.timing_bench, config.learner
@@ -57,6 +61,68 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
 
 
+CLIPPED = ("ppo", "grpo", "decoupled", "a3po")
+IMITATES = ("best_of_n", "reward_weight")
+KEPT_OF_N = 3
+"""Samples of a group that advantage=best_of_n keeps."""
+
+
+def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Baseline, loss and what belongs to them."""
+    learner = config.learner
+    if learner.dual_clip and config.loss not in CLIPPED:
+        cure = f"Use loss=grpo (or one of {', '.join(CLIPPED)}), or leave learner.dual_clip at 0"
+        yield "learner.dual_clip", f"learner.dual_clip={learner.dual_clip:g} has no part in loss={config.loss}", cure
+    if learner.dual_clip and learner.dual_clip <= 1:
+        cause = f"learner.dual_clip={learner.dual_clip:g} would cut the loss of every token with a negative advantage"
+        yield "learner.dual_clip", cause, "Use a value above 1, such as 3, or 0 for none"
+    if learner.clip_low >= 1 and config.loss in CLIPPED:
+        yield "learner.clip_low", "learner.clip_low=1 never clips: a ratio is above 0", "Use a value such as 0.2"
+    if config.advantage == "best_of_n" and config.group_size <= KEPT_OF_N:
+        cause = f"advantage=best_of_n keeps {KEPT_OF_N} rollouts of a group, and group_size is {config.group_size}"
+        yield "group_size", cause, "Raise group_size, such as group_size=10"
+    if config.advantage in IMITATES and "opsm" in config.corrections:
+        cause = f"corrections=opsm drops rollouts with a negative advantage, and advantage={config.advantage} has none"
+        yield "corrections", cause, "Leave opsm out"
+    if config.advantage in IMITATES and config.method == "grpo" and config.loss != "reinforce":
+        cause = f"advantage={config.advantage} imitates rollouts, and loss={config.loss} holds them at the old policy"
+        method = "best_of_n" if config.advantage == "best_of_n" else "reward_weighted_sft"
+        yield "advantage", cause, f"Use method={method}, or loss=reinforce"
+    if config.method == "reinforce" and config.advantage in IMITATES:
+        cause = f"method=reinforce needs a baseline, and advantage={config.advantage} is none"
+        yield "advantage", cause, "Use advantage=running_mean, or another method"
+    plan = config.dataset_builder
+    if plan.reward_plan_weight and plan.reward_plan_part is None and plan.reward_preset != "plan_code":
+        cause = f"dataset_builder.reward_plan_weight={plan.reward_plan_weight:g} weighs no part"
+        cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
+        yield "dataset_builder.reward_plan_weight", cause, cure
+    if plan.pays_plan and config.sampler.engine == "openai":
+        cause = "tokens of a plan are told apart by the tokenizer, which sampler.engine=openai has not"
+        yield "dataset_builder.reward_plan_part", cause, "Use sampler.engine=transformers"
+
+
+def _demonstrations(config: Config) -> Iterator[tuple[str, str, str]]:
+    """What goes with method=sft, and what needs it."""
+    if config.method != "sft":
+        if config.demonstrations.files:
+            yield "demonstrations.files", "demonstrations.files is used by method=sft only", "Add method=sft"
+        return
+    if config.loss != "reinforce" or config.advantage != "reward_weight":
+        cause = f"method=sft has its own loss, not loss={config.loss} advantage={config.advantage}"
+        yield "loss" if config.loss != "reinforce" else "advantage", cause, "Leave loss, advantage and preset out"
+    if config.corrections:
+        cause = "corrections compare with who sampled, and demonstrations were not sampled"
+        yield "corrections", cause, "Leave corrections out with method=sft"
+    if config.temperature != 1.0:
+        cause = f"method=sft learns the distribution itself, not that of temperature={config.temperature:g}"
+        yield "temperature", cause, "Use temperature=1; an evaluation has evaluation.temperature"
+    if config.mode == "agents":
+        yield "mode", "method=sft teaches one role, and mode=agents has three", "Use mode=single_turn"
+    if not config.demonstrations.files and config.backend not in ("c", "cuda-nvrtc"):
+        cause = f"demonstrations.files is empty, and the project's own corpus has nothing for backend={config.backend}"
+        yield "demonstrations.files", cause, "Name files or runs: demonstrations.files=data.jsonl,runs/mine"
+
+
 def _pays_for_speed(builder: DatasetBuilder) -> bool:
     if builder.reward_preset == "auto":
         return True
@@ -81,6 +147,9 @@ def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
     key = "dataset_builder.rag_index_path"
     if builder.prompt_option == "raicl" and not builder.rag_index_path:
         yield key, f"dataset_builder.prompt_option=raicl needs {key}", "Make an index with: kbrl index build"
+    if (builder.prompt_option == "custom") != (builder.prompt_file is not None):
+        cause = "dataset_builder.prompt_option=custom and dataset_builder.prompt_file belong together"
+        yield "dataset_builder.prompt_file", cause, "Give both, or neither"
     if builder.prompt_option != "raicl" and builder.rag_index_path:
         yield key, f"{key} is used by prompt_option=raicl only", "Add dataset_builder.prompt_option=raicl"
 
@@ -101,6 +170,47 @@ def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
     if "sampler" in config.timing_bench.shares_with:
         cause = "timing_bench.shares_with names the sampler, which computes nothing with sampler.engine=openai"
         yield "timing_bench.shares_with", cause, "Leave the sampler out"
+
+
+def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
+    sampler = config.sampler
+    if sampler.engine != "vllm":
+        if sampler.update != "auto":
+            cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"
+            yield "sampler.update", cause, "Add sampler.engine=vllm"
+        return
+    if sampler.update == "adapter" and not config.lora_rank:
+        cure = "Add lora_rank=32, or use sampler.update=full"
+        yield "sampler.update", "sampler.update=adapter needs a lora_rank", cure
+    if sampler.update == "full" and config.lora_rank:
+        cause = f"sampler.update=full with lora_rank={config.lora_rank}: the learner publishes adapters only"
+        yield "sampler.update", cause, "Use sampler.update=adapter, or lora_rank=0"
+
+
+def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
+    """How the learner holds weights that are too many for a GPU."""
+    learner = config.learner
+    for name in ("shard", "base_quantisation"):
+        if getattr(learner, name) in (False, "none"):
+            continue
+        said = f"learner.{name}={str(getattr(learner, name)).lower()}"
+        if not config.lora_rank:
+            yield f"learner.{name}", f"{said} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
+        if learner.kernels == "fused":
+            yield "learner.kernels", f"learner.kernels=fused holds whole weights, {said} does not", "Use auto or plain"
+    if learner.shard and learner.processes == 1:
+        cure = "Add learner.processes=2, one GPU each"
+        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    if learner.base_quantisation == "none":
+        return
+    said = f"learner.base_quantisation={learner.base_quantisation}"
+    if learner.shard:
+        yield "learner.shard", f"learner.shard=true and {said} do not go together", "Use one of them"
+    if config.device == "cpu":
+        yield "learner.base_quantisation", f"{said} needs a GPU, and device=cpu", "Use device=cuda, or none"
+    if config.sampler.engine == "vllm":
+        cause = f"{said} with sampler.engine=vllm: it would serve another base than the one that is trained"
+        yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
 
 
 def _names(config: Config) -> Iterator[tuple[str, str, str]]:

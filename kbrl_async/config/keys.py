@@ -7,6 +7,7 @@ and the printed reference.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Mapping
@@ -26,7 +27,13 @@ class Key(msgspec.Struct, frozen=True):
     type: Any
     """The annotation, with its range."""
     default: Any
-    doc: str
+    owner: type[msgspec.Struct]
+    """The struct that it is a field of."""
+
+    @property
+    def doc(self) -> str:
+        """What stands under it in the source. Read when it is asked for: every process imports this module."""
+        return attribute_docs(self.owner).get(self.name.rpartition(".")[2], "")
 
     @property
     def expects(self) -> str:
@@ -77,6 +84,7 @@ def _range(info: types.IntType | types.FloatType) -> str:
     return " and".join(words)
 
 
+@functools.cache
 def attribute_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     """The string that stands under each field in the source of `struct`."""
     body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
@@ -97,7 +105,6 @@ def is_section(kind: Any) -> bool:
 
 
 def _keys_of(struct: type[msgspec.Struct], default: msgspec.Struct, prefix: str = "") -> dict[str, Key]:
-    docs = attribute_docs(struct)
     found: dict[str, Key] = {}
     for field in msgspec.structs.fields(struct):
         value = getattr(default, field.name)
@@ -105,7 +112,7 @@ def _keys_of(struct: type[msgspec.Struct], default: msgspec.Struct, prefix: str 
             found |= _keys_of(field.type, value, f"{field.name}.")
         else:
             name = prefix + field.name
-            found[name] = Key(name=name, type=field.type, default=value, doc=docs.get(field.name, ""))
+            found[name] = Key(name=name, type=field.type, default=value, owner=struct)
     return found
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,8 @@ SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "rew
 """Every service, in starting order."""
 EVALUATION_SERVICES = ("broker", "sampler", "compile_farm", "timing_bench", "evaluator")
 """Those of an evaluation: what training learns with is replaced by an evaluator."""
+BEHIND = "KBRL_BROKER_BEHIND"
+"""Variable for a broker that `kbrl chaos` started behind a proxy: its socket files are those of `behind`."""
 SCALABLE = ("sampler", "compile_farm", "timing_bench")
 
 
@@ -99,6 +101,18 @@ def endpoints(config: Config, run_dir: Path) -> Endpoints:
         work=config.broker.work or f"ipc://{folder / 'work'}",
         status=config.broker.status or f"ipc://{folder / 'status'}",
     )
+
+
+def behind(address: str) -> str:
+    """Where a broker behind a proxy binds what others reach at `address`; what is no socket file stays."""
+    return f"{address}.behind" if address.startswith("ipc://") else address
+
+
+def bound(found: Endpoints, environment: Mapping[str, str]) -> Endpoints:
+    """The addresses that the broker itself binds: those of others, unless it is behind a proxy."""
+    if not environment.get(BEHIND):
+        return found
+    return msgspec.structs.replace(found, submit=behind(found.submit), work=behind(found.work))
 
 
 def process_counts(config: Config) -> dict[str, int]:

@@ -37,7 +37,7 @@ PLACE_KEYS = frozenset({"name", "log_path", "resume"})
 """Where a run lies, not what it is."""
 
 CHANGEABLE = PLACE_KEYS | {
-    "max_steps", "max_minutes", "log_level", "device", "policy_url",
+    "max_steps", "max_minutes", "log_level", "device", "placement", "policy_url",
     *(name for name in KEYS if name.startswith(("cpu.", "processes.", "broker.", "tensorboard."))),
     *(name for name in KEYS if name.startswith(("archive.", "alarms.", "metrics."))),
     "learner.threads", "learner.peak_tflops", "learner.checkpoint_every", "learner.keep_checkpoints",
@@ -78,10 +78,17 @@ def load(
     :param env: variables, of which `KBRL_*` count; see `environment`. None: none.
     :raises ConfigError: an unknown key, a wrong value, or values that contradict each other.
     """
+    return resolve(gather(paths, overrides, env))
+
+
+def gather(
+    paths: Sequence[Path | str] = (), overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> list[Setting]:
+    """What `load` resolves, the winner of each key last."""
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
     settings = [msgspec.structs.replace(setting, key=ALIASES.get(setting.key, setting.key)) for setting in settings]
-    return resolve([*preset_settings(settings), *_resumed(settings), *settings])
+    return [*preset_settings(settings), *_resumed(settings), *settings]
 
 
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:

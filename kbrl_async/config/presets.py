@@ -42,14 +42,29 @@ METHODS: dict[str, dict[str, Any]] = {
     "reinforce": PRESETS["reinforce"],
     "best_of_n": {**_PLAIN, "loss": "reinforce", "advantage": "best_of_n", "group_size": 10},
     "reward_weighted_sft": {**_PLAIN, "loss": "reinforce", "advantage": "reward_weight"},
+    "sft": {**_PLAIN, "loss": "reinforce", "advantage": "reward_weight", "learner.epochs": 1},
 }
-"""Other ways to learn from the same rollouts."""
+"""Other ways to learn from the same rollouts; `sft` learns from demonstrations, which have the weight 1."""
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one_gpu": {"device": "cuda", "timing_bench.shares_with": ["sampler", "learner"], "sampler.memory_share": 0.35},
+    "two_gpus": {"device": "cuda", "timing_bench.shares_with": [], "sampler.memory_share": 0.5},
+    "split": {
+        "device": "cuda",
+        "timing_bench.shares_with": [],
+        "sampler.memory_share": 0.9,
+        "processes.sampler": 2,
+        "processes.timing_bench": 1,
+    },
+}
+"""What each `placement` stands for beside the GPUs themselves, for which see `config.placement`."""
 
 
 def preset_settings(settings: Sequence[Setting]) -> list[Setting]:
-    """What the last `method` and `preset` among `settings` stand for; nothing for a name that is not known."""
+    """What the last `method`, `preset` and `placement` among `settings` stand for; nothing for an unknown name."""
     found = []
-    for kind, table in (("method", METHODS), ("preset", PRESETS)):
+    for kind, table in (("method", METHODS), ("preset", PRESETS), ("placement", PLACEMENTS)):
         named = [str(setting.value) for setting in settings if setting.key == kind]
         chosen = table.get(named[-1], {}) if named else {}
         found += [Setting(key, value, f"{kind} {named[-1]}") for key, value in chosen.items()]

@@ -13,7 +13,9 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Cores = Literal["auto"] | list[Count]
 
-RewardName = Literal["auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "funnel", "fork"]
+RewardName = Literal[
+    "auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "plan_code", "funnel", "fork"
+]
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
 ]

@@ -25,6 +25,7 @@ from kbrl_async.config.sections import (
     Cpu,
     Curriculum,
     DatasetBuilder,
+    Demonstrations,
     Evaluation,
     Learner,
     Metrics,
@@ -76,8 +77,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
-    method: Literal["grpo", "reinforce", "best_of_n", "reward_weighted_sft"] = "grpo"
-    """How a policy learns from its rollouts; sets loss and baseline below keys that you set: see preset."""
+    method: Literal["grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft"] = "grpo"
+    """How a policy learns from its rollouts, or from demonstrations (sft); sets loss and baseline below your keys."""
     preset: PresetName | None = None
     """A named algorithm: sets the loss, the baseline and what belongs to them; keys that you set yourself win."""
     loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "a3po", "gspo", "tis", "cispo", "reinforce"] = "dppo_tv"
@@ -102,6 +103,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of such an evaluation that are under way at once: a few, so that training has nearly all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where sampler and learner compute; auto: the GPU where there is one."""
+    placement: Literal["one_gpu", "two_gpus", "split"] | None = None
+    """Which GPU each process gets: all the same; the bench alone on a second; one each. null: whatever they see."""
     log_path: str = "runs"
     """Folder that holds the runs."""
     cache_path: str | None = None
@@ -115,6 +118,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important message that is logged."""
     dataset_builder: DatasetBuilder = DatasetBuilder()
+    demonstrations: Demonstrations = Demonstrations()
     turns: Turns = Turns()
     agents: Agents = Agents()
     curriculum: Curriculum = Curriculum()
@@ -135,8 +139,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_option(self) -> str:
         """The prompt template, with `auto` and `raicl` resolved."""
-        if self.dataset_builder.prompt_option not in ("auto", "raicl"):
-            return self.dataset_builder.prompt_option
+        chosen = self.dataset_builder.prompt_option
+        if chosen == "custom":
+            return f"custom:{self.dataset_builder.prompt_file}"
+        if chosen not in ("auto", "raicl"):
+            return chosen
         return "compact" if self.model_name == "small" else "zero_shot"
 
     @property

@@ -13,8 +13,16 @@ from kbrl_async.config.ranges import AlarmAction, AtLeastOne, Cores, Count, Frac
 class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of the policy, and what it is paid for."""
 
-    prompt_option: Literal["auto", "compact", "zero_shot", "raicl"] = "auto"
-    """compact: bare problem; zero_shot: with the contract; auto: by the model; raicl: auto with retrieved examples."""
+    prompt_option: Literal["auto", "compact", "zero_shot", "one_shot", "few_shot", "raicl", "custom"] = "auto"
+    """compact: bare problem; zero_shot: the contract; one_shot, few_shot: + examples; raicl: retrieved; custom: own."""
+    prompt_file: str | None = None
+    """prompt_option=custom: TOML file with the templates, see kbrl_async/prompts/custom.py."""
+    prompt_hardware: bool = True
+    """Tell the model what machine kernels run on (not in compact prompts)."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """Put prompts into the chat template of the model's tokenizer; auto: where it has one, but not compact prompts."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
     rag_index_path: str | None = None
     """prompt_option=raicl: folder of an index made by 'kbrl index build'."""
     raicl_k: Annotated[int, Meta(ge=1, le=32)] = 3
@@ -33,6 +41,17 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
     reward_speed_weight: NonNegative | None = None
     """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
+    reward_plan_part: Literal["speed", "speedup", "correctness", "correct", "compile", "thinking", "length"] | None = (
+        None
+    )
+    """What tokens around the kernel (thoughts, comments) are paid by, on their own; null: the preset's."""
+    reward_plan_weight: Fraction | None = None
+    """Weight of these tokens' advantages beside 1 of the kernel's; null: the preset's, 0: as all tokens."""
+
+    @property
+    def pays_plan(self) -> bool:
+        """Tokens around the kernel earn a reward of their own."""
+        return self.reward_plan_weight != 0 and (self.reward_plan_part is not None or self.reward_preset == "plan_code")
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -40,6 +59,17 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
         parts = ("format", "compile", "correctness", "speed")
         given = {part: getattr(self, f"reward_{part}_weight") for part in parts}
         return {part: weight for part, weight in given.items() if weight is not None}
+
+
+class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
+    """What method=sft learns from."""
+
+    files: list[str] = msgspec.field(default_factory=list)
+    """JSONL, JSON and Parquet files, folders of them, run folders; empty: right answers of the own corpus."""
+    keep: AtLeastOne = 3
+    """Run folders: best different verified answers of each problem that are taken."""
+    examples: AtLeastOne = 4096
+    """Without files: pairs of problem and right answer that the corpus holds."""
 
 
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +109,22 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of torch in the learner; null: one per core it may use."""
     peak_tflops: Positive | None = None
     """Peak of the hardware that policy/mfu is a share of; null: that of a matrix product, measured at the start."""
+    processes: AtLeastOne = 1
+    """Ranks that share every update, one GPU each; the first one starts the others."""
+    shard: bool = False
+    """processes > 1: each rank holds its share of the frozen weights (FSDP2) instead of all; slower, plain kernels."""
+    base_quantisation: Literal["none", "nf4", "int8"] = "none"
+    """Of the frozen base under a LoRA adapter on a GPU (QLoRA); needs bitsandbytes, has plain kernels."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """How the model is computed; fused: LoRA on Llama and Qwen2 families; auto: fused on a GPU where it can be had."""
+    share_prompts: bool = True
+    """kernels=fused: compute the prompt of a group once, not once a sample."""
+    memory_gb: NonNegative = 0.0
+    """kernels=fused: most GPU memory to hold, in 10^9 bytes; the less, the more is computed twice. 0: 9/10 of it."""
+    token_budget: Count = 0
+    """Tokens of one microbatch; longer sequences stand alone. 0: 2048."""
     checkpoint_every: AtLeastOne = 1
-    """Updates between two checkpoints."""
+    """Updates between two checkpoints; batches since the last one are on disk, and are trained again after a crash."""
     keep_checkpoints: AtLeastOne = 2
     """Newest checkpoints that stay on disk."""
 
@@ -121,8 +165,8 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True):
 class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """How kernels are generated."""
 
-    engine: Literal["transformers", "openai"] = "transformers"
-    """The generation engine; openai: an OpenAI-compatible endpoint (vLLM, SGLang, hosted) that serves model_name."""
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
+    """What generates; vllm: in this process, for large models; openai: an endpoint (vLLM, SGLang, hosted)."""
     slots: AtLeastOne = 32
     """Sequences that one sampler generates at once."""
     threads: AtLeastOne | None = None
@@ -145,6 +189,20 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """engine=openai: price of a million answer tokens."""
     max_cost: Positive | None = None
     """engine=openai: what one sampler may spend, by these prices, before it stops; null: no limit."""
+    update: Literal["auto", "adapter", "full"] = "auto"
+    """engine=vllm: versions are adapters beside each other, or weights replaced in flight; auto: by lora_rank."""
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """engine=vllm: share of the GPU's memory for weights and KV cache; the rest is for learner and bench."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """engine=vllm: number format; auto: bfloat16 on a GPU, float32 on a CPU."""
+    deadline_s: Positive = 600.0
+    """engine=vllm: seconds that one answer may take; then it is given back and tried again."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    """engine=vllm: tokens that end an answer beside the model's own, such as <|im_end|>."""
+    keep_kv: bool = False
+    """engine=vllm, update=full: answers in flight keep the old weights' KV; false: it is computed anew."""
+    eager: bool = False
+    """engine=vllm: no CUDA graphs; starts faster, runs slower."""
     train_logprobs: bool = False
     """engine=openai: the endpoint returns token ids and log-probs of the sampling distribution; else no training."""
 
@@ -160,6 +218,8 @@ class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock that one candidate's compilation may take."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 19
     """Scheduling priority of the compiler; 19 is the lowest, so that it disturbs timing least."""
+    march: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._+-]*$")] = "native"
+    """gcc's name of the processors that C kernels are for; benches on older ones than the farms': such as x86-64-v3."""
 
 
 class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +242,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     clocks: Literal["observe", "lock"] = "observe"
     """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
     baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)
-    """What correct kernels are compared with besides eager: the reference compiled ahead by Inductor, as torch.compile does."""
+    """What correct kernels are compared with besides eager: the reference, compiled ahead by Inductor."""
     sanitize_share: Fraction = 0.0
     """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
     flush_bytes: Count = 0
@@ -203,7 +263,7 @@ class Broker(msgspec.Struct, frozen=True, kw_only=True):
     allow_remote: bool = False
     """Allow addresses that other hosts can reach; needs broker.keys."""
     check_share: Fraction = 0.0
-    """Share of candidates that a second bench verifies too, of another key; who stands alone is quarantined."""
+    """Share of candidates that a second farm and bench do too, of another key; who stands alone is quarantined."""
     keys: str | None = None
     """Folder of keys made by 'kbrl keys new': TCP traffic is encrypted, and only keys on its allow-list are let in."""
     heartbeat_s: Positive = 1.0
@@ -246,6 +306,8 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """Attention heads."""
     vocab_size: Annotated[int, Meta(ge=260)] = 2048
     """Entries of the tokenizer, which is made from the same corpus."""
+    context: AtLeastOne = 768
+    """Positions of the model: the longest prompt and answer together, in tokens."""
     lr: Positive = 2e-3
     """Peak learning rate."""
     batch_tokens: AtLeastOne = 3072

@@ -19,7 +19,18 @@ from kbrl_async.errors import ConfigError
 
 PREFIX = "KBRL_"
 RESERVED = frozenset(
-    {"KBRL_RUN_DIR", "KBRL_CONFIG", "KBRL_KEYS", "KBRL_WORKER_APART", "KBRL_BROKER_HOST", "KBRL_NANNY_PID"}
+    {
+        "KBRL_RUN_DIR",
+        "KBRL_CONFIG",
+        "KBRL_KEYS",
+        "KBRL_WORKER_APART",
+        "KBRL_BROKER_HOST",
+        "KBRL_BROKER_BEHIND",
+        "KBRL_LAUNCHER",
+        "KBRL_NANNY_PID",
+        "KBRL_NANNY_PULSE",
+        "KBRL_WEDGED_S",
+    }
 )
 """Variables that are no keys: what services are told by whoever starts them; deploy/README.md lists them."""
 

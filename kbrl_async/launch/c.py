@@ -32,7 +32,8 @@ from kbrl_async.launch.proof import RECORDER
 if TYPE_CHECKING:
     import torch
 
-C_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-w", "-pipe")
+C_NATIVE = "-march=native"
+C_FLAGS = ("-O3", C_NATIVE, "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-w", "-pipe")
 C_LIBRARIES = ("-lm",)
 GCC_CURE = "Install it with `apt-get install gcc libc6-dev` (Debian/Ubuntu) or choose another backend"
 

@@ -45,3 +45,24 @@ def test_runs_are_compared_on_a_page(runs: list[str], tmp_path: Path, capsys: py
     text = page.read_text()
     assert "correct rate last" in text
     assert text.count("<polyline") == 2
+
+
+def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of method=sft has held-out figures, lessons instead of rollouts, and no rewards to draw."""
+    writer = Writer(tmp_path / "taught" / "tensorboard" / "training")
+    writer.scalars({"policy/loss": 0.1}, 1)
+    writer.close()
+    after = {"heldout_correct_rate_after": 0.5, "heldout_fast_1_after": 0.25}
+    taught = {"method": "sft", "rollouts": 0, "demonstrations": {"lessons": 640, "bad": 2}, **after}
+    summary.write(tmp_path / "taught" / "summary.json", taught)
+    summary.write(tmp_path / "one" / "summary.json", {"method": "grpo", "rollouts": 96, **after})
+    words = ["compare", *runs, str(tmp_path / "taught"), "--plot", str(tmp_path / "reward.svg")]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    rows = {line.split("│")[1].strip(): line for line in shown.out.splitlines() if line.count("│") == 4}
+    assert [rows["method"].split("│")[n].strip() for n in (2, 3)] == ["grpo", "sft"]
+    assert [rows["lessons"].split("│")[n].strip() for n in (2, 3)] == ["–", "640"]
+    assert "heldout_fast_1_after" in rows
+    assert "taught has no reward/mean" in shown.err

@@ -15,6 +15,7 @@ from pathlib import Path
 from honcho.printer import Message
 
 from kbrl_async.cli import launch
+from kbrl_async.lineage import identity
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -29,6 +30,19 @@ launch.GRACE_S = 1.0
 scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1) | COUNTS, command=scripts.__getitem__)
 print("ended:", ended.first or "-", ended.code, ended.interrupted)
+"""
+SERVICE = """
+import os, sys
+from pathlib import Path
+from services.runtime.nanny import run_service
+
+async def main(stop):
+    Path(sys.argv[1]).write_text(f"{os.getpid()} {os.getppid()}")
+    await stop.wait()
+    Path(sys.argv[1]).with_name("drained").touch()
+
+if __name__ == "__main__":
+    run_service("broker", main)
 """
 FOREVER = "exec sleep 300"
 
@@ -92,6 +106,25 @@ def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     assert "ended: - 143 True" in finished(process)
     pid = (tmp_path / "pid").read_text().strip()
     wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_each_process_knows_who_has_started_it(tmp_path: Path) -> None:
+    process = start(tmp_path, sampler="echo by $KBRL_LAUNCHER.", broker=FOREVER)
+    assert f"by {process.pid}:" in finished(process)
+
+
+def test_no_service_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "demo.py").write_text(SERVICE)
+    process = start(tmp_path, broker=f"PYTHONPATH={ROOT} exec {sys.executable} {tmp_path}/demo.py {tmp_path}/up")
+    try:
+        wait_for(lambda: (tmp_path / "up").exists() and len((tmp_path / "up").read_text().split()) == 2)
+        process.kill()
+        wait_for(lambda: (tmp_path / "drained").exists())
+        for pid in (tmp_path / "up").read_text().split():
+            wait_for(lambda pid=pid: not identity(int(pid)))  # type: ignore[misc]
+    finally:
+        process.kill()
+        process.communicate(timeout=100)
 
 
 def test_the_shell_is_replaced_by_the_service() -> None:

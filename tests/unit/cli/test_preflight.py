@@ -13,7 +13,7 @@ import zmq
 
 from kbrl_async.cli import preflight
 from kbrl_async.config import Config, Plan, endpoints, load, plan, prepare
-from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError
+from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError, UserError
 from protocols.sockets import BoundRouter
 
 
@@ -107,3 +107,11 @@ def test_a_run_that_is_still_going_is_named(context: zmq.Context[zmq.Socket[byte
     finally:
         broker.close()
     preflight.check_addresses(planned())
+
+
+def test_demonstrations_that_are_not_there_stop_the_run_before_it_begins(tmp_path: Path) -> None:
+    there = tmp_path / "data.jsonl"
+    there.write_text("{}\n")
+    preflight.check_demonstrations(load(overrides=["method=sft", f"demonstrations.files={there}"]))
+    with pytest.raises(UserError, match="there is no file of demonstrations"):
+        preflight.check_demonstrations(load(overrides=["method=sft", f"demonstrations.files={there},{tmp_path}/no"]))

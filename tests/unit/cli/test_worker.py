@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from kbrl_async import cli
-from kbrl_async.cli import worker
-from kbrl_async.config import load_run
-from kbrl_async.errors import UserError
-from kbrl_async.keyring import Keyring
+from kbrl_async.cli import asking, worker
+from kbrl_async.config import Config, agreed, load, load_run
+from kbrl_async.errors import ConfigError, HostError, UserError
+from kbrl_async.keyring import Keyring, client_keys
+from protocols import messages as msg
 from protocols.auth import Role
+from protocols.limits import LedgerOptions
+from protocols.sockets import ClientKeys
+from services.broker.options import BrokerOptions
+from services.broker.server import Broker
+from services.runtime import Outcome, Worker
 
 REMOTE = "tcp://10.0.0.1:5756"
 
@@ -68,3 +77,92 @@ def test_a_sampler_needs_the_policies_and_finds_them_where_it_looks(tmp_path: Pa
     (tmp_path / "shared").mkdir()
     folder = worker.prepare(arguments(tmp_path, *words, "--policies", str(tmp_path / "shared")))["KBRL_RUN_DIR"]
     assert (Path(folder) / "policies").resolve() == tmp_path / "shared"
+
+
+ANY = "tcp://127.0.0.1:*"
+RUN = agreed.said(load(overrides=["timing_bench.cap_s=0.4"]))
+
+
+def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyring | None = None) -> msg.Welcome:
+    """What a broker with the settings of `RUN` answers."""
+
+    async def play() -> msg.Welcome:
+        options = BrokerOptions(str(folder), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
+        broker = Broker(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
+        serving = asyncio.create_task(broker.run())
+        try:
+            while not hasattr(broker, "ledger"):
+                await asyncio.sleep(0.01)
+            answer = await asyncio.to_thread(asking.welcome, address_of(broker), keys, worker_id)
+            while broker.ledger.pool.by_id:
+                await asyncio.sleep(0.01)
+            return answer
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    return asyncio.run(play())
+
+
+def address_of(broker: Broker) -> str:
+    endpoint = broker._bound[1].socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+@pytest.mark.timeout(60)
+def test_it_asks_the_broker_for_the_runs_settings_and_leaves(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path / "keys")
+    keys = client_keys(str(ring.new(Role.BENCH, "host7")))
+    answer = ask(tmp_path, "host7.asking.timing_bench.here.1", keys, ring)
+    variables = worker.prepare(
+        arguments(tmp_path, "bench", "--connect", "tcp://127.0.0.1:1"), agreed.heard(answer.settings)
+    )
+    assert load_run(variables["KBRL_RUN_DIR"]).timing_bench.cap_s == 0.4
+
+
+@pytest.mark.timeout(60)
+def test_a_refusal_is_the_end_of_its_question(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path / "keys")
+    keys = client_keys(str(ring.new(Role.BENCH, "host7")))
+    with pytest.raises(HostError, match=r"worker ids of bench/host7 begin with 'host7\.'"):
+        ask(tmp_path, "host8.asking", keys, ring)
+
+
+def test_a_flag_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
+    words = ("bench", "--connect", "tcp://127.0.0.1:1", "timing_bench.cap_s=0.2")
+    with pytest.raises(ConfigError, match=r"0\.2 here .* and 0\.4 in the run"):
+        worker.prepare(arguments(tmp_path, *words), agreed.heard(RUN))
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
+    async def work(_: msg.Task, __: list[bytes]) -> Outcome:
+        raise AssertionError("it must not work")
+
+    async def play() -> None:
+        broker = Broker(BrokerOptions(str(tmp_path), ANY, ANY, ":memory:", LedgerOptions(settings=RUN)))
+        serving = asyncio.create_task(broker.run())
+        while not hasattr(broker, "ledger"):
+            await asyncio.sleep(0.01)
+        try:
+            other = lambda text: agreed.differences(Config(), "timing_bench", text)  # noqa: E731
+            with pytest.raises(ConfigError, match=r"timing_bench.cap_s is 0\.1 here and 0\.4 in the run"):
+                await Worker(address_of(broker), "b", ["bench"], 1, work, differs=other).run()
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def test_processes_of_one_host_have_names_of_their_own(tmp_path: Path) -> None:
+    names = [
+        worker.prepare(arguments(tmp_path, kind, "--connect", "tcp://127.0.0.1:1", "--number", number))[
+            "HONCHO_PROCESS_NAME"
+        ]
+        for kind in ("bench", "compile")
+        for number in ("1", "2")
+    ]
+    assert len(set(names)) == 4
+    assert all(name.startswith(("timing_bench.", "compile_farm.")) for name in names)

@@ -79,7 +79,7 @@ def test_a_python_file_that_mentions_fences_is_not_taken_for_a_response() -> Non
 
 
 def test_what_is_said_about_the_file_wins_over_its_looks() -> None:
-    assert read_candidate(kernel(), response=True).problem
+    assert read_candidate(kernel(), response=True).origin == "response"
     assert read_candidate("```python\nx\n```\n", response=False).candidate is not None
 
 

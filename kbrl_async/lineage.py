@@ -1,0 +1,30 @@
+"""Which process this is, and whether another still lives: a pid with its start time, since pids are used again.
+
+::
+
+    launcher: identity() ──KBRL_LAUNCHER──▶ nanny of a service: lives(…)? No: drain and end, as with SIGTERM
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+LAUNCHER = "KBRL_LAUNCHER"
+"""Who has started a service and collects its lines; what runs without one is nobody's to end."""
+
+
+def identity(pid: int | None = None, proc: Path = Path("/proc")) -> str:
+    """`"pid:start"` of a process that lives, of this one by default; empty where that can't be told."""
+    pid = pid or os.getpid()
+    try:
+        fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"
+
+
+def lives(known: str, proc: Path = Path("/proc")) -> bool:
+    """Whether the process of an `identity` is still there. One that nobody has waited for yet is gone all the same."""
+    pid = known.partition(":")[0]
+    return pid.isdigit() and identity(int(pid), proc) == known

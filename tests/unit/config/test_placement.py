@@ -1,0 +1,95 @@
+"""Which GPU each process gets, and what a machine must have for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.config import load
+from kbrl_async.config.placement import Gpu, allowed, check_fit, misfit, visible_to
+from kbrl_async.errors import HostError
+from services.runtime.placing import place
+
+H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
+CONFIGS = Path(__file__).parents[3] / "configs"
+PROCESSES = ("broker", "learner.1", "sampler.1", "sampler.2", "compile_farm.1", "timing_bench.1", "reward_aggregator.1")
+
+
+def seen(*words: str, gpus: list[Gpu] = H100) -> dict[str, str]:
+    config = load(overrides=words)
+    return {name: visible_to(config, name, gpus).get("CUDA_VISIBLE_DEVICES", "as it was") for name in PROCESSES}
+
+
+def test_without_a_placement_nothing_is_changed() -> None:
+    assert set(seen().values()) == {"as it was"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "learner", "first", "second", "bench"),
+    [("one_gpu", "0", "0", "0", "0"), ("two_gpus", "0", "0", "0", "1"), ("split", "0", "1", "2", "3")],
+)
+def test_each_process_gets_the_gpu_of_its_preset_and_the_others_none(
+    placement: str, learner: str, first: str, second: str, bench: str
+) -> None:
+    got = seen(f"placement={placement}")
+    assert (got["learner.1"], got["sampler.1"], got["sampler.2"], got["timing_bench.1"]) == (
+        learner,
+        first,
+        second,
+        bench,
+    )
+    assert got["broker"] == got["compile_farm.1"] == got["reward_aggregator.1"] == "as it was"
+
+
+def test_no_two_processes_of_a_split_share_a_gpu() -> None:
+    config = load(overrides=["placement=split", "processes.sampler=4", "processes.timing_bench=3"])
+    names = ["learner", *(f"sampler.{i}" for i in range(1, 5)), *(f"timing_bench.{i}" for i in range(1, 4))]
+    ids = [visible_to(config, name, H100)["CUDA_VISIBLE_DEVICES"] for name in names]
+    assert sorted(ids) == [str(i) for i in range(8)]
+
+
+@pytest.mark.parametrize(("placement", "quiet"), [("one_gpu", True), ("two_gpus", False), ("split", False)])
+def test_only_a_bench_that_shares_its_gpu_asks_for_quiet(placement: str, quiet: bool) -> None:
+    config = load(overrides=[f"placement={placement}"])
+    assert (config.timing_bench.shares_with == ["sampler", "learner"]) is quiet
+    assert config.device == "cuda"
+
+
+def test_a_key_of_ones_own_wins_over_the_preset() -> None:
+    assert load(overrides=["placement=split", "sampler.memory_share=0.6"]).sampler.memory_share == 0.6
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "why"),
+    [
+        (["placement=one_gpu"], [], "takes 1 GPU, and this machine has 0"),
+        (["placement=two_gpus"], H100[:1], "takes 2 GPUs, and this machine has 1"),
+        (["placement=split"], H100[:3], r"takes 4 GPUs \(1 \+ processes.sampler=2 \+ processes.timing_bench=1\)"),
+        (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
+        (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),
+        (
+            ["placement=split", "processes.timing_bench=2", "processes.sampler=1"],
+            [*H100[:3], Gpu("3", "NVIDIA A100", 80.0)],
+            r"different GPUs \(NVIDIA A100, NVIDIA H100\)",
+        ),
+    ],
+)
+def test_a_preset_that_does_not_fit_says_why(words: list[str], gpus: list[Gpu], why: str) -> None:
+    with pytest.raises(HostError, match=why):
+        check_fit(load(overrides=words), gpus)
+
+
+def test_what_the_user_shows_is_what_there_is() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "5,2", "HONCHO_PROCESS_NAME": "timing_bench.1"}
+    place(load(overrides=["placement=two_gpus"]), environment, lambda env: allowed(H100, env))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2"
+    with pytest.raises(HostError, match="has 1"):
+        place(load(overrides=["placement=two_gpus"]), dict(environment), lambda env: allowed(H100, env))
+
+
+@pytest.mark.parametrize(("file", "gpus"), [("gpu.yaml", 1), ("gpu_two.yaml", 2), ("gpu_split.yaml", 4)])
+def test_every_preset_has_a_config_that_fits_exactly_so_many_gpus(file: str, gpus: int) -> None:
+    config = load([CONFIGS / file])
+    assert misfit(config, H100[:gpus]) == ""
+    assert misfit(config, H100[: gpus - 1]) != ""
