@@ -16,15 +16,26 @@ LAUNCHER = "KBRL_LAUNCHER"
 
 def identity(pid: int | None = None, proc: Path = Path("/proc")) -> str:
     """`"pid:start"` of a process that lives, of this one by default; empty where that can't be told."""
-    pid = pid or os.getpid()
     try:
-        fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _told(pid or os.getpid(), proc)
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"
 
 
 def lives(known: str, proc: Path = Path("/proc")) -> bool:
-    """Whether the process of an `identity` is still there. One that nobody has waited for yet is gone all the same."""
+    """Whether the process of an `identity` is still there. One that nobody has waited for yet is gone all the same.
+
+    True where that can't be told now, for want of memory or files: whoever asks may ask again.
+    """
     pid = known.partition(":")[0]
-    return pid.isdigit() and identity(int(pid), proc) == known
+    try:
+        return pid.isdigit() and _told(int(pid), proc) == known
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+
+
+def _told(pid: int, proc: Path) -> str:
+    fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"

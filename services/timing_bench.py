@@ -21,7 +21,7 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
-    from kbrl_async.building import ArtifactStore, lacking
+    from kbrl_async.building import ArtifactStore, check_processor
     from kbrl_async.errors import InfraError, ProblemError
     from kbrl_async.funnel import SpotChecks
     from kbrl_async.funnel.compared import Compared
@@ -72,9 +72,7 @@ async def main(stop: asyncio.Event) -> None:
         candidate = msgspec.msgpack.decode(frames[1], type=Generation).candidate
         build = msgspec.msgpack.decode(frames[2], type=BuildReport)
         assert candidate is not None
-        if unknown := lacking(build.cpu):
-            what = f"it was built for a newer processor than this host's: {' '.join(unknown[:5])} is not known here"
-            raise InfraError(what, "Set compile_farm.march to what all hosts can do, such as x86-64-v3")
+        check_processor(build.cpu)
         paths = {key: store.path(address) for key, address in build.artifacts.items()}
         found = {key: path for key, path in paths.items() if path is not None}
         if len(found) < len(paths):

@@ -72,6 +72,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c sampler=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
         "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",
+        "torchrun --nproc-per-node 2 --max-restarts 5 -m services.learner",
         "CUDA_VISIBLE_DEVICES=1 python -m services.timing_bench",
         "CUDA_VISIBLE_DEVICES=1 HONCHO_PROCESS_NAME=sampler.1 python -m services.sampler",
         "CUDA_VISIBLE_DEVICES=2 HONCHO_PROCESS_NAME=sampler.2 python -m services.sampler",

@@ -16,9 +16,10 @@ Invariants
 """
 
 from kbrl_async.building.builder import Builder
+from kbrl_async.building.processor import check_processor
 from kbrl_async.building.registry import backend, backends
 from kbrl_async.building.static import static_check
 from kbrl_async.building.store import ArtifactStore
 from kbrl_async.building.workshop import BuildOptions
 
-__all__ = ["ArtifactStore", "BuildOptions", "Builder", "backend", "backends", "static_check"]
+__all__ = ["ArtifactStore", "BuildOptions", "Builder", "backend", "backends", "check_processor", "static_check"]

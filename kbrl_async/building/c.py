@@ -127,7 +127,7 @@ def _flags(march: str) -> list[str]:
     return [f"-march={march}" if flag == launch.C_NATIVE else flag for flag in launch.C_FLAGS]
 
 
-def _command(source: str, target: str, march: str) -> list[str]:
+def _command(source: str, target: str, march: str = NATIVE) -> list[str]:
     return [_gcc(), *_flags(march), "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
 
 
@@ -206,7 +206,7 @@ void probe(const float *x, float *y, long n) {
 """
 
 
-def _probe(march: str) -> str:
+def _probe(march: str = NATIVE) -> str:
     """Hash of what this compiler, with this libc and linker, makes of a source of ours."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "probe.c").write_text(_PROBE)

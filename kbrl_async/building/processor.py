@@ -1,8 +1,8 @@
-"""Which instructions a build may contain, and which of them a host's processor lacks.
+"""Which instruction sets a build may use, and which of them a host's processor lacks.
 
 ::
 
-    farm: gcc -march=… ─ needed() ─▶ BuildReport.cpu ─▶ bench: lacking() ─ some ─▶ an error of the hosts (I4), no verdict
+    farm: gcc -march=… ─ needed() ─▶ BuildReport.cpu ─▶ bench: lacking() ─ some ─▶ an error of ours (I4), no verdict
 
 A compiler uses what `-march` names wherever it likes: on an older processor an innocent kernel dies of it.
 """
@@ -15,18 +15,21 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from kbrl_async.errors import MissingTool
+from kbrl_async.errors import InfraError, MissingTool
 
 NATIVE = "native"
 _VECTORS = ("avx", "sse", "ssse", "fma", "bmi", "amx", "f16c", "gfni", "vaes", "vpclmulqdq", "popcnt", "movbe", "adx")
-"""How the extensions begin that code is generated for; gcc and the kernel name them alike, but for `_`, `.` and `-`."""
+"""How the extensions begin that code is generated for; but for `_`, `.` and `-`, gcc and the kernel name most alike."""
 _ENABLED = re.compile(r"^\s+-m([\w.-]+)\s+\[enabled\]", re.MULTILINE)
-_OTHER_NAMES = {"sse3": "pni"}
-_NOT_EXTENSIONS = frozenset({"sse2avx"})
+_OTHER_NAMES = {"sse3": "pni", "bmi": "bmi1"}
+_NOT_EXTENSIONS = frozenset({"sse2avx", "sse4"})
 
 
 def needed(gcc: str, march: str) -> tuple[str, str]:
-    """The resolved architecture, such as `znver4`, with what gcc says of it: raises `MissingTool` for one unknown."""
+    """The resolved architecture, such as `znver4`, and all that gcc says of it.
+
+    :raises MissingTool: gcc does not know it.
+    """
     query = [gcc, f"-march={march}", "-Q", "--help=target"]
     run = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
     if run.returncode:
@@ -46,6 +49,13 @@ def lacking(needs: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """What of `needs` this host's processor can't do; nothing where it does not say what it can."""
     here = _flags(cpuinfo)
     return [name for name in needs.split() if name not in here] if here else []
+
+
+def check_processor(needs: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """:raises InfraError: what was built can't run here, and that is nobody's fault but ours (I4)."""
+    if unknown := lacking(needs, cpuinfo):
+        what = f"it was built for a newer processor than this host's, which knows no {' '.join(unknown[:5])}"
+        raise InfraError(what, "Set compile_farm.march to what all hosts can do, such as x86-64-v3")
 
 
 @functools.cache

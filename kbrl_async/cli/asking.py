@@ -14,6 +14,7 @@ import zmq
 from kbrl_async.errors import HostError, UserError
 from protocols import framing
 from protocols import messages as msg
+from protocols.names import unresolved
 from protocols.sockets import AddressError, ClientKeys, Socket, connect_dealer
 
 REPEAT_S = 1.0
@@ -48,7 +49,8 @@ def _ask(socket: Socket, hello: msg.Hello, address: str, say: Callable[[str], ob
             return answer
         if time.monotonic() - said_at >= LONELY_S:
             said_at = time.monotonic()
-            say(f"no answer from the broker at {address} yet; does it run, and is this key on its allow-list?")
+            why = unresolved(address) or "does it run, and is this key on its allow-list?"
+            say(f"no answer from the broker at {address} yet: {why}")
 
 
 def _send(socket: Socket, message: msg.Message) -> None:

@@ -59,7 +59,7 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
         raise _cannot_load("model", options.path, error) from error
     model = (model if quantised else model.to(options.device)).eval()
     if options.gradient_checkpointing:
-        _enable_checkpointing(model)
+        enable_checkpointing(model)
         model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
     if options.lora_rank == 0:
         plain: torch.nn.Module = model
@@ -69,7 +69,8 @@ def load_model(options: ModelOptions) -> torch.nn.Module:
     return wrapped
 
 
-def _enable_checkpointing(model: Any) -> None:
+def enable_checkpointing(model: Any) -> None:
+    """Has each decoder layer computed again in the backward pass; active in training mode."""
     # transformers 5.23 has another name for it, and warns of the one before.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""A policy's weights spread over the ranks of a team by FSDP2: each holds a share, and a layer's rest while it computes it.
+"""A policy's weights spread over the ranks of a team by FSDP2: each holds a share, and gathers a layer to compute it.
 
 ::
 
@@ -9,18 +9,17 @@ Invariants
 * All ranks make the same passes in the same order: a pass that one rank makes alone never ends. Who has fewer
   microbatches makes idle passes; what rank 0 computes between updates, the others compute with it.
 * Between passes every rank holds its share and no more.
-* Adapters stay whole on every rank. Without adapters all weights are trained, and with them their gradients and Adam's
-  moments are spread.
+* Adapters stay whole on every rank: optimizer, checkpoints and versions know nothing of this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kbrl_async.errors import ConfigError
 from kbrl_async.learning.models import causal_lm, is_lora
 
 if TYPE_CHECKING:
@@ -33,15 +32,17 @@ class Spread:
     """The only way to compute with a spread model: `spread(lambda causal_lm: …)`, on every rank."""
 
     def __init__(self, model: torch.nn.Module, team: Team) -> None:
-        """Spreads `model`, which every rank has loaded alike, on the host or on its device."""
+        """Spreads the frozen weights of `model`, which every rank has loaded alike, on the host or on its device."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        if not is_lora(model):
+            raise ConfigError("only frozen weights are spread over ranks, and this policy has none", "Add lora_rank=32")
         mesh = init_device_mesh(team.device.type, (team.size,))
-        adapters = {p for p in model.parameters() if p.requires_grad} if is_lora(model) else set()
+        adapters = {p for p in model.parameters() if p.requires_grad}
         inner = causal_lm(model)
         self._team, self._whole = team, _Whole(inner)
-        # Forced for the outermost, too: a rank that saves its adapter would otherwise gather at other times than others.
+        # For the outermost, too: saving an adapter gives shares back, and rank 0 alone would gather once more after it.
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": adapters, "reshard_after_forward": True}
         for layer in inner.get_decoder().layers:  # type: ignore[operator]
             fully_shard(layer, **options)
@@ -68,22 +69,3 @@ class _Whole(torch.nn.Module):
 
     def forward(self, compute: Callable[[torch.nn.Module], Any]) -> Any:
         return compute(self.inner)
-
-
-def is_share(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
-    """This rank's part of a spread tensor."""
-    return isinstance(tensor, DTensor)
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor; of a spread one every rank must ask."""
-    return tensor.full_tensor() if is_share(tensor) else tensor
-
-
-@torch.no_grad()
-def scatter(target: torch.Tensor, content: torch.Tensor | None) -> None:
-    """Rank 0's `content` into every rank's share of `target`. All ranks call it."""
-    assert is_share(target)
-    mesh = target.device_mesh
-    whole = torch.empty(target.shape, dtype=target.dtype, device=mesh.device_type) if content is None else content
-    target.copy_(distribute_tensor(whole.to(mesh.device_type, target.dtype), mesh, target.placements))

@@ -135,6 +135,8 @@ _SYSTEM = {
     "rss_mb/{process}": "resident memory, MiB",
     "gpu/{process}": "utilisation of its GPU, 0 to 1",
     "gpu_mb/{process}": "memory in use on its GPU, MiB",
+    "kv_usage/{process}": "share of a vLLM sampler's KV cache that is in use; also `kbrl_sampler_kv_usage`",
+    "preemptions/{process}": "sequences that its memory made start anew, so far; also `kbrl_sampler_preemptions`",
     "workers/suspect": "workers that miss their heartbeats",
     "throughput/rollouts_per_s": "rollouts scored a second",
     "throughput/tokens_per_s": "tokens generated a second",

@@ -16,6 +16,9 @@ import msgspec
 
 from kbrl_async.durable import write_atomically
 
+ENGINE_FACTS = ("kv_usage", "preemptions")
+"""Facts of a sampler whose engine is vLLM."""
+
 
 class WorkerSample(msgspec.Struct, frozen=True):
     """What a worker said with its last heartbeat, and what the broker knows of it."""
@@ -32,6 +35,8 @@ class WorkerSample(msgspec.Struct, frozen=True):
     tokens: int = 0
     leases: int = 0
     suspect: bool = False
+    facts: dict[str, float] = msgspec.field(default_factory=dict)
+    """Figures of its own, as `Load.facts`."""
 
 
 class BrokerSample(msgspec.Struct, frozen=True):
@@ -120,6 +125,8 @@ def scalars(previous: SystemSample | None, current: SystemSample) -> dict[str, f
         values[f"cpu_cores/{name}"] = process.cpu
         if isinstance(process, WorkerSample) and process.gpu >= 0:
             values |= {f"gpu/{name}": process.gpu, f"gpu_mb/{name}": process.gpu_mb}
+        if isinstance(process, WorkerSample):
+            values |= {f"{fact}/{name}": process.facts[fact] for fact in ENGINE_FACTS if fact in process.facts}
     values["workers/suspect"] = float(sum(worker.suspect for worker in current.workers.values()))
     return values | (_throughput(previous, current) if previous else {})
 

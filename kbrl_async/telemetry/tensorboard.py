@@ -100,6 +100,8 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "GPU utilisation": ["gpu/.*"],
         "GPU memory, MB": ["gpu_mb/.*"],
         "memory, MB": ["rss_mb/.*"],
+        "KV cache of vLLM": ["kv_usage/.*"],
+        "preemptions of vLLM": ["preemptions/.*"],
         "event-loop lag, ms": ["lag_ms/.*"],
         "suspect workers": ["workers/suspect"],
         "task counters": ["counter/.*"],

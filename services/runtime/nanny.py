@@ -12,8 +12,8 @@ decides what an exit means::
 
 A child that shows no sign of life (`pulse`) is killed, which is a crash. The child dies with its nanny
 (PR_SET_PDEATHSIG), so `kill -9` leaves no orphan. Where a launcher has started the nanny and says so
-(`KBRL_LAUNCHER`), its death is a SIGTERM to the nanny; without one, nobody's death matters. The module of a service must import its heavy parts inside `main`, or
-the nanny loads them too.
+(`KBRL_LAUNCHER`), its death is a SIGTERM to the nanny; without one, nobody's death matters. The module of a service
+must import its heavy parts inside `main`, or the nanny loads them too.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStat
         while True:
             await asyncio.sleep(PERIOD_S)
             report = await asyncio.to_thread(client.ask, ASK_S) if client is not None else None
+            if service.config.sampler.engine == "vllm":
+                tell(service, stats())
             seen = signals(clock(), len(worker.session.running), worker.meter.done, stats(), report)
             worker.session.credit = controller.observe(seen)
             if controller.reason != said:
@@ -38,6 +40,12 @@ async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStat
     finally:
         if client is not None:
             client.__exit__(None, None, None)
+
+
+def tell(service: Service, engine: EngineStats) -> None:
+    """Let Prometheus and TensorBoard see how the engine's memory fares."""
+    facts = {"kv_usage": engine.kv_usage, "preemptions": float(engine.preemptions)}
+    service.tell(facts, {f"sampler/{name}": value for name, value in facts.items()})
 
 
 def _client(service: Service) -> StatusClient | None:

@@ -244,6 +244,12 @@ def test_a_later_process_with_the_pid_of_the_launcher_is_not_taken_for_it() -> N
     assert not lives("")
 
 
+def test_a_launcher_that_can_not_be_looked_at_just_now_is_not_taken_for_dead(tmp_path: Path) -> None:
+    (tmp_path / "7" / "stat").mkdir(parents=True)
+    assert lives("7:1", tmp_path)
+    assert not lives("8:1", tmp_path)
+
+
 def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"

@@ -52,6 +52,6 @@ def test_farms_of_one_toolchain_build_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_host_whose_compiler_makes_other_bytes_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = c._toolchain.__wrapped__()
+    name, _ = c._toolchain.__wrapped__()
     monkeypatch.setattr(c, "_probe", lambda _: "what another libc makes of it")
-    assert c._toolchain.__wrapped__() != name
+    assert c._toolchain.__wrapped__()[0] != name

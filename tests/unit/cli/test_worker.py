@@ -129,6 +129,29 @@ def test_a_refusal_is_the_end_of_its_question(tmp_path: Path) -> None:
         ask(tmp_path, "host8.asking", keys, ring)
 
 
+class SaidEnoughError(Exception):
+    """Ends a question that would go on for ever."""
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("the name broker.example can't be resolved: unknown", "broker.example can't be resolved"), ("", "does it run")],
+)
+def test_its_question_names_a_host_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, reason: str, told: str) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        raise SaidEnoughError
+
+    monkeypatch.setattr(asking, "LONELY_S", 0.0)
+    monkeypatch.setattr(asking, "REPEAT_S", 0.01)
+    monkeypatch.setattr(asking, "unresolved", lambda _: reason)
+    with pytest.raises(SaidEnoughError):
+        asking.welcome("tcp://127.0.0.1:1", None, "w", say)
+    assert told in said[0]
+
+
 def test_a_flag_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
     words = ("bench", "--connect", "tcp://127.0.0.1:1", "timing_bench.cap_s=0.2")
     with pytest.raises(ConfigError, match=r"0\.2 here .* and 0\.4 in the run"):

@@ -46,7 +46,8 @@ def written_tags() -> Iterator[str]:
     yield from (f"alarm/{rule.name}" for rule in AlarmOptions().rules())
     yield from heldout_scalars(rollouts())
     yield from show.scalars(evaluation())
-    before, after = (SystemSample(t=t, workers={"w": WorkerSample(gpu=0.5)}, **queues()) for t in (0.0, 1.0))
+    worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
+    before, after = (SystemSample(t=t, workers={"w": worker}, **queues()) for t in (0.0, 1.0))
     yield from system_metrics.scalars(before, after)
 
 

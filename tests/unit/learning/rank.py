@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from kbrl_async.learning import checkpoints, versions
-from kbrl_async.learning.models import wrap_lora
-from kbrl_async.learning.sharding import is_share
+from kbrl_async.learning.models import causal_lm, enable_checkpointing, wrap_lora
 from kbrl_async.learning.team import Team
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup
@@ -34,6 +34,9 @@ CANARY = [3, 1, 4, 1, 5, 9]
 
 def make(how: str) -> torch.nn.Module:
     model = wrap_lora(make_model(), rank=2)
+    if how == "sharded":
+        enable_checkpointing(causal_lm(model))
+        model.train()  # as the learner loads it
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -76,7 +79,7 @@ def main() -> None:
         groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
         metrics = train(trainer, groups, folder)
         (folder / "metrics.json").write_text(json.dumps(metrics))
-        held = sum(p.to_local().numel() for p in model.parameters() if is_share(p))
+        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         (folder / "held.json").write_text(json.dumps(held))
     (folder / f"weights-{team.rank}.json").write_text(json.dumps(digest(trainer)))
     team.close()

@@ -13,10 +13,13 @@ import msgspec
 import pytest
 import torch
 
+from kbrl_async.errors import ConfigError
 from kbrl_async.learning import versions
+from kbrl_async.learning.sharding import Spread
 from kbrl_async.learning.team import Team
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
+from tests.unit.learning.conftest import make_model
 from tests.unit.learning.rank import digest, make, options, train
 
 
@@ -82,3 +85,8 @@ def test_equal_sequences_are_shared_out_equally() -> None:
     team = object.__new__(Team)
     team.rank, team.size = 1, 2
     assert team.part([8192] * 8) == [4, 5, 6, 7]
+
+
+def test_a_policy_without_frozen_weights_is_not_spread() -> None:
+    with pytest.raises(ConfigError, match="only frozen weights"):
+        Spread(make_model(), object.__new__(Team))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from kbrl_async.errors import ConfigError
 from protocols.records import TrainGroup, TrainSample
@@ -79,3 +81,19 @@ def test_a_rank_without_its_team_is_refused_by_name() -> None:
     ranks.check_launcher(4, {})
     with pytest.raises(ConfigError, match=r"RANK is set and WORLD_SIZE, LOCAL_RANK.*torchrun"):
         ranks.check_launcher(1, {"RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"})
+
+
+class Ended(Exception):  # noqa: N818 - stands for the end of the process
+    pass
+
+
+def test_rank_0_does_not_outlive_another_even_while_it_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(ranks, "LOOK_S", 0.01)
+    monkeypatch.setattr(os, "_exit", end)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    other.kill()
+    with pytest.raises(Ended, match=str(ranks.LOST)):
+        asyncio.run(asyncio.wait_for(ranks.watch([other], structlog.get_logger()), 60))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from kbrl_async.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
 from kbrl_async.sampling.engine import EngineStats
+from kbrl_async.telemetry import prometheus, system_metrics
+from protocols import events as ev
+from protocols import messages as msg
+from protocols.ledger import Ledger
 from protocols.messages import Stage, StageStanding, StatusReport, WorkerStanding
 from protocols.records import TrainSample
-from services.sampler.steering import signals
+from services.runtime.service import Service
+from services.sampler.steering import signals, tell
 
 ENGINE = EngineStats(3, kv_usage=0.5, preemptions=2)
 
@@ -32,6 +41,24 @@ def test_the_longest_queue_behind_counts_and_the_samplers_before_it() -> None:
 @pytest.mark.parametrize("report", [None, StatusReport()])
 def test_a_broker_that_says_nothing_bounds_nothing(report: StatusReport | None) -> None:
     assert signals(1.0, 12, 99, ENGINE, report).rate_behind is None
+
+
+def test_the_engine_s_memory_is_told_to_prometheus_and_to_tensorboard(tmp_path: Path) -> None:
+    config = load()
+    layout = cpu_layout(config, available_cores())
+    service = Service("sampler", "sampler.1", tmp_path, config, endpoints(config, tmp_path), layout, None)
+    tell(service, ENGINE)
+    served = {family.name: family.samples[0].value for family in prometheus.scalar_families(service.scalars)}
+    assert served == {"kbrl_sampler_kv_usage": 0.5, "kbrl_sampler_preemptions": 2.0}
+
+    ledger = Ledger()
+    ledger.handle(ev.FromWorker(b"w", msg.Hello("sampler.1", "a", [Stage.GENERATE], 2)), 0.0)
+    ledger.handle(ev.FromWorker(b"w", msg.Beat(2, [], msg.Load(facts=service.facts))), 0.0)
+    line = msgspec.json.encode({"t": 1.0, **ledger.stats(1.0), "counters": {}})
+    sample = system_metrics.parse(line)
+    assert sample is not None
+    made = system_metrics.scalars(None, sample)
+    assert (made["kv_usage/sampler.1"], made["preemptions/sampler.1"]) == (0.5, 2.0)
 
 
 def test_a_rollout_with_a_long_tail_holds_only_its_own_group() -> None:

@@ -1,7 +1,7 @@
-"""A learner of two ranks under its nanny, without queues: `python -m tests.unit.services.two_ranks`, its folder in TWO_RANKS.
+"""A learner of two ranks under its nanny, without queues: `python -m tests.unit.services.two_ranks`.
 
-Nanny, ranks, team and checkpoints are the learner's own. Rank 0 stops after its second update until the test has killed
-rank 1, and then goes on into an update with a rank that is not there.
+Its folder is in TWO_RANKS. Nanny, ranks, team and checkpoints are the learner's own. Rank 0 stops after its second
+update until the test has killed rank 1, and then goes on into an update with a rank that is not there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import time
 from pathlib import Path
 

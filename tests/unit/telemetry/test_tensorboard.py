@@ -95,6 +95,7 @@ def test_every_tag_that_we_make_is_on_a_dashboard() -> None:
     now = SystemSample(t=2, queues={"a": 1}, in_flight={"a": 1}, oldest_s={"a": 1}, workers={"w": WorkerSample()})
     made = training_metrics.scalars([rollout]) | system_metrics.scalars(SystemSample(t=1), now)
     made |= training_metrics.policy_scalars({"ratio_mean": 1, "mismatch_kl": 0, "entropy": 1, "ess": 1, "lr": 1})
+    made |= system_metrics.scalars(None, SystemSample(t=1, workers={"s": WorkerSample(facts={"kv_usage": 0.5})}))
     patterns = [p for charts in tensorboard.DASHBOARDS.values() for tags in charts.values() for p in tags]
     watched = {tag for tag in made if not tag.startswith("level1/")}
     assert {tag for tag in watched if not any(re.fullmatch(p, tag) for p in patterns)} == set()

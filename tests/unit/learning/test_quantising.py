@@ -1,0 +1,114 @@
+"""A quantised base: what is refused, and what transformers is asked for. bitsandbytes itself is not here."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from kbrl_async.config import load
+from kbrl_async.errors import ConfigError, MissingTool
+from kbrl_async.learning.engines import open_engine
+from kbrl_async.learning.models import ModelOptions, load_model, wrap_lora
+from kbrl_async.learning.trainer import TrainerOptions, _engine_options
+from tests.unit.learning.conftest import make_model
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if bitsandbytes were there."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+
+    class Settings(dict[str, Any]):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(given)
+
+    monkeypatch.setattr(transformers, "BitsAndBytesConfig", Settings)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `from_pretrained` was given."""
+    seen: dict[str, Any] = {}
+
+    def from_pretrained(path: str, **given: Any) -> nn.Module:
+        seen.update(given)
+        return make_model()
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    return seen
+
+
+def test_a_base_in_four_bits_is_loaded_where_it_stays(
+    installed: None, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "to", lambda *_: pytest.fail("a quantised model can't be moved"))
+    load_model(ModelOptions("org/model", device="cuda:1", quantisation="nf4"))
+    assert asked["device_map"] == {"": 1}
+    assert asked["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+
+
+def test_a_base_in_eight_bits(installed: None, asked: dict[str, Any]) -> None:
+    load_model(ModelOptions("org/model", device="cuda", quantisation="int8"))
+    assert asked["quantization_config"] == {"load_in_8bit": True}
+
+
+def test_a_whole_base_is_loaded_as_before(asked: dict[str, Any]) -> None:
+    load_model(ModelOptions("org/model"))
+    assert not asked.keys() & {"quantization_config", "device_map"}
+
+
+def test_without_bitsandbytes_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingTool, match=r"base_quantisation=nf4 needs bitsandbytes.*pip install bitsandbytes"):
+        load_model(ModelOptions("org/model", device="cuda", quantisation="nf4"))
+
+
+def test_a_cpu_holds_no_quantised_base(installed: None) -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        load_model(ModelOptions("org/model", quantisation="int8"))
+
+
+class _Rounded(nn.Linear):
+    """A linear layer of another kind, such as bitsandbytes'."""
+
+
+def test_fused_kernels_step_aside_for_layers_of_another_kind() -> None:
+    model = wrap_lora(make_model(), rank=2)
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.requires_grad is False:
+            module.__class__ = _Rounded
+    options, cpu = _engine_options(TrainerOptions(), torch.device("cpu")), torch.device("cpu")
+    with pytest.raises(ConfigError, match="its linear layers are _Rounded"):
+        open_engine("fused", model, options, cpu)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["learner.base_quantisation=nf4"], "lora_rank=0"),
+        (["learner.base_quantisation=nf4", "lora_rank=8", "device=cpu"], "needs a GPU"),
+        (["learner.base_quantisation=nf4", "lora_rank=8", "learner.kernels=fused"], "whole weights"),
+        (["learner.base_quantisation=nf4", "lora_rank=8", "sampler.engine=vllm"], "another base"),
+        (["learner.shard=true", "learner.processes=2"], "lora_rank=0"),
+        (["learner.shard=true", "lora_rank=8"], "learner.processes=1: nobody to share with"),
+        (["learner.shard=true", "lora_rank=8", "learner.processes=2", "learner.kernels=fused"], "whole weights"),
+        (
+            ["learner.shard=true", "learner.base_quantisation=int8", "lora_rank=8", "learner.processes=2"],
+            "do not go together",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused_before_anything_starts(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=given)
+
+
+def test_a_shared_out_base_is_a_valid_setting() -> None:
+    config = load(overrides=["learner.shard=true", "lora_rank=8", "learner.processes=2"])
+    assert config.learner.shard
