@@ -41,6 +41,7 @@ from kbrl_async.rewards.groups import GroupBook, rollout_ids
 from kbrl_async.rewards.presets import find_preset
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
 from kbrl_async.sampling.engine import Completion
+from kbrl_async.sampling.transformers_engine import completion_of
 from kbrl_async.verifying import Bench, BenchOptions
 from kbrl_async.verifying.bench import zygote_for
 from protocols.records import (
@@ -236,16 +237,7 @@ class Sampler:
 
     def _completion(self, done: Stream, version: int) -> Completion:
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
-        return Completion(
-            prompt_ids=done.prompt_ids,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
-            text=text,
-            finish_reason=done.finish_reason,
-            policy_version=version,
-            started_at=done.started_at,
-            finished_at=time.time(),
-        )
+        return completion_of(done, text, version, time.time())
 
 
 class Study:

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.cli.bench import _cores, hardware_of
+from kbrl_async.cli.bench import _cores
 from kbrl_async.cli.bench_cases import BACKEND
 from kbrl_async.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
 from kbrl_async.problems import load_suite
 from kbrl_async.timing import Recipe
+from kbrl_async.timing.host import hardware_of
 from protocols.records import Candidate, Problem, Timing
 
 

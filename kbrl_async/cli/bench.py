@@ -103,6 +103,7 @@ def _one(args: argparse.Namespace) -> int:
     from kbrl_async.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
     from kbrl_async.problems import find_problem
     from kbrl_async.timing import Recipe
+    from kbrl_async.timing.host import hardware_of
     from kbrl_async.verifying.baselines import Baselines
 
     text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
@@ -207,6 +208,7 @@ def _cores(args: argparse.Namespace, device: str) -> tuple[int, ...]:
 def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOptions:
     from kbrl_async.funnel.verifier import default_bench
     from kbrl_async.timing import resolution, roofline
+    from kbrl_async.timing.host import hardware_of
 
     folder, hardware = resolution.cache_folder(), hardware_of(device)
     report = resolution.load(folder / resolution.file_name(hardware), hardware)
@@ -216,16 +218,6 @@ def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOpti
     peaks = roofline.peaks(folder, hardware, probe)
     made = default_bench(_cores(args, device))
     return msgspec.structs.replace(made, device=device, recipe=recipe, peaks=peaks)
-
-
-def hardware_of(device: str) -> str:
-    if not device.startswith("cuda"):
-        from kbrl_async.timing.host import hardware
-
-        return hardware()
-    import torch
-
-    return torch.cuda.get_device_name(torch.device(device))
 
 
 # ── the bench against itself ────────────────────────────────────────────────────────────────────────────────────────
@@ -276,6 +268,7 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
     from kbrl_async.cli.bench_trials import Trials
     from kbrl_async.funnel.verifier import VerifyOptions, choose_device, default_bench, open_bench
     from kbrl_async.timing import Recipe
+    from kbrl_async.timing.host import hardware_of
 
     device = choose_device("c" if args.device == "auto" else "", args.device)
     # What no sampling removes is what is being measured here: nothing may widen the intervals.

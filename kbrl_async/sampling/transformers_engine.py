@@ -87,6 +87,20 @@ class _Close(NamedTuple):
     pass
 
 
+def completion_of(done: Stream, text: str, version: int, finished_at: float) -> Completion:
+    """What a stream that has ended is as an answer of a policy version; `text` are its tokens without special ones."""
+    return Completion(
+        prompt_ids=done.prompt_ids,
+        token_ids=done.token_ids,
+        logprobs=done.logprobs,
+        text=text,
+        finish_reason=done.finish_reason,
+        policy_version=version,
+        started_at=done.started_at,
+        finished_at=finished_at,
+    )
+
+
 class TransformersEngine:
     """`Engine` over a Hugging Face model. `model` is the base: its weights are never changed.
 
@@ -160,16 +174,7 @@ class TransformersEngine:
             self._inbox.put(_Cancel(key))
             raise
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
-        return Completion(
-            prompt_ids=done.prompt_ids,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
-            text=text,
-            finish_reason=done.finish_reason,
-            policy_version=version,
-            started_at=done.started_at,
-            finished_at=self._clock(),
-        )
+        return completion_of(done, text, version, self._clock())
 
     async def load(self, manifest: PolicyVersion, folder: Path) -> None:
         """Serves `manifest` to new sequences; an older version than the served one is ignored."""
