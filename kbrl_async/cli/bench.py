@@ -67,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="stop when the interval's half width is so small; default: 1, and 3 as in training for --aa and --ab",
     )
+    parser.add_argument(
+        "--pairs-a-place",
+        type=int,
+        metavar="N",
+        help="on a GPU: other memory for both sides after N pairs; default: 15, and never, as in training, for --aa",
+    )
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of tables")
@@ -90,7 +96,7 @@ def _check_usage(args: argparse.Namespace) -> None:
     if not tests_itself and not (args.problem and args.candidate):
         raise UserError("kbrl bench needs --problem and --candidate, or --aa", "See 'kbrl bench --help'")
     asked = (args.cap, args.resolution, args.minutes)
-    if args.pairs < 1 or any(value is not None and value <= 0 for value in asked):
+    if args.pairs < 1 or (args.pairs_a_place or 0) < 0 or any(value is not None and value <= 0 for value in asked):
         cure = "Give --pairs 1 or more, and --cap, --resolution and --minutes above 0"
         raise UserError("nothing would be measured", cure)
 
@@ -109,7 +115,9 @@ def _one(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
     device = choose_device(args.backend or guess_backend(text), args.device)
     problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
-    careful = Recipe(max_pairs=200, cap_s=args.cap or 5.0, resolution=0.01, looks=10, warmup=10, warmup_s=0.025)
+    careful = Recipe(
+        max_pairs=200, cap_s=args.cap or 5.0, resolution=0.01, looks=10, warmup=10, warmup_s=0.025, pairs_a_place=15
+    )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
     missing: dict[str, str] = {}
@@ -192,6 +200,8 @@ def _read(path: Path) -> str:
 
 
 def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    if args.pairs_a_place is not None:
+        recipe = msgspec.structs.replace(recipe, pairs_a_place=args.pairs_a_place)
     return msgspec.structs.replace(recipe, resolution=args.resolution / 100) if args.resolution else recipe
 
 

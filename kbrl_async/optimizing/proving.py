@@ -29,7 +29,15 @@ from protocols.records import Candidate
 
 FINALISTS = 3
 CAREFUL = Recipe(
-    warmup_s=0.025, min_pairs=20, max_pairs=200, cap_s=1.5, resolution=0.01, margin=0.02, patience_s=5.0, reject_cap=8
+    warmup_s=0.025,
+    min_pairs=20,
+    max_pairs=200,
+    cap_s=1.5,
+    resolution=0.01,
+    margin=0.02,
+    pairs_a_place=15,
+    patience_s=5.0,
+    reject_cap=8,
 )
 
 

@@ -14,10 +14,13 @@ Invariants
   reference, which does the same around its forward: work after the call or under a forged clock shows there.
 * Work on any stream counts: a graph holds all of it or none, an ordinary forward ends when every stream has ended.
 * Both sides get the same values behind pointers of their own, new values in every call.
+* Where a measurement goes on in other memory (`Recipe.pairs_a_place`), the candidate launches there what it launched
+  when its kernels were looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
@@ -31,12 +34,14 @@ import torch
 from kbrl_async.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.timing.calibration import Calibration, Steady
 from kbrl_async.timing.clocks import Observation, observe
+from kbrl_async.timing.cuda_driver import CudaError
 from kbrl_async.timing.nvml import Nvml, is_rejected
 from kbrl_async.timing.recipe import Point
 from kbrl_async.verifying import compare, cuda_proof, proof, wire
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.cuda_reference import CudaReference
 from kbrl_async.verifying.cuda_session import CudaSession, Sample
+from kbrl_async.verifying.device_arena import MEMORY_STEP, DeviceArena
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Session
@@ -56,6 +61,9 @@ _AGREE = 0.3
 _CAPTURE_S = 10.0
 _CLOCK_EVERY = 4
 _BESIDE_RATIO = 1.5
+_ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
+_BALLAST = 32
+"""At most so many steps of the driver's memory lie between two places, held until the end."""
 _BESIDE = "a replay gives another result: it launches on another stream than torch's current one, or acts by phase"
 RESOLVED = (
     Point(0.0013, 0.05),
@@ -91,8 +99,10 @@ class CudaStopwatch:
         self._limit_s = checker.one_call_s
         self._extra: list[float] = []
         self._claims: list[float] = []
-        self._slot = 0
+        self._slot = self._pairs = 0
         self._refused = ""
+        self._kernels: dict[str, int] = {}
+        self._ballast: list[DeviceArena] = []
         self._hidden = 0.0
         self._beside: list[tuple[float, float]] = []
         self._nvml, self._seen = nvml, list[Observation]()
@@ -100,7 +110,8 @@ class CudaStopwatch:
         self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
 
     def close(self) -> None:
-        """Nothing is held."""
+        while self._ballast:
+            self._ballast.pop().close()
 
     def prove(self, candidate: Candidate) -> None:
         """Whether the candidate's own kernels make its outputs; sets `checker.fault` and `checker.evidence`."""
@@ -118,7 +129,7 @@ class CudaStopwatch:
 
     def run(self) -> Timing | None:
         try:
-            self._capture()
+            self._kernels = self._capture().kernels
             self._warm_up()
             self._settle()
             measured = measure(self._pair, _recipe(self._options.recipe))
@@ -232,6 +243,10 @@ class CudaStopwatch:
 
     def _pair(self) -> Pair:
         self._tick()
+        every = self._options.recipe.pairs_a_place
+        if every and self._pairs and self._pairs % every == 0:
+            self._move()
+        self._pairs += 1
         count = 1 if self._refused else self._plan.batch
         self._slot = (self._slot + 1) % self._plan.slots if self._refused else 0
         slots = list(range(self._slot, self._slot + count))
@@ -248,6 +263,22 @@ class CudaStopwatch:
         mhz, fault = self._clock()
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
+
+    def _move(self) -> None:
+        """Other memory for the inputs and outputs of both sides."""
+        size = self._rng.randint(1, _BALLAST) * MEMORY_STEP
+        with contextlib.suppress(CudaError):  # without room the two change places all the same
+            self._ballast.append(DeviceArena.new(size, torch.device(self._options.device)))
+        sides = [self._reference, self._candidate]
+        self._rng.shuffle(sides)
+        for side in sides:
+            self._ask(side, self._checker.reference.attach)
+        if self._refused:
+            return
+        captured = self._capture()
+        if self._refused or captured.kernels != self._kernels:
+            self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
+            self._blame(CandidateFault("cheating", _ELSEWHERE, "phase"))
 
     def _clock(self) -> tuple[float | None, str]:
         """The clock right after a pair, and why the pair must be set aside; from inside, where our kernel runs."""
