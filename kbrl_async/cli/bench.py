@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="on a GPU: other memory for both sides after N pairs; default: 15, and never, as in training, for --aa",
     )
+    parser.add_argument(
+        "--fresh-reference",
+        action=argparse.BooleanOptionalAction,
+        help="on a GPU: a reference process of the candidate's age; default: yes, and no, as in training, for --aa",
+    )
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of tables")
@@ -116,7 +121,14 @@ def _one(args: argparse.Namespace) -> int:
     device = choose_device(args.backend or guess_backend(text), args.device)
     problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
     careful = Recipe(
-        max_pairs=200, cap_s=args.cap or 5.0, resolution=0.01, looks=10, warmup=10, warmup_s=0.025, pairs_a_place=15
+        max_pairs=200,
+        cap_s=args.cap or 5.0,
+        resolution=0.01,
+        looks=10,
+        warmup=10,
+        warmup_s=0.025,
+        pairs_a_place=15,
+        fresh_reference=True,
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
@@ -202,6 +214,8 @@ def _read(path: Path) -> str:
 def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     if args.pairs_a_place is not None:
         recipe = msgspec.structs.replace(recipe, pairs_a_place=args.pairs_a_place)
+    if args.fresh_reference is not None:
+        recipe = msgspec.structs.replace(recipe, fresh_reference=args.fresh_reference)
     return msgspec.structs.replace(recipe, resolution=args.resolution / 100) if args.resolution else recipe
 
 

@@ -36,6 +36,7 @@ CAREFUL = Recipe(
     resolution=0.01,
     margin=0.02,
     pairs_a_place=15,
+    fresh_reference=True,
     patience_s=5.0,
     reject_cap=8,
 )

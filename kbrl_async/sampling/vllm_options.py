@@ -177,6 +177,8 @@ def set_environment(options: VLLMOptions, environment: MutableMapping[str, str] 
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # Its own sampler needs no package that vLLM doesn't bring along.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if options.device == "cpu":
         # Its own binding would take the bench's cores.

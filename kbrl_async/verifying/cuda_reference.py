@@ -118,10 +118,12 @@ class CudaReference(Reference):
         self.spares.refill()  # gets ready while this one is being checked
 
     def twin(self, zygote: Zygote) -> Session:
-        return self.session
+        return super().twin(zygote) if self._options.recipe.fresh_reference else self.session
 
     def release(self, twin: Session) -> None:
-        """Kept for the next candidate."""
+        """The one that checks as well is kept for the next candidate."""
+        if twin is not self.session:
+            super().release(twin)
 
     def refresh(self) -> None:
         try:

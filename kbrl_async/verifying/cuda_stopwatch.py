@@ -300,8 +300,7 @@ class CudaStopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
     def _sample(self, session: CudaSession) -> Sample:
-        if session is self._candidate:
-            session.poison()
+        session.poison()  # of the reference, too: both find the GPU as the same work of ours left it
         slot = self._slot
         if self._refused:
             sample: Sample = self._ask(session, lambda s: s.event(slot, self._limit_s))
