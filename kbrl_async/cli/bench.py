@@ -71,12 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs-a-place",
         type=int,
         metavar="N",
-        help="on a GPU: other memory for both sides after N pairs; default: 15, and never, as in training, for --aa",
-    )
-    parser.add_argument(
-        "--fresh-reference",
-        action=argparse.BooleanOptionalAction,
-        help="on a GPU: a reference process of the candidate's age; default: yes, and no, as in training, for --aa",
+        help="on a GPU: other memory for both sides after N pairs; default: 8, and never, as in training, for --aa",
     )
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
@@ -127,8 +122,7 @@ def _one(args: argparse.Namespace) -> int:
         looks=10,
         warmup=10,
         warmup_s=0.025,
-        pairs_a_place=15,
-        fresh_reference=True,
+        pairs_a_place=8,
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
@@ -214,8 +208,6 @@ def _read(path: Path) -> str:
 def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     if args.pairs_a_place is not None:
         recipe = msgspec.structs.replace(recipe, pairs_a_place=args.pairs_a_place)
-    if args.fresh_reference is not None:
-        recipe = msgspec.structs.replace(recipe, fresh_reference=args.fresh_reference)
     return msgspec.structs.replace(recipe, resolution=args.resolution / 100) if args.resolution else recipe
 
 

@@ -17,6 +17,7 @@ Invariants: every response token stands in exactly one microbatch; log-probs equ
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,8 +39,8 @@ class Microbatch:
 
     input_BL: torch.Tensor
     position_BL: torch.Tensor
-    mask_B1LL: torch.Tensor | None
-    """True where attention is allowed; None for plain causal rows."""
+    segment_BL: torch.Tensor | None
+    """0 in prompts, j in the j-th response of a row, −1 in padding; None for plain causal rows."""
     predict_T: torch.Tensor
     target_T: torch.Tensor
     sample_T: torch.Tensor
@@ -47,11 +48,17 @@ class Microbatch:
     offset_T: torch.Tensor
     """Index of the token in its response."""
 
+    @functools.cached_property
+    def mask_B1LL(self) -> torch.Tensor | None:  # noqa: N802 - a tensor's shape
+        """True where attention is allowed; None for plain causal rows. Made where the microbatch is: L² a row is more
+        to send to a GPU than to compute there."""
+        return None if self.segment_BL is None else _tree_mask(self.segment_BL)
+
     def to(self, device: torch.device | str) -> Microbatch:
         """The same on another device."""
-        mask = None if self.mask_B1LL is None else self.mask_B1LL.to(device)
+        segment = None if self.segment_BL is None else self.segment_BL.to(device)
         names = ("input_BL", "position_BL", "predict_T", "target_T", "sample_T", "offset_T")
-        return dataclasses.replace(self, mask_B1LL=mask, **{name: getattr(self, name).to(device) for name in names})
+        return dataclasses.replace(self, segment_BL=segment, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclasses.dataclass
@@ -128,14 +135,14 @@ def _microbatch(rows: list[_Row]) -> Microbatch:
             offset.append(torch.arange(len(ids)))
             start = end
     is_tree = any(len(row.responses) > 1 for row in rows)
-    mask = _tree_mask(segment_BL) if is_tree else None
+    segments = segment_BL if is_tree else None
     return Microbatch(
-        input_BL, position_BL, mask, torch.cat(predict), torch.tensor(target), torch.cat(sample), torch.cat(offset)
+        input_BL, position_BL, segments, torch.cat(predict), torch.tensor(target), torch.cat(sample), torch.cat(offset)
     )
 
 
 def _tree_mask(segment_BL: torch.Tensor) -> torch.Tensor:
-    index_L = torch.arange(segment_BL.shape[1])
+    index_L = torch.arange(segment_BL.shape[1], device=segment_BL.device)
     causal_LL = index_L[:, None] >= index_L[None, :]
     same_BLL = segment_BL[:, :, None] == segment_BL[:, None, :]
     to_prompt_BLL = (segment_BL[:, None, :] == 0) & (segment_BL[:, :, None] >= 0)

@@ -102,11 +102,16 @@ def judge(
     for name, logprobs in others.items():
         if _is_rather(served, published, logprobs):
             raise PolicyMismatch(f"what is served as {claim} has the canary log-probs of {name}", CURE)
-    error = math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(served, published, strict=True)) / len(published))
+    error = rms(served, published)
     if not error <= allowed:
         cause = f"canary log-probs of {claim} differ by {error:.3g} (allowed {allowed:g}): other weights are served"
         raise PolicyMismatch(cause, CURE)
     return error
+
+
+def rms(one: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square of their differences."""
+    return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / len(other))
 
 
 DISTINCT = 2e-5

@@ -55,10 +55,12 @@ def capture_on_gpu(step: Callable[[], torch.Tensor]) -> Replay:
 
 
 class _Bucket:
-    """Fixed inputs of one shape."""
+    """Fixed inputs of one shape: all that a graph reads by address, so they live as long as it does."""
 
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
         self.rows, self.length = rows, length
+        self.slots = torch.arange(rows, device=device)
+        self.reach = torch.arange(length, device=device)
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)
         self.uses = 0
@@ -106,12 +108,9 @@ class GraphedSteps:
         bucket.positions.copy_(torch.tensor([*positions, *padding]))
 
     def _captured(self, bucket: _Bucket) -> Replay | None:
-        rows = torch.arange(bucket.rows, device=self._device)
-        reach = torch.arange(bucket.length, device=self._device)
-
         def step() -> torch.Tensor:
-            self._cache.begin_fixed(rows, bucket.positions, bucket.length)
-            mask = (reach[None] <= bucket.positions[:, None])[:, None, None]
+            self._cache.begin_fixed(bucket.slots, bucket.positions, bucket.length)
+            mask = (bucket.reach[None] <= bucket.positions[:, None])[:, None, None]
             return self._forward(bucket.tokens, bucket.positions[:, None], mask)
 
         try:

@@ -142,6 +142,7 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "generation_config": "vllm",
         "enforce_eager": options.eager or options.device == "cpu",
         "load_format": options.load_format,
+        "use_tqdm_on_load": False,  # a bar in the log at every update of the weights
         "disable_log_stats": False,
         "worker_extension_cls": QUALIFIED,
     }

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kbrl_async.errors import PolicyMismatch
-from kbrl_async.sampling.canary import ENGINE_TOLERANCE, TOLERANCE_DEFAULT, canaries_of, check_temperature, judge
+from kbrl_async.sampling.canary import ENGINE_TOLERANCE, TOLERANCE_DEFAULT, canaries_of, check_temperature, judge, rms
 from kbrl_async.sampling.vllm_reading import Row, rows
 from protocols.records import CanaryPrompt, PolicyVersion
 
@@ -59,7 +59,10 @@ class Prover:
             pairs.append(await self._pairs(canary.ids, row, ask))
         published = [value for canary in canaries for value in canary.logprobs]
         claim = f"policy v{manifest.version}" + (f" ({role})" if role else "")
-        self.error = judge(claim, served, published, self._others(role, canaries, len(published)), self._allowed)
+        others = self._others(role, canaries, len(published))
+        if self._is_the_base(published):
+            others.pop("the base model", None)
+        self.error = judge(claim, served, published, others, self._allowed)
         self.measured_temperature = check_temperature(pairs, self._temperature)
         self._remember(role, claim, published)
 
@@ -73,6 +76,11 @@ class Prover:
         if self._base is not None and [c.ids for c in canaries] == self._base_ids[: len(canaries)]:
             known["the base model"] = self._base[:length]
         return known
+
+    def _is_the_base(self, published: Sequence[float]) -> bool:
+        """A version that nobody has trained yet: what the base gives is right, and off by the number format alone."""
+        base = (self._base or [])[: len(published)]
+        return len(base) == len(published) and rms(base, published) <= self._allowed
 
     def _remember(self, role: str, claim: str, published: list[float]) -> None:
         known = self._published.setdefault(role, OrderedDict())

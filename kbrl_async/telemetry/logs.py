@@ -126,9 +126,9 @@ class _LogFile:
                 os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
         self._open()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)  # at the interpreter's end the module's own names may be gone
 
 
 def redact(_logger: object, _method: str, event: Event) -> Event:

@@ -63,8 +63,6 @@ class Recipe(msgspec.Struct, frozen=True):
     pairs_a_place: int = 0
     """On a GPU: pairs after which both sides get other memory, because where memory lies is a bias that more pairs do
     not remove; 0: never. It costs some hundredths of a second."""
-    fresh_reference: bool = False
-    """On a GPU: a reference process of the candidate's age for each measurement, as on a CPU; it costs .25 s."""
     patience_s: float = 0.25
     """How long disturbed pairs may wait, in all, until others leave the core; not charged to `cap_s`."""
     reject_cap: int = 4

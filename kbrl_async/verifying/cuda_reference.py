@@ -118,12 +118,10 @@ class CudaReference(Reference):
         self.spares.refill()  # gets ready while this one is being checked
 
     def twin(self, zygote: Zygote) -> Session:
-        return super().twin(zygote) if self._options.recipe.fresh_reference else self.session
+        return self.session
 
     def release(self, twin: Session) -> None:
-        """The one that checks as well is kept for the next candidate."""
-        if twin is not self.session:
-            super().release(twin)
+        """Kept for the next candidate."""
 
     def refresh(self) -> None:
         try:

@@ -103,6 +103,7 @@ class CudaStopwatch:
         self._refused = ""
         self._kernels: dict[str, int] = {}
         self._ballast: list[DeviceArena] = []
+        self._moved = twin if rng.random() < 0.5 else checker.session
         self._hidden = 0.0
         self._beside: list[tuple[float, float]] = []
         self._nvml, self._seen = nvml, list[Observation]()
@@ -265,18 +266,16 @@ class CudaStopwatch:
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
 
     def _move(self) -> None:
-        """Other memory for the inputs and outputs of both sides."""
+        """Other memory for one side's inputs and outputs, in turns: where they lie is a bias of its own."""
         size = self._rng.randint(1, _BALLAST) * MEMORY_STEP
-        with contextlib.suppress(CudaError):  # without room the two change places all the same
+        with contextlib.suppress(CudaError):  # without room it changes places all the same
             self._ballast.append(DeviceArena.new(size, torch.device(self._options.device)))
-        sides = [self._reference, self._candidate]
-        self._rng.shuffle(sides)
-        for side in sides:
-            self._ask(side, self._checker.reference.attach)
+        self._moved = self._candidate if self._moved is self._reference else self._reference
+        self._ask(self._moved, self._checker.reference.attach)
         if self._refused:
             return
-        captured = self._capture()
-        if self._refused or captured.kernels != self._kernels:
+        captured = self._ask(self._moved, lambda s: s.capture(self._plan.batch, _CAPTURE_S + self._limit_s))
+        if self._moved is self._candidate and (captured.refused or captured.kernels != self._kernels):
             self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
             self._blame(CandidateFault("cheating", _ELSEWHERE, "phase"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,28 @@ def test_what_can_not_be_captured_goes_on_step_by_step(model: torch.nn.Module) -
 
 def test_on_a_cpu_nothing_is_captured(model: torch.nn.Module) -> None:
     assert Cohort(0, model, frozenset(), CohortStats())._graphs is None
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_does(model: torch.nn.Module) -> None:
+    """A replay reads memory by address: were it freed, another tensor's content would index the cache."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    cohort = graphed(model)
+    steps = cohort._graphs
+    assert steps is not None
+    begin_fixed = cohort._cache.begin_fixed
+
+    def noted(rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        read[:] = [weakref.ref(rows), weakref.ref(positions)]
+        begin_fixed(rows, positions, length)
+
+    def captured(step: Callable[[], torch.Tensor]) -> Replay:
+        out = step()
+        return lambda: out  # as on a GPU, where nothing of Python is kept but the result
+
+    cohort._cache.begin_fixed = noted  # type: ignore[method-assign]
+    steps._capture = captured
+    cohort.join([stream("a", [1, 2, 3], 40)])
+    while steps.captured == 0:
+        cohort.step()
+    cohort._cache.begin_step(torch.zeros(1, dtype=torch.long))  # an ordinary step forgets the graph's tensors
+    assert [ref() is not None for ref in read] == [True, True]

@@ -382,6 +382,36 @@ def test_stale_weights_are_found(weights: Learner, monkeypatch: pytest.MonkeyPat
     served(weights, body)
 
 
+async def nothing(_method: str, kwargs: dict[str, Any]) -> None:
+    """A reload that isn't one."""
+
+
+def rounded(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def test_an_untrained_policy_is_the_base_however_far_the_number_format_is_off(weights: Learner) -> None:
+    async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
+        reload = llm.collective_rpc
+
+        async def in_its_format(method: str, kwargs: dict[str, Any]) -> None:
+            await reload(method, kwargs)
+            rounded(llm.model)
+
+        llm.collective_rpc = in_its_format  # type: ignore[method-assign]
+        rounded(llm.model)
+        await engine.load(*weights.publish())
+        assert engine.policy_version == 0
+        await engine.load(*weights.publish(step=0.5))
+        llm.collective_rpc = nothing  # type: ignore[method-assign, assignment]
+        with pytest.raises(PolicyMismatch, match=r"policy v2 has the canary log-probs of (the base model|policy v)"):
+            await engine.load(*weights.publish(step=0.5))
+
+    served(weights, body, dtype="bfloat16")
+
+
 def test_another_base_model_is_found(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         with torch.no_grad():

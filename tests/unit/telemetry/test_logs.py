@@ -166,3 +166,15 @@ def test_a_full_log_is_set_aside_and_who_still_writes_to_it_notices(tmp_path: Pa
     assert sorted(path.parent.iterdir()) == sorted(kept)
     assert all(file.stat().st_size <= 6400 * 1.1 for file in kept)
     assert all(set(file.read_bytes().splitlines(True)) == {line} for file in kept), "no line is torn"
+
+
+def test_a_log_file_closes_though_the_interpreter_is_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python clears a module's names before it forgets its objects."""
+    file = logs._LogFile(tmp_path / "x.jsonl")
+    descriptor = file._fd
+    with monkeypatch.context() as patch:
+        patch.setattr(logs, "os", None)
+        file.__del__()
+    file._fd = -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
