@@ -7,26 +7,21 @@ import time
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
 from protocols.records import SamplingParams
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    made: torch.nn.Module = Qwen2ForCausalLM(config).cuda().eval()
-    return made
+    shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 512}
+    return tiny_model(scale=1.0, num_hidden_layers=4, num_key_value_heads=4, **shape).cuda()
 
 
-def written(model: torch.nn.Module, graphs: bool) -> tuple[list[Stream], float, Cohort]:
+def written(model: torch.nn.Module, graphs: bool, spoiled: bool = False) -> tuple[list[Stream], float, Cohort]:
     cohort = Cohort(0, model, frozenset(), CohortStats(), graphs=graphs)
     rng = random.Random(0)
     streams = [
@@ -38,11 +33,13 @@ def written(model: torch.nn.Module, graphs: bool) -> tuple[list[Stream], float, 
     started, done = time.perf_counter(), []
     while cohort.rows:
         done += cohort.step()
+        if spoiled:  # what a graph reads must not have been freed: nothing that is free keeps its content
+            [torch.full((size,), 1 << 40, device="cuda") for size in (8, 24, 48, 64, 128, 256) for _ in range(8)]
     return done, time.perf_counter() - started, cohort
 
 
 def test_captured_steps_have_the_log_probs_of_the_model(model: torch.nn.Module) -> None:
-    done, _, cohort = written(model, True)
+    done, _, cohort = written(model, True, spoiled=True)
     assert cohort._graphs is not None
     assert cohort._graphs.failure == ""
     assert cohort._graphs.captured >= 1

@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.learning import elementwise as e
 from kbrl_async.learning import trainer as trainer_module
 from kbrl_async.learning.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 1000
@@ -60,17 +60,9 @@ def test_each_kernel_computes_what_plain_torch_does(dtype: torch.dtype) -> None:
 
 
 def policy(dtype: torch.dtype) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    wrapped = wrap_lora(Qwen2ForCausalLM(config).to(dtype).cuda().eval(), rank=8)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768}
+    plain = tiny_model(scale=1.0, num_hidden_layers=3, tie_word_embeddings=False, **shape)
+    wrapped = wrap_lora(plain.to(dtype).cuda(), rank=8)
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
