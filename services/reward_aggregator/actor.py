@@ -50,6 +50,7 @@ from services.reward_aggregator.campaign import (
     batch_frames,
     is_evaluation,
 )
+from services.reward_aggregator.futility import Futility
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.lessons import Lessons
 from services.reward_aggregator.planning import preset_for, presets_of
@@ -92,6 +93,7 @@ class Aggregator:
         self._archive = archive
         self._published: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._response = Response(service.config, service.run_dir, service.log)
+        self._futility = Futility()
         self._presets = presets_of(self._config)
         first = prompts or FirstPrompts(self._config.prompt_option, self._config.backend)
         sampling = SamplingParams(self._config.max_tokens, self._config.temperature)
@@ -220,6 +222,7 @@ class Aggregator:
         for group in change.closed:
             self._service.log.debug("group ended", group=group.group_id, outcome=group.outcome, reason=group.reason)
             self._submissions.begin(self._producer.retire(group.group_id))
+        self._futility.note(change.closed)
 
     # ── what goes out ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,6 +7,8 @@ withholds beats once nobody has called `progress` for so long while work is in f
     handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
     any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
 
+A worker that fails task after task tells each failure later (`setbacks`), or it would use up all attempts there are.
+
 With a `prefetch` it holds as many leases as keep it busy over a long line (`protocols.prefetch`). `before` fetches what
 a task needs while others run, `after` hands over what belongs to a result while the next one runs: neither takes one
 of the `concurrency` places.
@@ -36,6 +38,7 @@ from services.runtime.channel import Channel
 from services.runtime.meters import LoadMeter
 from services.runtime.pulse import serving
 from services.runtime.quiet import Gate, QuietWindows
+from services.runtime.setbacks import Setbacks
 from services.runtime.silence import tell
 from services.runtime.transfers import Transfers
 
@@ -105,6 +108,7 @@ class Worker:
         self._drain_s = drain_s
         self._auto_busy = auto_busy
         self._running_now = asyncio.Semaphore(concurrency or slots)
+        self._setbacks = Setbacks(free=2 * slots)
         self._prefetch, self._before, self._after = prefetch, before, after
         self._differs = differs
         self.meter = LoadMeter(clock)
@@ -166,6 +170,7 @@ class Worker:
         result = msg.Result(task.task_id, task.lease_id, outcome.next_stage, outcome.policy_version, task.group_id)
         self.meter.done += 1
         self.meter.tokens += outcome.tokens
+        self._setbacks.worked()
         self._last_progress = now = self._clock()
         self._perform(self.session.finish(result, outcome.frames, now))
         if self._prefetch is not None and task.lease_id in self.session.held:
@@ -330,6 +335,7 @@ class Worker:
             if outcome is not None:
                 await self._hand_over(outcome)
         except InfraError as error:
+            await asyncio.sleep(self._setbacks.failed())
             self.refuse(task, str(error))
         except Exception as error:  # the supervisor of handlers: the error ends the process, see the docstring
             self._failure = error

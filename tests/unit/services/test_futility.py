@@ -1,0 +1,26 @@
+"""A run that can't get anywhere ends, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.errors import RunError
+from kbrl_async.rewards.events import Closed
+from protocols.records import GroupOutcome
+from services.reward_aggregator.futility import Futility
+
+FAILED = Closed("g1", "L1/01_x", GroupOutcome.FAILED, "worker_lost: the GPU is gone")
+TRAINED = Closed("g2", "L1/01_x", GroupOutcome.TRAINED, "")
+
+
+def test_groups_that_all_fail_end_the_run_with_the_last_reason() -> None:
+    futility = Futility(most=3)
+    futility.note([FAILED, FAILED])
+    with pytest.raises(RunError, match=r"last 3 groups all failed.*the GPU is gone.*kbrl logs"):
+        futility.note([FAILED])
+
+
+def test_one_group_that_did_not_fail_is_enough_to_go_on() -> None:
+    futility = Futility(most=3)
+    for _ in range(5):
+        futility.note([FAILED, FAILED, TRAINED])
