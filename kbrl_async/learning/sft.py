@@ -37,6 +37,9 @@ class SftOptions(msgspec.Struct, frozen=True):
     """Tokens (prompts included) of one optimiser step."""
     token_budget: int = 2048
     """Tokens of one microbatch."""
+    tree_tokens: int = 768
+    """Longest row of examples that share a prompt; 0: each stands alone. Sharing saves tokens, which a step costs on a
+    CPU; on a GPU it costs its microbatches, and rows of one kind make fewer."""
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     schedule: str = "cosine"
@@ -124,7 +127,7 @@ def _step(
     device = next(model.parameters()).device
     n_tokens = sum(len(example.token_ids) for example in batch)
     total = 0.0
-    for microbatch in pack(batch, options.token_budget, tree_tokens=768):
+    for microbatch in pack(batch, options.token_budget, options.tree_tokens):
         with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
             logp_T, _ = batch_logprobs(causal_lm(model), microbatch.to(device), temperature=1.0)
         loss = -logp_T.sum() / n_tokens

@@ -113,6 +113,7 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device:
         batch_tokens=options.batch_tokens,
         token_budget=2 * options.batch_tokens,
         learning_rate=options.learning_rate,
+        tree_tokens=768 if device == "cpu" else 0,
     )
     with _without_plans(device):
         report = train_sft(
