@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kbrl_async.chaos.driver import LOAD_PAUSE_S
+
 SPARE_MINUTES = 2.0
 """The run goes on for so long after its last fault, and then ends by its time limit."""
 UNTIMED = (
@@ -65,13 +67,15 @@ def summed_up(report: dict[str, Any], took_s: float) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     for fault in happened:
         kinds[fault["fault"]["kind"]] = kinds.get(fault["fault"]["kind"], 0) + 1
-    back = sorted(fault["working_s"] for fault in faults if fault.get("working_s") is not None)
+    killed = [fault for fault in faults if fault.get("working_s") is not None]
+    back = sorted(fault["working_s"] for fault in killed if fault["pause_s"] <= LOAD_PAUSE_S)
     return {
         "ok": report.get("ok", False),
         "done": len(happened),
         "by_kind": kinds,
         "starts": report.get("starts", 1),
         "broker_back_s": {"count": len(back), "median": back[len(back) // 2], "max": back[-1]} if back else {},
+        "broker_back_without_load_s": sorted(f["working_s"] for f in killed if f["pause_s"] > LOAD_PAUSE_S),
         "off": [f"{check['name']}: {check['says']}" for check in report["checks"] if not check["ok"]],
         "says": {check["name"]: check["says"] for check in report["checks"]},
         "took_s": round(took_s, 1),

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ MARKER = "COMPLETE"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _SQLITE_NO_ROOM = frozenset({13, 778, 1034, 1546, 4874})
 """SQLITE_FULL, and SQLITE_IOERR_ WRITE, FSYNC, TRUNCATE, SHMSIZE: how a limit on files, or a full tmpfs, is told."""
+_NO_TEMPORARY = "No usable temporary directory"
 _RUST_NO_ROOM = tuple(f"os error {number}" for number in sorted(_NO_ROOM))
 
 
@@ -33,6 +35,8 @@ def wants_room(error: BaseException) -> bool:
         seen.add(id(found))
         if isinstance(found, DiskFull) or (isinstance(found, OSError) and found.errno in _NO_ROOM):
             return True
+        if isinstance(found, FileNotFoundError) and _NO_TEMPORARY in str(found) and not _temporary_has_room():
+            return True
         if getattr(found, "sqlite_errorcode", None) in _SQLITE_NO_ROOM:
             return True
         if type(found).__name__ == "SafetensorError" and any(words in str(found) for words in _RUST_NO_ROOM):
@@ -41,6 +45,16 @@ def wants_room(error: BaseException) -> bool:
         if isinstance(found, BaseExceptionGroup):
             pending += found.exceptions
     return False
+
+
+def _temporary_has_room() -> bool:
+    """`tempfile` says of full folders that there are none, and keeps the reason for itself: ask once more."""
+    try:
+        with tempfile.TemporaryFile(buffering=0, dir=os.environ.get("TMPDIR", "/tmp")) as file:  # noqa: S108 - asked only
+            file.write(b"-")
+    except OSError as error:
+        return error.errno not in _NO_ROOM
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,7 +59,18 @@ def cache_folder(config: Config) -> Path:
     return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
 
 
-def canary_ids(config: Config, tokenizer: Any) -> list[int]:
+class Canaries(NamedTuple):
+    """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
+
+    ids: list[int]
+    texts: list[tuple[str, list[int]]]
+
+
+def canaries(config: Config, tokenizer: Any) -> Canaries:
+    return Canaries(_canary_ids(config, tokenizer), _canary_texts(tokenizer))
+
+
+def _canary_ids(config: Config, tokenizer: Any) -> list[int]:
     """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
     problem = load_problems(config.problems or "")[0]
     prompt = render_prompt(config.prompt_option, problem, config.backend)
@@ -67,7 +78,7 @@ def canary_ids(config: Config, tokenizer: Any) -> list[int]:
     return ids[:CANARY_TOKENS]
 
 
-def canary_texts(tokenizer: Any) -> list[tuple[str, list[int]]]:
+def _canary_texts(tokenizer: Any) -> list[tuple[str, list[int]]]:
     """Fixed texts with their first ids: what a policy reads and writes, so that other weights or tokenizers show."""
     encoded = [(text, tokenizer.encode(text, add_special_tokens=False)[:CANARY_TOKENS]) for text in CANARY_TEXTS]
     return [(text, ids) for text, ids in encoded if len(ids) > 1]

@@ -34,6 +34,7 @@ from protocols.records import (
 )  # fmt: skip
 from services.reward_aggregator.campaign import Entry, Evaluated, RolloutEnded
 from services.reward_aggregator.journal import Journal
+from tests.records import packed
 
 EPOCH = 1_780_000_000.0
 WARM_UP_S = 40.0
@@ -142,7 +143,7 @@ class _Maker:
             written = max(0, version - self.random.choice((0, 1, 1, 2)))
             record, stats = self._record(rollout_id, group_id, problem, written, asked + 3 * turn, turn)
             at = asked + 3 * turn + 2.5 + self.random.random()
-            archive.add(self._row(key, group_id, rollout_id, record, stats, at, "train"), _packed(record))
+            archive.add(self._row(key, group_id, rollout_id, record, stats, at, "train"), packed(record))
             archive.outcomes([Outcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
             self.entries += [RolloutEnded(rollout_id, group_id, stats), Scored(group_id, rollout_id, [], at)]
             self.stats.append(stats)
@@ -157,7 +158,7 @@ class _Maker:
                 key = f"{phase}.{heldout.problem_id}.{sample}"
                 record, stats = self._record(key, phase, heldout, version, asked, 0)
                 purpose = phase.removeprefix("eval-")
-                archive.add(self._row(key, phase, key, record, stats, asked + 3, purpose), _packed(record))
+                archive.add(self._row(key, phase, key, record, stats, asked + 3, purpose), packed(record))
                 self.entries.append(Evaluated(phase, key, stats, asked + 3))
                 found.append(stats)
         return found
@@ -256,10 +257,6 @@ class _Maker:
             "timestamp": "2026-05-28T20:28:20Z",
         }
         (self.folder / "logs" / "sampler.1.jsonl").write_text(json.dumps(warning) + "\n{torn")
-
-
-def _packed(record: list[Frame]) -> list[bytes]:
-    return [msgspec.msgpack.encode(frame) for frame in record]
 
 
 def _bench(fault: Fault, speedup: float | None, start: float) -> BenchReport:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -40,9 +39,7 @@ class Auditor:
     def __enter__(self) -> Auditor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -14,7 +14,9 @@ Invariants
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import msgspec
@@ -31,6 +33,10 @@ STILL_S = 240.0
 """A run whose counters do not change for so long has come to a standstill."""
 START_S = 900.0
 """The same for one that is not at work yet: it may have to make its policy first."""
+
+LOAD_S = 5.0
+LOAD_PAUSE_S = 1.0
+"""A run is under load where, in the last `LOAD_S`, no two results were further apart than this."""
 
 
 class Hands(Protocol):
@@ -55,8 +61,15 @@ class Happened(msgspec.Struct, omit_defaults=True):
     """Of a broker that was killed: seconds until it answered again …"""
     working_s: float | None = None
     """… and until it had taken the next result."""
+    pause_s: float | None = None
+    """The longest time without a result in the seconds before it was killed."""
     failed: str = ""
     """Why it was not done, or what did not come back."""
+
+    @property
+    def under_load(self) -> bool:
+        """Whether results came until the broker was killed; where those who make them stand still, none can follow."""
+        return self.pause_s is not None and self.pause_s <= LOAD_PAUSE_S
 
     @property
     def done(self) -> bool:
@@ -88,8 +101,9 @@ class Driver:
         self._recovering: _Recovery | None = None
         self._working_since: float | None = None
         self._last: StatusReport | None = None
-        self._marks: tuple[int, ...] = ()
+        self._marks = (0, 0, 0)
         self._moved_at = clock()
+        self._results_at: deque[float] = deque()
 
     @property
     def is_done(self) -> bool:
@@ -141,6 +155,8 @@ class Driver:
         marks = (counters.get("results", 0), counters.get("submitted", 0), report.policy_version)
         if self._working_since is None and marks[0] > 0:
             self._working_since = now
+        if marks[0] > self._marks[0]:
+            self._results_at.append(now)
         if marks != self._marks:
             self._marks, self._moved_at = marks, now
         if self._recovering is not None:
@@ -193,7 +209,13 @@ class Driver:
             self._open.append((now + fault.for_s, wound, happened))
         if (fault.kind is Kind.KILL and fault.target == "broker") or fault.target == JOURNAL:
             self._recovering = _Recovery(happened, now, self._last.epoch if self._last else 0)
+            happened.pause_s = self._pause_s(now)
         self._say(happened)
+
+    def _pause_s(self, now: float) -> float:
+        while self._results_at and self._results_at[0] < now - LOAD_S:
+            self._results_at.popleft()
+        return round(max(end - start for start, end in pairwise((now - LOAD_S, *self._results_at, now))), 3)
 
     def _serves(self, target: str) -> bool:
         """Whether a process that a fault names is at work, as the broker says."""

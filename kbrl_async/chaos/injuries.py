@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,7 +50,8 @@ class Wound(msgspec.Struct):
     note: str = ""
     stopped: dict[int, float] = msgspec.field(default_factory=dict)
     """pid and start time of processes to continue."""
-    limits: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    limited: list[int] = msgspec.field(default_factory=list)
+    """Processes of which no file may grow."""
 
 
 class Injuries:
@@ -58,6 +60,11 @@ class Injuries:
     def __init__(self, run_dir: Path, sockets: Mapping[str, str], rng: random.Random, link: Link | None = None) -> None:
         """`sockets`: addresses `submit` and `work` of the broker."""
         self._run_dir, self._sockets, self._rng, self._link = run_dir.resolve(), dict(sockets), rng, link
+        self._wedged: set[tuple[int, float]] = set()
+        """pid and start time of what nobody but its nanny may end, least of all a stop that comes on top."""
+        self._unlimited: dict[int, tuple[int, int]] = {}
+        """The limit that a process had before: faults that overlap would restore each other's."""
+        self._full: Counter[int] = Counter()
         self._acts: Mapping[Kind, Callable[[Fault], Wound]] = {
             Kind.KILL: self._kill,
             Kind.STOP: self._stop,
@@ -76,11 +83,13 @@ class Injuries:
         """Undo it. Processes that have died meanwhile are left alone, whoever has their pid now."""
         if wound.fault.kind is not Kind.WEDGE:
             for pid, born in wound.stopped.items():
-                if _born(pid) == born:
+                if _born(pid) == born and (pid, born) not in self._wedged:
                     _signal(pid, signal.SIGCONT)
-        for pid, limit in wound.limits.items():
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        for pid in wound.limited:
+            self._full[pid] -= 1
+            if not self._full[pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, self._unlimited.pop(pid))
         if wound.fault.kind is Kind.DELAY:
             self._linked().quicken(wound.fault.target)
         elif wound.fault.kind is Kind.PARTITION:
@@ -94,6 +103,7 @@ class Injuries:
 
     def release(self, wound: Wound) -> None:
         """Let go of what nobody else has replaced; the last resort for a wedge."""
+        self._wedged -= wound.stopped.items()
         for pid, born in wound.stopped.items():
             if _born(pid) == born:
                 _signal(pid, signal.SIGCONT)
@@ -118,6 +128,8 @@ class Injuries:
         for victim in victims:
             if (born := _born(victim.pid)) is not None:
                 wound.stopped[victim.pid] = born
+                if fault.kind is Kind.WEDGE:
+                    self._wedged.add((victim.pid, born))
                 _signal(victim.pid, signal.SIGSTOP)
         return wound
 
@@ -206,8 +218,11 @@ class Injuries:
         for pid in {victim.pid for victim in victims}:
             with contextlib.suppress(ProcessLookupError):
                 limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                if not self._full[pid]:
+                    self._unlimited[pid] = limit
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limit[1]))
-                wound.limits[pid] = limit
+                self._full[pid] += 1
+                wound.limited.append(pid)
         return wound
 
     def _ballast(self, fault: Fault) -> Wound:

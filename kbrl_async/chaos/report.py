@@ -38,8 +38,8 @@ class Report(msgspec.Struct, omit_defaults=True):
         return dict(Counter(str(happened.fault.kind) for happened in self.faults if happened.done))
 
     def broker_back(self) -> list[float]:
-        """Seconds from `kill -9` to the next result, for every death of the broker that was measured."""
-        return [h.working_s for h in self.faults if h.working_s is not None]
+        """Seconds from `kill -9` to the next result, for every death of the broker under load."""
+        return [h.working_s for h in self.faults if h.working_s is not None and h.under_load]
 
     def _plan_check(self) -> Check:
         undone = [f"{h.fault.kind} of {h.fault.target}: {h.failed}" for h in self.faults if not h.done]
@@ -53,11 +53,16 @@ class Report(msgspec.Struct, omit_defaults=True):
         return Check("the run ended only where it was made to", self.starts <= 1 + meant, says)
 
     def _broker_check(self, limit_s: float) -> Check:
-        back = self.broker_back()
-        if not back:
+        """It answers within the limit whatever else is down, and takes a result by then where results came before."""
+        answered = [h.answered_s for h in self.faults if h.answered_s is not None]
+        if not answered:
             return Check("the broker comes back", True, "it was not killed")
-        says = f"at work again after {max(back):.2f} s at most, of {len(back)} times; limit {limit_s:g} s"
-        return Check("the broker comes back", max(back) <= limit_s, says)
+        back = self.broker_back()
+        working = (
+            f"at work after {max(back):.2f} s at most, of {len(back)} times under load" if back else "never under load"
+        )
+        says = f"answers after {max(answered):.2f} s at most, of {len(answered)} times; {working}; limit {limit_s:g} s"
+        return Check("the broker comes back", max(answered + back) <= limit_s, says)
 
 
 def render(report: Report) -> Group:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from kbrl_async.errors import KbrlError, ProblemError, UserError
+from kbrl_async.cli import one_kernel
+from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
     from kbrl_async.funnel import Result
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "time one kernel carefully, or report what this host's bench can tell apart"
-OUR_FAULT = 3
 MAX_FALSE = 0.01
 _TELL_S = 10.0
 _MOST_BESIDE = 20
@@ -41,9 +41,7 @@ _MOST_BESIDE = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     one, self_test = parser.add_argument_group("one kernel"), parser.add_argument_group("the bench against itself")
-    one.add_argument("--problem", metavar="FILE|ID", help="a problem file, or an id such as L1/13_softmax or 1/13")
-    one.add_argument("--candidate", metavar="FILE", help="a Python file with ModelNew, or a model's answer; - is stdin")
-    one.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
+    one_kernel.add_arguments(one)
     one.add_argument("--problems", metavar="DIR", default="", help="where ids are looked up; default: our suite")
     one.add_argument(
         "--baseline",
@@ -80,13 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_usage(args)
-    try:
-        return _self_test(args) if args.aa or args.ab else _one(args)
-    except KbrlError as error:
-        if isinstance(error, UserError) and not isinstance(error, ProblemError):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return OUR_FAULT
+    return one_kernel.judged(lambda: _self_test(args) if args.aa or args.ab else _one(args))
 
 
 def _check_usage(args: argparse.Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -51,9 +50,7 @@ class StatusClient:
     def __enter__(self) -> StatusClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._drop()
         self._context.term()
 

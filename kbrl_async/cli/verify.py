@@ -19,7 +19,9 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from kbrl_async.errors import KbrlError, ProblemError, UserError
+from kbrl_async.cli import one_kernel
+from kbrl_async.cli.one_kernel import OUR_FAULT
+from kbrl_async.errors import KbrlError, UserError
 
 if TYPE_CHECKING:
     from kbrl_async.funnel import Result
@@ -27,14 +29,11 @@ if TYPE_CHECKING:
 
 NAME = "verify"
 HELP = "build, check and time one candidate, or all of a KernelBench run folder"
-OUR_FAULT = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     one, folder = parser.add_argument_group("one candidate"), parser.add_argument_group("a run folder")
-    one.add_argument("--problem", metavar="FILE|ID", help="a problem file, or an id such as L1/13_softmax or 1/13")
-    one.add_argument("--candidate", metavar="FILE", help="a Python file with ModelNew, or a model's answer; - is stdin")
-    one.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
+    one_kernel.add_arguments(one)
     one.add_argument(
         "--response",
         action=argparse.BooleanOptionalAction,
@@ -59,15 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_usage(args)
-    try:
-        return _run_folder(args) if args.run else _one(args)
-    except KbrlError as error:
-        if isinstance(error, UserError) and not isinstance(error, ProblemError):
-            raise
+
+    def told(error: KbrlError) -> None:
         if args.json:
             _print_json(_failure(error))
-        print(f"error: {error}", file=sys.stderr)
-        return OUR_FAULT
+
+    return one_kernel.judged(lambda: _run_folder(args) if args.run else _one(args), told)
 
 
 def _check_usage(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _vllm(config)
     yield from _learning(config)
     yield from _held_weights(config)
+    yield from _ranks(config)
     yield from _demonstrations(config)
     yield from _names(config)
     yield from _addresses(config)
@@ -211,6 +212,14 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.sampler.engine == "vllm":
         cause = f"{said} with sampler.engine=vllm: it would serve another base than the one that is trained"
         yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
+
+
+def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Several learner processes need a GPU each."""
+    count, placement = config.learner.processes, config.placement
+    if count > 1 and placement not in (None, "split"):
+        cause = f"learner.processes={count} with placement={placement}, which gives the learner a single GPU"
+        yield "learner.processes", cause, "Use placement=split, which gives each of them its own, or one process"
 
 
 def _names(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `one_gpu` | 1 | 0 | 0 | 0, in quiet windows |
 | `two_gpus` | 2 | 0 | 0 | 1, alone |
-| `split` | 1 + samplers + benches | 0 | one each | one each, alone |
+| `split` | learner.processes + samplers + benches | one each of its processes | one each | one each, alone |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
@@ -39,7 +39,8 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", 1 + counts.sampler + counts.timing_bench)
+    apart = config.learner.processes + counts.sampler + counts.timing_bench
+    return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
 
 
 def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
@@ -49,8 +50,7 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
         return ""
     needed = wanted(config)
     if len(gpus) < needed:
-        split = f" (1 + processes.sampler={config.processes.sampler} + processes.timing_bench="
-        why = split + f"{config.processes.timing_bench})" if name == "split" else ""
+        why = f" ({_terms(config)})" if name == "split" else ""
         return f"it takes {needed} GPU{'s' if needed > 1 else ''}{why}, and this machine has {len(gpus)}"
     if name != "split" and max(config.processes.sampler, config.processes.timing_bench) > 1:
         return "it is for one sampler and one bench; several need placement=split"
@@ -58,7 +58,7 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
     small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
     if small is not None:
         return f"GPU {small.id} has {small.memory_gib:.0f} GiB, and it takes {LEAST_GIB[name]:.0f} GiB"
-    timed = {gpus[_assigned(config, "timing_bench", i)].name for i in range(config.processes.timing_bench)}
+    timed = {gpus[_assigned(config, "timing_bench", i)[0]].name for i in range(config.processes.timing_bench)}
     if len(timed) > 1:
         return f"its benches would time on different GPUs ({', '.join(sorted(timed))}): speedups would not compare"
     return ""
@@ -82,16 +82,26 @@ def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, s
     if service not in ("learner", "sampler", "timing_bench"):
         return {}
     at = _assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
-    return {VISIBLE: gpus[at].id} if at < len(gpus) else {}
+    return {VISIBLE: ",".join(gpus[i].id for i in at)} if at[-1] < len(gpus) else {}
 
 
-def _assigned(config: Config, service: str, instance: int) -> int:
-    """Position of the GPU among those of the machine."""
-    if config.placement == "one_gpu" or service == "learner":
-        return 0
-    if config.placement == "two_gpus":
-        return int(service == "timing_bench")
-    return 1 + instance + (config.processes.sampler if service == "timing_bench" else 0)
+def _assigned(config: Config, service: str, instance: int) -> range:
+    """Positions of its GPUs among those of the machine: one, or in a split one for each process of the learner."""
+    if config.placement != "split":
+        only = int(config.placement == "two_gpus" and service == "timing_bench")
+        return range(only, only + 1)
+    ranks = config.learner.processes
+    if service == "learner":
+        return range(ranks)
+    first = ranks + instance + (config.processes.sampler if service == "timing_bench" else 0)
+    return range(first, first + 1)
+
+
+def _terms(config: Config) -> str:
+    """What the GPUs of a split are for."""
+    counts = config.processes
+    learner = f"learner.processes={config.learner.processes}"
+    return f"{learner} + processes.sampler={counts.sampler} + processes.timing_bench={counts.timing_bench}"
 
 
 def inventory(environment: Mapping[str, str]) -> list[Gpu]:

@@ -4,7 +4,7 @@ Invariants
 * A key is `name` or `section.name`, never deeper; names at the top are those that users of such tools know.
 * The type of a field holds its range, so that one conversion checks both; what concerns two keys is in `checks`.
 * The string under a field is its documentation: `kbrl config` prints it.
-* Types are in `ranges`, sections in `sections`; here is what they make together.
+* Types are in `ranges`, sections in `sections`, by subject; here is what they make together.
 * Nothing here imports torch or touches the disk.
 """
 

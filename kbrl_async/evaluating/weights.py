@@ -1,6 +1,6 @@
 """Puts the policy to be evaluated where samplers look for one: `policies/policy-v{n}` of the evaluation's run folder.
 
-Its canary is published with it, so that the sampler proves what it serves (I8), as in training.
+Its canaries are published with it, the same as in training, so that the sampler proves what it serves (I8).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from kbrl_async import origins
 from kbrl_async.config import Config
@@ -33,21 +35,26 @@ def published(target: Target, directory: Path, config: Config, told: Told) -> Po
 
 
 def _publish(target: Target, directory: Path, config: Config, told: Told) -> PolicyVersion:
-    folder = Path(target.name)
     if target.kind == "policy":
-        return adopt(folder, directory)
+        return adopt(Path(target.name), directory)
+    model, base = _loaded(target, config, told)
+    proof = origins.canaries(config, load_tokenizer(base))
+    return versions.publish(directory, model, target.version, None, target.version, proof.ids, base, texts=proof.texts)
+
+
+def _loaded(target: Target, config: Config, told: Told) -> tuple[torch.nn.Module, str]:
+    """The policy, and the name of its base."""
+    folder = Path(target.name)
     if target.kind == "adapter":
-        return _publish_adapter(folder, directory, config)
+        return _load_adapter(folder, config)
     if target.kind == "checkpoint":
         base = _base_of(target, config, told)
         options = ModelOptions(base, lora_rank=config.lora_rank, adapters=checkpoints.adapters_in(folder))
         model = load_model(options)
         checkpoints.load_weights(folder, model)
-    else:
-        base = str(origins.base_model(config, told)) if target.name == origins.SMALL else target.name
-        model = load_model(ModelOptions(base))
-    canary = origins.canary_ids(config, load_tokenizer(base))
-    return versions.publish(directory, model, target.version, None, target.version, canary, base)
+        return model, base
+    base = str(origins.base_model(config, told)) if target.name == origins.SMALL else target.name
+    return load_model(ModelOptions(base)), base
 
 
 def _base_of(target: Target, config: Config, told: Told) -> str:
@@ -57,7 +64,7 @@ def _base_of(target: Target, config: Config, told: Told) -> str:
     return str(origins.base_model(config, told))
 
 
-def _publish_adapter(folder: Path, directory: Path, config: Config) -> PolicyVersion:
+def _load_adapter(folder: Path, config: Config) -> tuple[torch.nn.Module, str]:
     from peft import PeftConfig, PeftModel
 
     named = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
@@ -68,9 +75,7 @@ def _publish_adapter(folder: Path, directory: Path, config: Config) -> PolicyVer
     with warnings.catch_warnings():
         # peft asks transformers for a property by its deprecated name.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        model = PeftModel.from_pretrained(plain, str(folder)).eval()
-    canary = origins.canary_ids(config, load_tokenizer(base))
-    return versions.publish(directory, model, 0, None, 0, canary, base)
+        return PeftModel.from_pretrained(plain, str(folder)).eval(), base
 
 
 def adopt(folder: Path, directory: Path) -> PolicyVersion:

@@ -87,6 +87,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it serves no more; None while it does. A PolicyMismatch must stop the run, anything else this process."""
+
     async def close(self) -> None: ...
 
 

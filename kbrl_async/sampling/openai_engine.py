@@ -217,6 +217,11 @@ class OpenAIEngine:
             self._canary_error = _check_canary(manifest, endpoint.read_canary(content, manifest.canary_ids))
         self._version = manifest.version
 
+    @property
+    def failure(self) -> None:
+        """An endpoint that fails is tried again: it comes back where it is."""
+        return None
+
     def stats(self) -> EngineStats:
         spent = self.spending
         return EngineStats(

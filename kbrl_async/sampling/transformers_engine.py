@@ -26,14 +26,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from kbrl_async.errors import ConfigError, InfraError, PromptTooLong
+from kbrl_async.errors import ConfigError, InfraError
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
 from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
 from kbrl_async.sampling.versions import Versions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
@@ -56,15 +57,6 @@ class TransformersOptions(msgspec.Struct, frozen=True):
     """On a GPU: decode by CUDA graphs."""
     canary_tolerance: float = 0.0
     """0 chooses by dtype: 1e-3 for fp32, 2e-2 else."""
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class _Request(NamedTuple):
@@ -120,8 +112,8 @@ class TransformersEngine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._options = options or TransformersOptions()
-        self._base = model
         self._tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer, _positions(model))
         self._eos = _eos_ids(model, tokenizer)
         self._tick, self._clock = tick, clock
         self._loop = asyncio.get_running_loop()
@@ -158,14 +150,12 @@ class TransformersEngine:
         """One completion of `prompt`, tokenised as it stands (no special tokens added)."""
         check_params(params, purpose)
         self._check_alive()
-        if self._version < 0:
-            raise InfraError("the engine has no policy yet", "Load a version first")
-        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        self._check_length(len(ids), params.max_tokens)
+        check_served(self._version)
+        ids = self._prompts.fitting(prompt, params.max_tokens)
         rng = random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed)
         # A task that is delivered twice runs twice under the same request id; the two must not meet.
         key = f"{request_id}#{next(self._serial)}"
-        stream = Stream(key, list(ids), params, rng, started_at=self._clock(), adapter=adapter)
+        stream = Stream(key, ids, params, rng, started_at=self._clock(), adapter=adapter)
         future: asyncio.Future[tuple[Stream, int]] = self._loop.create_future()
         self._inbox.put(_Request(stream, future))
         try:
@@ -203,6 +193,11 @@ class TransformersEngine:
             canary_max_error=self._versions.canary_error,
         )
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread."""
+        return self._failure
+
     async def close(self) -> None:
         """Stops the thread; requests that still wait fail with InfraError."""
         if not self._closed:
@@ -213,17 +208,15 @@ class TransformersEngine:
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _wait_for_room(self) -> None:
-        try:
-            async with asyncio.timeout(self._options.load_wait_s):
-                while len(self._live_versions()) >= max(2, self._options.max_versions):
-                    self._cohort_ended.clear()
-                    await self._cohort_ended.wait()
-                    self._check_alive()
-        except TimeoutError as error:
-            raise InfraError(
-                f"{len(self._live_versions())} policy versions are still busy after {self._options.load_wait_s:g} s",
-                "Lower max_tokens or raise max_versions",
-            ) from error
+        options, cure = self._options, "Lower max_tokens or raise max_versions"
+        await wait_for_room(
+            lambda: len(self._live_versions()),
+            max(2, options.max_versions) - 1,
+            self._cohort_ended,
+            self._check_alive,
+            options.load_wait_s,
+            cure,
+        )
 
     def _live_versions(self) -> set[int]:
         return {cohort.version for cohort in self._cohorts}
@@ -344,20 +337,12 @@ class TransformersEngine:
             self._loop.call_soon_threadsafe(function)
 
     def _check_alive(self) -> None:
-        if self._failure is not None or self._closed:
-            raise InfraError(f"the sampling engine has stopped: {self._failure or 'closed'}", "Restart the sampler")
+        check_alive(self._failure, self._closed)
 
-    def _check_length(self, prompt: int, max_tokens: int) -> None:
-        limit = getattr(self._base.config, "max_position_embeddings", None)
-        if prompt == 0:
-            raise ConfigError("the prompt has no tokens", "Give a prompt")
-        if isinstance(limit, int) and max_tokens >= limit:
-            raise ConfigError(f"max_tokens {max_tokens} leaves no room in the model's {limit} positions", "Lower it")
-        if isinstance(limit, int) and prompt + max_tokens > limit:
-            raise PromptTooLong(
-                f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the model's {limit} positions",
-                "Lower max_tokens or shorten the prompt",
-            )
+
+def _positions(model: torch.nn.Module) -> int | None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 def _eos_ids(model: torch.nn.Module, tokenizer: Tokenizer) -> frozenset[int]:

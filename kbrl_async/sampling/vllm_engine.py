@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import itertools
 import time
@@ -26,10 +25,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError, PolicyMismatch, PromptTooLong
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
 from kbrl_async.sampling.canary import check_tokenizer
 from kbrl_async.sampling.engine import Completion, EngineStats, check_params
-from kbrl_async.sampling.transformers_engine import Tokenizer
+from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
 from kbrl_async.sampling.versions import verified
 from kbrl_async.sampling.vllm_drafts import Draft
 from kbrl_async.sampling.vllm_meter import Meter
@@ -66,7 +65,7 @@ class VLLMEngine:
         self._llm, self._parts, self._tokenizer, self._options = llm, parts, tokenizer, options
         self._meter, self._clock = meter or Meter(), clock
         self._stop_ids = sorted(eos_ids | {_one_token(tokenizer, text) for text in options.stop})
-        self._encode = functools.lru_cache(maxsize=256)(self._encode_uncached)
+        self._prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
         self._prover = Prover(options.resolved_dtype, options.canary_tolerance, options.temperature)
         self._pausing = Pausing(llm, keep_kv=options.keep_kv)
@@ -100,10 +99,8 @@ class VLLMEngine:
         """One completion of `prompt`, tokenised as it stands (no special tokens). InfraError after `deadline_s`."""
         check_params(params, purpose)
         self._check_alive()
-        if self._live.newest < 0:
-            raise InfraError("the engine has no policy yet", "Load a version first")
-        draft = Draft(list(self._encode(prompt)), params.max_tokens)
-        self._check_length(len(draft.prompt_ids), params.max_tokens)
+        check_served(self._live.newest)
+        draft = Draft(self._prompts.fitting(prompt, params.max_tokens), params.max_tokens)
         started = self._clock()
         try:
             async with asyncio.timeout(self._options.deadline_s):
@@ -225,7 +222,7 @@ class VLLMEngine:
             if manifest.kind != wanted:
                 cause = f"policy v{manifest.version} is {manifest.kind}, and sampler.update={self._options.update}"
                 raise ConfigError(cause, "Use sampler.update=adapter with lora_rank, sampler.update=full without")
-            check_tokenizer(manifest, lambda text: list(self._encode(text)))
+            check_tokenizer(manifest, self._prompts.ids)
             for role in ("", *manifest.adapters):
                 await asyncio.to_thread(verified, folder, manifest, role)
             if wanted == "lora":
@@ -308,15 +305,15 @@ class VLLMEngine:
                 await self._remove(one)
 
     async def _wait_for_room(self) -> None:
-        try:
-            async with asyncio.timeout(self._options.load_wait_s):
-                while len(self._live.live) > self._options.live_versions:
-                    self._released.clear()
-                    await self._released.wait()
-                    self._check_alive()
-        except TimeoutError as error:
-            cause = f"{len(self._live.live)} policy versions are still busy after {self._options.load_wait_s:g} s"
-            raise InfraError(cause, "Lower max_tokens or sampler.deadline_s") from error
+        options, cure = self._options, "Lower max_tokens or sampler.deadline_s"
+        await wait_for_room(
+            lambda: len(self._live.live),
+            options.live_versions,
+            self._released,
+            self._check_alive,
+            options.load_wait_s,
+            cure,
+        )
 
     def _ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
         """How the prover puts one question, the way rollouts go."""
@@ -384,23 +381,7 @@ class VLLMEngine:
             await asyncio.to_thread(shutdown, **brief)
 
     def _check_alive(self) -> None:
-        if isinstance(self.failure, PolicyMismatch):
-            raise self.failure
-        if self.failure is not None or self._closed:
-            raise InfraError(f"the sampling engine has stopped: {self.failure or 'closed'}", "Restart the sampler")
-
-    def _check_length(self, prompt: int, max_tokens: int) -> None:
-        limit = self._options.max_model_len
-        if prompt == 0:
-            raise ConfigError("the prompt has no tokens", "Give a prompt")
-        if limit is not None and max_tokens >= limit:
-            raise ConfigError(f"max_tokens {max_tokens} leaves no room in the model's {limit} positions", "Lower it")
-        if limit is not None and prompt + max_tokens > limit:
-            cause = f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the model's {limit} positions"
-            raise PromptTooLong(cause, "Lower max_tokens or shorten the prompt")
-
-    def _encode_uncached(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        check_alive(self.failure, self._closed)
 
 
 def _prompt(ids: list[int], salt: str) -> dict[str, Any]:

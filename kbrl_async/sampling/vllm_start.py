@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import HostError, KbrlError
-from kbrl_async.sampling.transformers_engine import Tokenizer
+from kbrl_async.sampling.guards import Tokenizer
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_meter import Meter
 from kbrl_async.sampling.vllm_options import VLLMOptions, arguments, import_parts, set_environment

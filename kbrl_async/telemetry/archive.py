@@ -26,6 +26,7 @@ from types import TracebackType
 
 import msgspec
 
+from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
 from kbrl_async.telemetry.archive_rows import GroupEnd, Outcome, Row, Span, Update, make_row, spans_of
 from protocols.records import Frame
@@ -320,7 +321,7 @@ def _check_format(path: Path, db: sqlite3.Connection) -> None:
 
 
 def _explain(error: sqlite3.Error, path: Path) -> HostError | CheckpointError:
-    if "full" in str(error):
+    if wants_room(error):
         return DiskFull(f"{path} can't grow: {error}", "Free some space and start again, or set archive.keep=none")
     if isinstance(error, sqlite3.OperationalError):
         return HostError(f"can't use {path}: {error}", "Choose a writable run folder, or set archive.keep=none")

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
@@ -129,9 +128,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def scalars(self, values: Mapping[str, float], step: int, at: float | None = None) -> None:

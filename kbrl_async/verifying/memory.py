@@ -45,6 +45,14 @@ def may_read_children() -> bool:
         child.communicate()
 
 
+def give_back() -> None:
+    """What was freed goes back to the system. By itself, glibc gives back only what lies behind the last piece in use:
+    after tensors of many sizes that is little, and the process stays as large as it ever was, and grows.
+    """
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def memory_file(name: str) -> int:
     """A new file in memory; `seal` makes it unchangeable."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

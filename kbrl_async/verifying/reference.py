@@ -16,7 +16,7 @@ import torch
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import inputs, values, wire
-from kbrl_async.verifying.memory import may_read_children, memory_file, seal
+from kbrl_async.verifying.memory import give_back, may_read_children, memory_file, seal
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from kbrl_async.verifying.sets import InputSet, SetMaker
@@ -167,6 +167,7 @@ class References:
         self._kept[problem.source] = reference
         while len(self._kept) > self._options.references:
             self._kept.popitem(last=False)[1].close()
+            give_back()
         return reference
 
     def _make(self, problem: Problem) -> Reference:

@@ -66,9 +66,7 @@ class Learning:
         if team is not None:
             team.tell(str(base))
         trainer = make_trainer(config, base, service.device, team)
-        tokenizer = load_tokenizer(str(base))
-        canaries = origins.canary_ids(config, tokenizer), origins.canary_texts(tokenizer)
-        learning = cls(service, trainer, base, *canaries)
+        learning = cls(service, trainer, base, *origins.canaries(config, load_tokenizer(str(base))))
         learning._resume()
         return learning
 

@@ -11,7 +11,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from protocols.messages import Message, Stage, Submit
 from protocols.session import Emit, ProducerEffect, ProducerSession, Submitted
@@ -51,9 +50,7 @@ class Producer:
         self._tick()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for future in self._waiting.values():

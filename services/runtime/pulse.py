@@ -30,26 +30,35 @@ STUCK_S = 900.0
 _MOST_STEP_S = 1.0
 
 _serving = False
+_writer = -1
 
 
 def serving() -> None:
-    """This process is at work now, and its loop is not held up any more."""
+    """This process is at work now, and its loop is not held up any more. Told at once: it may stand still before its
+    next beat, and would be given the time of one that starts."""
     global _serving
     _serving = True
+    _beat()
+
+
+def _beat() -> None:
+    if _writer >= 0:
+        with contextlib.suppress(OSError):  # a nanny that does not read has time
+            os.write(_writer, b"!" if _serving else b".")
 
 
 def begin_pulse(loop: asyncio.AbstractEventLoop) -> None:
     """Beat until the process ends. Nothing where no nanny listens."""
+    global _writer
     if PULSE not in os.environ:
         return
-    fd = int(os.environ[PULSE])
+    _writer = int(os.environ[PULSE])
     with contextlib.suppress(OSError):
-        os.set_inheritable(fd, False)
-        os.set_blocking(fd, False)
+        os.set_inheritable(_writer, False)
+        os.set_blocking(_writer, False)
 
     def beat() -> None:
-        with contextlib.suppress(OSError):  # a nanny that does not read has time
-            os.write(fd, b"!" if _serving else b".")
+        _beat()
         loop.call_later(PULSE_S, beat)
 
     beat()

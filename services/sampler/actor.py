@@ -156,7 +156,7 @@ class Sampling:
 
     def check(self) -> None:
         """EngineLost when the engine has died: a fresh process gets a fresh one."""
-        failure = getattr(self._engine, "failure", None)
+        failure = self._engine.failure
         if failure is not None and not isinstance(failure, PolicyMismatch):
             self._service.log.error("engine lost", reason=str(failure))
             raise EngineLost(str(failure)) from failure

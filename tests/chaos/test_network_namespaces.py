@@ -6,15 +6,15 @@ Needs the right to make namespaces (root) and `/dev/net/tun`, see `tests.links`;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kbrl_async.keyring import Keyring
 from protocols import messages as msg
@@ -23,6 +23,7 @@ from protocols.limits import LedgerOptions, StageOptions
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer, Worker
+from tests.brokers import endpoints, until
 from tests.links import Host, LinkError
 
 PATIENCE_S = 90.0
@@ -81,9 +82,8 @@ class Site:
 
     async def __aenter__(self) -> Site:
         self._serving = asyncio.create_task(self.broker.run())
-        while not hasattr(self.broker, "ledger"):
-            await asyncio.sleep(0.01)
-        self.submit, work = (_endpoint(router.socket) for router in self.broker._bound)
+        await until(lambda: hasattr(self.broker, "ledger"))
+        self.submit, work = endpoints(self.broker)
         self.port = work.rpartition(":")[2]
         self.keys = self.ring.local(Role.AGGREGATOR)
         self._scorer = Worker(work, "local.agg", ["score"], 8, self._score, keys=self.keys)
@@ -120,21 +120,21 @@ class Site:
         assert (counters["submitted"], counters["poisoned"]) == (count, 0)
 
 
-def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
+@contextlib.asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[tuple[Site, Producer]]:
+    async with (
+        Site(folder) as site,
+        asyncio.timeout(PATIENCE_S),
+        Producer(site.submit, keys=site.keys) as producer,
+    ):
+        yield site, producer
 
 
 @pytest.mark.timeout(150)
 def test_a_partition_heals_and_nothing_is_lost_or_done_twice(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts
-        async with (
-            Site(tmp_path) as site,
-            asyncio.timeout(PATIENCE_S),
-            Producer(site.submit, keys=site.keys) as producer,
-        ):
+        async with opened(tmp_path) as (site, producer):
             site.place(farm, bench)
             await site.joined(3)
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(60)))
@@ -157,11 +157,7 @@ def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[
         farm, bench = hosts
         for host in hosts:
             host.link.change(delay_s=0.05, loss=0.01)
-        async with (
-            Site(tmp_path) as site,
-            asyncio.timeout(PATIENCE_S),
-            Producer(site.submit, keys=site.keys) as producer,
-        ):
+        async with opened(tmp_path) as (site, producer):
             site.place(farm, bench)
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(80)))
             await site.until(80)
@@ -176,11 +172,7 @@ def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[
 def test_a_host_may_join_late_and_leave_early(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts
-        async with (
-            Site(tmp_path) as site,
-            asyncio.timeout(PATIENCE_S),
-            Producer(site.submit, keys=site.keys) as producer,
-        ):
+        async with opened(tmp_path) as (site, producer):
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(60)))
             site.place(farm, bench)
             await site.until(10)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from kbrl_async.config import agreed, load
 from kbrl_async.keyring import Keyring
@@ -32,54 +31,12 @@ from protocols.records import (
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer, Worker
+from tests.brokers import endpoints, serving, until, working
+from tests.candidates import affine, elementwise
+from tests.records import packed
 
-PROBLEM = Problem(
-    "L1/01_double",
-    1,
-    "double",
-    """
-import torch
-import torch.nn as nn
-
-
-class Model(nn.Module):
-    def forward(self, x):
-        return 2 * x + 1
-
-
-def get_inputs():
-    return [torch.randn(64, 256)]
-
-
-def get_init_inputs():
-    return []
-""",
-)
-CANDIDATE = Candidate(
-    '''
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = r"""
-void f(const float* x, float* y, long n) {
-    for (long i = 0; i < n; i++) y[i] = 2 * x[i] + 1;
-}
-"""
-
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        return y
-''',
-    "c",
-)
+PROBLEM = Problem("L1/01_double", 1, "double", affine(shape="64, 256"))
+CANDIDATE = Candidate(elementwise("2 * x[i] + 1"), "c")
 ANY = "tcp://0.0.0.0:*"
 PATIENCE_S = 150.0
 
@@ -120,34 +77,26 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
         scored = asyncio.get_running_loop().create_future()
         run = load(overrides=["timing_bench.cap_s=0.02", "timing_bench.deadline_s=20", "timing_bench.max_pairs=9"])
         ledger = LedgerOptions(settings=agreed.said(run))
-        broker = Broker(BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder), ledger=ledger))
-        serving = asyncio.create_task(broker.run())
-        while not hasattr(broker, "ledger"):
-            await asyncio.sleep(0.01)
-        submit, work = (router.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode() for router in broker._bound)  # type: ignore[union-attr]
-        local = ring.local(Role.AGGREGATOR)
-        aggregator = Worker(work, "local.agg", ["score"], 1, score, keys=local)
-        scoring = asyncio.create_task(aggregator.run())
-        workers = [start_worker(kind, tmp_path, work, folder) for kind, folder in issued.items()]
-        try:
-            async with asyncio.timeout(PATIENCE_S), Producer(submit, keys=local) as producer:
-                await producer.submit("g1.r0.t0", "compile", record(), "g1", needs="c")
-                frames = await scored
-                for worker in workers:
-                    worker.send_signal(signal.SIGTERM)
-                while broker.ledger.pool.by_id.keys() - {"local.agg"}:
-                    await asyncio.sleep(0.05)
+        options = BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder), ledger=ledger)
+        async with serving(Broker(options)) as broker:
+            submit, work = endpoints(broker)
+            local = ring.local(Role.AGGREGATOR)
+            async with working(Worker(work, "local.agg", ["score"], 1, score, keys=local)):
+                workers = [start_worker(kind, tmp_path, work, folder) for kind, folder in issued.items()]
+                try:
+                    async with asyncio.timeout(PATIENCE_S), Producer(submit, keys=local) as producer:
+                        await producer.submit("g1.r0.t0", "compile", record(), "g1", needs="c")
+                        frames = await scored
+                        for worker in workers:
+                            worker.send_signal(signal.SIGTERM)
+                        await until(lambda: broker.ledger.pool.by_id.keys() <= {"local.agg"})
+                finally:
+                    for worker in workers:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(worker.pid, signal.SIGKILL)
+                        worker.wait()
             assert broker.ledger.counters["lost"] == 0, "they have left in good order"
             return frames
-        finally:
-            for worker in workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-            aggregator.stop()
-            await scoring
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
 
     _, _, built, judged = asyncio.run(play())
     build, report = msgspec.msgpack.decode(built, type=BuildReport), msgspec.msgpack.decode(judged, type=BenchReport)
@@ -165,4 +114,4 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
 def record() -> list[bytes]:
     request = RolloutRequest("g1.r0", "g1", PROBLEM, "prompt", "c", SamplingParams(64))
     written = Generation(0, [1], [2], [-0.5], "text", "stop", CANDIDATE)
-    return [msgspec.msgpack.encode(request), msgspec.msgpack.encode(written)]
+    return packed([request, written])

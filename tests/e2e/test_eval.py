@@ -14,44 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(400)
 
-PROBLEM = """import torch
-import torch.nn as nn
-
-class Model(nn.Module):
-    def forward(self, x):
-        return x * {factor} + 1
-
-def get_inputs():
-    return [torch.randn(16, 33)]
-
-def get_init_inputs():
-    return []
-"""
-ANSWER = '''```python
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = r"""
-void f(const float *x, float *y, long n) {
-  for (long i = 0; i < n; i++) y[i] = 2 * x[i] + 1;
-}
-"""
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        return y
-```'''
+ANSWER = f"```python\n{elementwise('2 * x[i] + 1')}```"
 """Right for the problem with factor 2, wrong for the other one."""
 
 
@@ -118,7 +86,7 @@ def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_pa
     level = tmp_path / "problems" / "level1"
     level.mkdir(parents=True)
     for number, factor in ((1, 2), (2, 3)):
-        (level / f"{number}_scale.py").write_text(PROBLEM.format(factor=factor))
+        (level / f"{number}_scale.py").write_text(affine(factor))
     words = ["--model", "m", "--samples", "2", "--problems", "problems", "--level", "1", "name=tried", "log_path=runs"]
     evaluation = Evaluation(tmp_path, address, *words, "log_level=debug")
     try:

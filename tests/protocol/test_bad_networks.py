@@ -24,9 +24,10 @@ from protocols.names import unresolved
 from services.broker.server import Broker
 from services.broker.status import WINDOW_S, RecentRates
 from services.runtime import Outcome, Producer, Worker
+from tests.brokers import endpoints, until
 from tests.links import Host, LinkError
-from tests.protocol.test_broker import LEDGER, TTL_S, Run, scenario, until
-from tests.protocol.test_keyed_broker import Site, _endpoint
+from tests.protocol.keyed import Site
+from tests.protocol.live import LEDGER, TTL_S, Run, scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 STALL_S = 2.0
@@ -258,7 +259,7 @@ def test_a_worker_whose_brokers_name_resolves_late_says_so_and_joins_then(tmp_pa
 
 
 def _port(broker: Broker) -> int:
-    return int(_endpoint(broker._work.socket).rpartition(":")[2])
+    return int(endpoints(broker)[1].rpartition(":")[2])
 
 
 # ── a peer that vanishes ──────────────────────────────────────────────────────────────────────────────────────────

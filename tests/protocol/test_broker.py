@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import random
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -22,82 +19,14 @@ import zmq
 from kbrl_async.errors import AddressTaken, DiskFull, InfraError, KbrlError, PolicyMismatch
 from protocols import framing
 from protocols import messages as msg
-from protocols.ledger import LedgerOptions, StageOptions
 from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import Outcome, Producer
+from tests.brokers import ends, until
+from tests.protocol.live import LEDGER, TTL_S, Run, scenario
 
-TTL_S, WEDGE_S = 1.5, 0.6
-QUICK = StageOptions(ttl_s=TTL_S)
-LEDGER = LedgerOptions(heartbeat_s=0.05, generate=QUICK, compile=QUICK, bench=QUICK, score=QUICK, train=QUICK)
-
-
-class Run:
-    """A run directory with a broker that can be stopped, killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        found = addresses(folder)
-        self.submit, self.work = found.submit, found.work
-        self.options = BrokerOptions(str(folder), found.submit, found.work, "", LEDGER, metrics_s=0.05)
-        self.broker = Broker(self.options)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        self.broker = Broker(self.options)
-        self._task = asyncio.create_task(self.broker.run())
-        await asyncio.sleep(0)
-
-    async def crash(self) -> None:
-        """As `kill -9`, but for the lock: nothing is said to anybody."""
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-
-    def worker(self, name: str, stage: str, handler: Any, slots: int = 1, **more: Any) -> Worker:
-        return Worker(self.work, name, [stage], slots, handler, rng=random.Random(0), **more)
-
-    @contextlib.asynccontextmanager
-    async def running(self, *workers: Worker) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(worker.run()) for worker in workers]
-        try:
-            yield
-        finally:
-            for worker in workers:
-                worker.stop()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def count(self, name: str) -> int:
-        return self.broker.ledger.counters[name]
-
-
-def scenario(body: Callable[[Run], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-    """Run an async test against a fresh broker, within thirty seconds."""
-
-    def test(tmp_path: Path) -> None:
-        async def play() -> None:
-            run = Run(tmp_path)
-            await run.start()
-            try:
-                async with asyncio.timeout(30):
-                    await body(run)
-            finally:
-                await run.crash()
-
-        asyncio.run(play())
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-async def ends(_: msg.Task, __: list[bytes]) -> Outcome:
-    return Outcome()
+WEDGE_S = 0.6
 
 
 async def hangs(_: msg.Task, __: list[bytes]) -> Outcome:
@@ -251,6 +180,23 @@ async def test_a_fault_of_ours_is_tried_elsewhere(run: Run) -> None:
             await producer.submit("t1", "bench", [])
             await until(lambda: run.count("finished") == 1)
     assert sorted(tried) == ["a", "b"]
+
+
+@scenario
+async def test_a_worker_that_fails_again_and_again_takes_its_time(run: Run) -> None:
+    tried: list[float] = []
+
+    async def fails(_: msg.Task, __: list[bytes]) -> Outcome:
+        tried.append(time.monotonic())
+        if len(tried) == 5:
+            return Outcome()
+        raise InfraError("the gpu is gone")
+
+    async with run.running(run.worker("a", "generate", fails)), Producer(run.submit) as producer:
+        for number in range(5):
+            await producer.submit(f"t{number}", "generate", [])
+        await until(lambda: run.count("finished") >= 1)
+    assert tried[4] - tried[0] >= 0.3  # nothing, nothing, 0.1 s, 0.2 s
 
 
 @scenario

@@ -9,7 +9,7 @@ from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger, LedgerOptions, StageOptions
 from protocols.messages import BACKENDS, Status
-from tests.protocol.test_ledger import Desk
+from tests.protocol.desk import Desk
 
 OPTIONS = LedgerOptions(heartbeat_s=1.0, no_worker_s=20.0, compile=StageOptions(ttl_s=10.0, queue_limit=40))
 

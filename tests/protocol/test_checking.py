@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,14 +17,14 @@ from protocols.checking import CheckDesk, CheckOptions
 from protocols.ledger import Ledger, LedgerOptions
 from protocols.opinions import agree, agreeing
 from protocols.records import BenchReport, BuildReport, Fault, Timing, Verdict
-from services.broker.options import BrokerOptions
 from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import Outcome, Producer, Worker
+from tests.brokers import beside, serving, until, working
+from tests.records import timing
 
 
 def report(speedup: float = 2.0, fault: Fault = Fault.OK, passed: int = 5, width: float = 0.1) -> BenchReport:
-    timing = Timing(9, speedup, speedup - width, speedup + width, 1.0, speedup) if fault is Fault.OK else None
-    return BenchReport(Verdict(fault, passed, 5), timing)
+    return BenchReport(Verdict(fault, passed, 5), timing(speedup, width) if fault is Fault.OK else None)
 
 
 @pytest.mark.parametrize(
@@ -346,99 +346,58 @@ def test_a_task_is_checked_at_both_stages() -> None:
 # ── over sockets ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def what_goes_on(
+    folder: Path, stage: str, lie: Outcome, truth: Outcome, following: Sequence[str], count: int
+) -> tuple[list[list[bytes]], Broker]:
+    """Of so many tasks: what comes to the stages that follow where one worker of three lies. It must be found out."""
+    records: list[list[bytes]] = []
+    ledger = LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5))
+    options = beside(folder, ledger=ledger)
+
+    def saying(name: str, outcome: Outcome) -> Worker:
+        async def says(_: msg.Task, __: list[bytes]) -> Outcome:
+            await asyncio.sleep(0.001)
+            return outcome
+
+        return Worker(options.work_address, name, [stage], 1, says)
+
+    async def takes(_: msg.Task, frames: list[bytes]) -> Outcome:
+        records.append(frames)
+        return Outcome()
+
+    async def play() -> Broker:
+        honest = [saying(name, truth) for name in ("b", "c")]
+        others = [Worker(options.work_address, f"{name}.1", [name], 4, takes) for name in following]
+        async with serving(Broker(options)) as broker, working(*honest, *others):
+            lying = asyncio.create_task(saying("liar", lie).run())
+            async with asyncio.timeout(40), Producer(options.submit_address) as producer:
+                await until(lambda: len(broker.ledger.pool.by_id) == 3 + len(following))
+                await asyncio.gather(*(producer.submit(f"t{n}", stage, [b"request"], f"g{n}") for n in range(count)))
+                await until(lambda: len(records) >= count)
+                with pytest.raises(HostError, match="quarantined"):
+                    await lying
+        return broker
+
+    broker = asyncio.run(play())
+    assert {len(frames) for frames in records} == {2}
+    assert broker.options.quarantine.read_text() == "liar\n"
+    return records, broker
+
+
+def said(report: BenchReport | BuildReport, following: str) -> Outcome:
+    return Outcome(following, [msgspec.msgpack.encode(report)])
+
+
 def test_a_lying_worker_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
-    async def play() -> None:
-        found = addresses(tmp_path)
-        options = BrokerOptions(
-            str(tmp_path), found.submit, found.work,
-            ledger=LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5)),
-        )  # fmt: skip
-        broker = Broker(options)
-        serving = asyncio.create_task(broker.run())
-        records: list[list[bytes]] = []
-
-        def bench(speedup: float) -> object:
-            async def judge(_: msg.Task, __: list[bytes]) -> Outcome:
-                await asyncio.sleep(0.001)
-                return Outcome("score", [msgspec.msgpack.encode(report(speedup))])
-
-            return judge
-
-        async def score(_: msg.Task, frames: list[bytes]) -> Outcome:
-            records.append(frames)
-            return Outcome()
-
-        liar = Worker(found.work, "liar", ["bench"], 1, bench(40.0))  # type: ignore[arg-type]
-        honest = [Worker(found.work, name, ["bench"], 1, bench(2.0)) for name in ("b", "c")]  # type: ignore[arg-type]
-        aggregator = Worker(found.work, "agg", ["score"], 4, score)
-        lying = asyncio.create_task(liar.run())
-        running = [asyncio.create_task(worker.run()) for worker in (*honest, aggregator)]
-        async with asyncio.timeout(40), Producer(found.submit) as producer:
-            while len(broker.ledger.pool.by_id if hasattr(broker, "ledger") else ()) < 4:
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(producer.submit(f"t{n}", "bench", [b"request"], f"g{n}") for n in range(60)))
-            while len(records) < 60:
-                await asyncio.sleep(0.02)
-            with pytest.raises(HostError, match="quarantined"):
-                await lying
-        for worker in (*honest, aggregator):
-            worker.stop()
-        await asyncio.gather(*running)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        speedups = {msgspec.msgpack.decode(frames[1], type=BenchReport).timing.speedup for frames in records}  # type: ignore[union-attr]
-        assert speedups == {2.0}, "no lie has reached the aggregator"
-        assert {len(frames) for frames in records} == {2}
-        assert (tmp_path / "quarantined").read_text() == "liar\n"
-
-    asyncio.run(play())
+    lie, truth = said(report(40.0), "score"), said(report(2.0), "score")
+    records, _ = what_goes_on(tmp_path, "bench", lie, truth, ["score"], 60)
+    speedups = {msgspec.msgpack.decode(frames[1], type=BenchReport).timing.speedup for frames in records}  # type: ignore[union-attr]
+    assert speedups == {2.0}, "no lie has reached the aggregator"
 
 
 def test_a_lying_farm_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
-    async def play() -> None:
-        found = addresses(tmp_path)
-        options = BrokerOptions(
-            str(tmp_path), found.submit, found.work,
-            ledger=LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5)),
-        )  # fmt: skip
-        broker = Broker(options)
-        serving = asyncio.create_task(broker.run())
-        records: list[list[bytes]] = []
-
-        def farm(report: BuildReport, following: str) -> object:
-            async def build(_: msg.Task, __: list[bytes]) -> Outcome:
-                await asyncio.sleep(0.001)
-                return Outcome(following, [msgspec.msgpack.encode(report)])
-
-            return build
-
-        async def judge(_: msg.Task, frames: list[bytes]) -> Outcome:
-            records.append(frames)
-            return Outcome()
-
-        refusing = farm(BuildReport(Fault.COMPILE_ERROR, message="does not compile"), "score")
-        liar = Worker(found.work, "liar", ["compile"], 1, refusing)  # type: ignore[arg-type]
-        honest = [Worker(found.work, name, ["compile"], 1, farm(BUILT, "bench")) for name in ("b", "c")]  # type: ignore[arg-type]
-        others = [Worker(found.work, f"{stage}.1", [stage], 4, judge) for stage in ("bench", "score")]
-        lying = asyncio.create_task(liar.run())
-        running = [asyncio.create_task(worker.run()) for worker in (*honest, *others)]
-        async with asyncio.timeout(40), Producer(found.submit) as producer:
-            while len(broker.ledger.pool.by_id if hasattr(broker, "ledger") else ()) < 5:
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"], f"g{n}") for n in range(40)))
-            while len(records) < 40:
-                await asyncio.sleep(0.02)
-            with pytest.raises(HostError, match="quarantined"):
-                await lying
-        for worker in (*honest, *others):
-            worker.stop()
-        await asyncio.gather(*running)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        assert {len(frames) for frames in records} == {2}
-        faults = {msgspec.msgpack.decode(frames[1], type=BuildReport).fault for frames in records}
-        assert faults == {Fault.OK}, "no lie has gone on"
-        assert (tmp_path / "quarantined").read_text() == "liar\n"
-        assert not broker._opinions, "nothing is kept of what was settled"
-
-    asyncio.run(play())
+    lie = said(BuildReport(Fault.COMPILE_ERROR, message="does not compile"), "score")
+    records, broker = what_goes_on(tmp_path, "compile", lie, said(BUILT, "bench"), ["bench", "score"], 40)
+    faults = {msgspec.msgpack.decode(frames[1], type=BuildReport).fault for frames in records}
+    assert faults == {Fault.OK}, "no lie has gone on"
+    assert not broker._opinions, "nothing is kept of what was settled"

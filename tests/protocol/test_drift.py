@@ -12,19 +12,17 @@ import pytest
 from protocols import messages as msg
 from protocols.checking import CheckOptions
 from protocols.drift import ENOUGH, KEPT, PAIRS, Drift
-from protocols.records import BenchReport, Fault, Timing, Verdict
+from protocols.records import BenchReport, Fault, Verdict
 from services.broker.options import BrokerOptions
 from services.runtime import Outcome, Producer
-from tests.protocol.test_broker import LEDGER, Run, ends, until
-
-
-def timing(speedup: float, half: float = 0.01) -> Timing:
-    return Timing(9, speedup, speedup - half, speedup + half, 1.0, 1.0)
+from tests.brokers import ends, until
+from tests.protocol.live import LEDGER, Run
+from tests.records import timing
 
 
 def compared(drift: Drift, times: int, first: float, second: float, names: tuple[str, str] = ("a", "b")) -> Drift:
     for _ in range(times):
-        drift.add(*names, timing(first), timing(second))
+        drift.add(*names, timing(first, 0.01), timing(second, 0.01))
     return drift
 
 
@@ -77,7 +75,7 @@ def test_memory_is_bounded_by_pairs_and_comparisons() -> None:
 def test_a_broker_that_has_candidates_timed_twice_tells_that_a_bench_is_ahead(tmp_path: Path) -> None:
     def finding(speedup: float) -> Any:
         async def bench(_: msg.Task, __: list[bytes]) -> Outcome:
-            report = BenchReport(Verdict(Fault.OK), timing(speedup, 0.1))
+            report = BenchReport(Verdict(Fault.OK), timing(speedup))
             return Outcome("score", [msgspec.msgpack.encode(report)])
 
         return bench

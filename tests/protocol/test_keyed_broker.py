@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 
 from kbrl_async.errors import HostError, UserError
-from kbrl_async.keyring import Keyring, client_keys
+from kbrl_async.keyring import client_keys
 from protocols import framing
 from protocols import messages as msg
-from protocols.auth import PeerLimits, Role
-from protocols.ledger import LedgerOptions
-from protocols.sockets import ClientKeys, Socket, connect_dealer
+from protocols.auth import Role
+from protocols.sockets import ClientKeys, connect_dealer
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
-
-ANY = "tcp://0.0.0.0:*"
-PATIENCE_S = 30.0
-NO_ANSWER_S = 0.4
+from services.runtime import Outcome, Producer
+from tests.brokers import ends, until, working
+from tests.protocol.keyed import ANY, Site, scenario
 
 
 @pytest.fixture(autouse=True)
@@ -36,87 +29,8 @@ def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.sockets.MAX_REMOTE_BYTES", 1 << 20)
 
 
-class Site:
-    """A broker with one key per role for its own host, and one for a bench elsewhere."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ring = Keyring(folder / "keys")
-        for role in Role:
-            self.ring.new(role, "local")
-        self.guest = client_keys(self.ring.new(Role.BENCH, "host7"))
-        self.broker = Broker(
-            BrokerOptions(
-                str(folder), ANY, ANY, status_address=ANY, keys=str(folder / "keys"),
-                ledger=LedgerOptions(heartbeat_s=0.05), limits=PeerLimits(messages_burst=200.0, messages_per_s=100.0),
-            )
-        )  # fmt: skip
-        self.context: zmq.Context[Socket] = zmq.Context()
-        self._dealers: list[Socket] = []
-
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self.broker.run())
-        await until(lambda: hasattr(self.broker, "ledger"))
-        self.submit, self.work, self.status = (_endpoint(router.socket) for router in self.broker._bound)
-
-    async def stop(self) -> None:
-        self.context.destroy(linger=0)
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-
-    def worker(self, name: str, stage: str, keys: ClientKeys, handler: Any) -> Worker:
-        return Worker(self.work, name, [stage], 1, handler, rng=random.Random(0), keys=keys)
-
-    def dealer(self, keys: ClientKeys, address: str = "") -> Socket:
-        self._dealers.append(connect_dealer(self.context, address or self.work, secrets.token_hex(8).encode(), keys))
-        return self._dealers[-1]
-
-    async def answer(self, dealer: Socket, message: msg.Message, payload: tuple[bytes, ...] = ()) -> str:
-        """The kind of what comes back; empty where nothing comes within a while."""
-        dealer.send_multipart(framing.encode(message, payload))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NO_ANSWER_S):
-                while not dealer.poll(0):
-                    await asyncio.sleep(0.01)
-                return type(framing.decode(dealer.recv_multipart())[0]).__name__
-        return ""
-
-
-def _endpoint(socket: Socket) -> str:
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
-def scenario(body: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-    def test(tmp_path: Path) -> None:
-        async def play() -> None:
-            site = Site(tmp_path)
-            await site.start()
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await body(site)
-            finally:
-                await site.stop()
-
-        asyncio.run(play())
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
 async def judges(_: msg.Task, __: list[bytes]) -> Outcome:
     return Outcome("score", [b"report"])
-
-
-async def ends(_: msg.Task, __: list[bytes]) -> Outcome:
-    return Outcome()
 
 
 HELLO = msg.Hello("host7.1", "a1", ["bench"], 1)
@@ -129,13 +43,9 @@ async def test_a_task_goes_its_way_between_keyed_processes(site: Site) -> None:
         site.worker("host7.1", "bench", site.guest, judges),
         site.worker("local.agg", "score", aggregator, ends),
     ]
-    running = [asyncio.create_task(worker.run()) for worker in workers]
-    async with Producer(site.submit, keys=aggregator) as producer:
+    async with working(*workers), Producer(site.submit, keys=aggregator) as producer:
         assert await producer.submit("t1", "bench", [b"request"])
         await until(lambda: site.broker.ledger.counters["finished"] == 1)
-    for worker in workers:
-        worker.stop()
-    await asyncio.gather(*running)
 
 
 @scenario
@@ -210,10 +120,8 @@ async def test_a_revoked_key_is_out_within_seconds_and_without_a_restart(site: S
 async def test_a_new_key_is_let_in_without_a_restart(site: Site) -> None:
     keys = client_keys(site.ring.new(Role.BENCH, "late"))
     worker = site.worker("late.1", "bench", keys, judges)
-    running = asyncio.create_task(worker.run())
-    await until(lambda: "late.1" in site.broker.ledger.pool.by_id)
-    worker.stop()
-    await running
+    async with working(worker):
+        await until(lambda: "late.1" in site.broker.ledger.pool.by_id)
 
 
 @scenario

@@ -13,9 +13,9 @@ from protocols import messages as msg
 from protocols.events import FromProducer, FromWorker
 from protocols.ledger import Ledger
 from protocols.prefetch import LONGEST_S, Prefetch
-from services.broker.options import BrokerOptions
 from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import Outcome, Producer, Worker
+from tests.brokers import beside, serving, until, working
 
 
 def measured(concurrency: int, line_s: float, work_s: float, *, times: int = 50, most: int | None = None) -> Prefetch:
@@ -92,9 +92,6 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
 
     async def play() -> None:
         met = asyncio.Event()
-        found = addresses(tmp_path)
-        broker = Broker(BrokerOptions(str(tmp_path), found.submit, found.work))
-        serving = asyncio.create_task(broker.run())
 
         async def step(name: str) -> None:
             together.add(name)
@@ -117,20 +114,28 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
                 await step("hands over")
             names.append(outcome.frames[0].decode())
 
+        options = beside(tmp_path)
         worker = Worker(
-            found.work, "w", ["score"], 4, work, concurrency=1, prefetch=Prefetch(1, most=4), before=before, after=after
+            options.work_address,
+            "w",
+            ["score"],
+            4,
+            work,
+            concurrency=1,
+            prefetch=Prefetch(1, most=4),
+            before=before,
+            after=after,
         )
         worker.session.credit = 4
-        running = asyncio.create_task(worker.run())
-        async with asyncio.timeout(40), Producer(found.submit) as producer:
+        async with (
+            asyncio.timeout(40),
+            serving(Broker(options)),
+            working(worker),
+            Producer(options.submit_address) as producer,
+        ):
             for number in range(3):
                 await producer.submit(f"t{number}", "score", [])
-            while len(names) < 3:
-                await asyncio.sleep(0.01)
-        worker.stop()
-        await running
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+            await until(lambda: len(names) == 3)
 
     asyncio.run(play())
     assert sorted(names) == ["t0", "t1", "t2"]

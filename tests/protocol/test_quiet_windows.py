@@ -12,7 +12,8 @@ from protocols import messages as msg
 from protocols.messages import SHARES
 from services.runtime import Outcome, Producer
 from services.runtime.quiet import Gate, Window
-from tests.protocol.test_broker import Run, ends, scenario, until
+from tests.brokers import ends, until
+from tests.protocol.live import Run, scenario
 
 GPU = "host/gpu0"
 STEP_S, LENGTH_S = 0.02, 8.0

@@ -29,30 +29,20 @@ from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.broker.status import StatusDesk, Troubles
 from services.runtime import Producer, Worker, addresses
+from tests.brokers import beside, serving
 
 DEADLINE_S = 20.0
 
 
 def options(folder: Path) -> BrokerOptions:
-    found = addresses(folder)
     ledger = LedgerOptions(heartbeat_s=0.05)
-    return BrokerOptions(
-        str(folder), found.submit, found.work, ledger=ledger, metrics_s=0.05, status_address=found.status
-    )
+    return beside(folder, ledger=ledger, metrics_s=0.05, status_address=addresses(folder).status)
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Broker]:
-    broker = Broker(options(folder))
-    running = asyncio.create_task(broker.run())
-    await asyncio.sleep(0)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield broker
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+async def watched(folder: Path) -> AsyncIterator[Broker]:
+    async with serving(Broker(options(folder))) as broker, asyncio.timeout(DEADLINE_S):
+        yield broker
 
 
 async def ask(folder: Path) -> msg.StatusReport:
@@ -67,7 +57,7 @@ def test_a_viewer_sees_queues_workers_and_what_a_worker_tells(tmp_path: Path) ->
         async def hangs(_: msg.Task, __: list[bytes]) -> None:
             await asyncio.sleep(60)
 
-        async with serving(tmp_path) as broker, Producer(addresses(tmp_path).submit) as producer:
+        async with watched(tmp_path) as broker, Producer(addresses(tmp_path).submit) as producer:
             worker = Worker(addresses(tmp_path).work, "farm-1", [Stage.COMPILE], 2, hangs)
             worker.meter.facts["reward_mean"] = 0.25
             working = asyncio.create_task(worker.run())
@@ -107,7 +97,7 @@ FORBIDDEN: list[msg.Message] = [
 
 def test_a_viewer_can_neither_submit_nor_credit_nor_publish(tmp_path: Path) -> None:
     async def play() -> None:
-        async with serving(tmp_path) as broker, Producer(addresses(tmp_path).submit) as producer:
+        async with watched(tmp_path) as broker, Producer(addresses(tmp_path).submit) as producer:
             await producer.submit("t1", Stage.COMPILE, [b"x"], group_id="g1")
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             viewer = connect_dealer(context, addresses(tmp_path).status, secrets.token_hex(8).encode())
@@ -215,10 +205,10 @@ def test_top_says_that_the_broker_is_away_and_goes_on_with_the_next_one(tmp_path
         seen = []
         with StatusClient(addresses(tmp_path).status) as client:
             watcher = Watcher(client.ask, None, "x")
-            async with serving(tmp_path):
+            async with watched(tmp_path):
                 seen.append((await asyncio.to_thread(watcher.look, DEADLINE_S)).state)
             seen.append((await asyncio.to_thread(watcher.look, 0.2)).state)
-            async with serving(tmp_path):
+            async with watched(tmp_path):
                 view = await asyncio.to_thread(watcher.look, DEADLINE_S)
                 seen += [view.state, str(view.epoch), str(view.rates)]
         return seen
@@ -238,15 +228,10 @@ def test_over_tcp_an_observer_with_its_key_sees_and_a_worker_with_its_own_does_n
         observer, worker = (client_keys(ring.new(role, "host7")) for role in (Role.OBSERVER, Role.BENCH))
         address = f"tcp://127.0.0.1:{free_port()}"
         keyed = msgspec.structs.replace(options(tmp_path), status_address=address, keys=str(ring.folder))
-        running = asyncio.create_task(Broker(keyed).run())
-        try:
+        async with serving(Broker(keyed)):
             with StatusClient(address, observer) as viewer, StatusClient(address, worker) as intruder:
                 seen = await asyncio.to_thread(viewer.ask, DEADLINE_S)
                 return seen, await asyncio.to_thread(intruder.ask, 0.3)
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
 
     seen, refused = asyncio.run(play())
     assert seen is not None

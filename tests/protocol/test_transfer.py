@@ -16,9 +16,9 @@ from kbrl_async.building.store import ArtifactStore
 from protocols import messages as msg
 from protocols.transfer import CHUNK_BYTES, MAX_BYTES, RETRY_S, WINDOW, Download, Upload
 from services.broker.depot import MAX_UPLOADS_EACH, Depot
-from services.broker.options import BrokerOptions
 from services.broker.server import Broker
-from services.runtime import Outcome, Worker, addresses
+from services.runtime import Worker
+from tests.brokers import beside, ends, serving, until, working
 
 
 class Clock:
@@ -249,26 +249,13 @@ def test_the_store_stays_within_its_limit(tmp_path: Path) -> None:
 
 
 def test_an_artifact_passes_through_a_live_broker(tmp_path: Path) -> None:
-    async def idle(_: msg.Task, __: list[bytes]) -> Outcome:
-        return Outcome()
-
     async def play() -> bytes:
-        found = addresses(tmp_path)
-        broker = Broker(BrokerOptions(str(tmp_path), found.submit, found.work))
-        serving = asyncio.create_task(broker.run())
-        farm = Worker(found.work, "farm", ["compile"], 1, idle)
-        bench = Worker(found.work, "bench", ["bench"], 1, idle)
-        running = [asyncio.create_task(worker.run()) for worker in (farm, bench)]
-        async with asyncio.timeout(30):
-            while not (farm.welcomed and bench.welcomed):
-                await asyncio.sleep(0.01)
-            got = await bench.transfers.fetch(await farm.transfers.send(content_of(3 * CHUNK_BYTES + 1)))
-            for worker in (farm, bench):
-                worker.stop()
-            await asyncio.gather(*running)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        return got
+        options = beside(tmp_path)
+        farm = Worker(options.work_address, "farm", ["compile"], 1, ends)
+        bench = Worker(options.work_address, "bench", ["bench"], 1, ends)
+        async with asyncio.timeout(30), serving(Broker(options)), working(farm, bench):
+            await until(lambda: farm.welcomed and bench.welcomed)
+            return await bench.transfers.fetch(await farm.transfers.send(content_of(3 * CHUNK_BYTES + 1)))
 
     assert asyncio.run(play()) == content_of(3 * CHUNK_BYTES + 1)
 

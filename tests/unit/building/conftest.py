@@ -6,30 +6,13 @@ import pytest
 
 from kbrl_async.building import ArtifactStore, Builder
 from protocols.records import Candidate
+from tests.candidates import in_c
 
-_TEXT = """
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = {source!r}
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        {forward}
-        return y
-"""
 GOOD = "void f(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }"
 
 
 def make(source: str = GOOD, forward: str = "pass", replace: tuple[str, str] = ("", "")) -> Candidate:
-    return Candidate(_TEXT.format(source=source, forward=forward).replace(*replace), "c")
+    return Candidate(in_c(source, forward).replace(*replace), "c")
 
 
 @pytest.fixture

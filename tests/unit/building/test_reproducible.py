@@ -9,13 +9,10 @@ import pytest
 from kbrl_async.building import ArtifactStore, Builder, c
 from protocols.opinions import _BY_BYTES
 from protocols.records import BuildReport, Candidate, Fault
+from tests.candidates import in_c
 
-SOURCE = '''
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = r"""
+SOURCE = in_c(
+    """
 #pragma GCC optimize("Ofast")
 #include <math.h>
 void f(const float *x, float *y, long n) {
@@ -23,18 +20,7 @@ void f(const float *x, float *y, long n) {
     for (long i = 0; i < n; i++) y[i] = tanhf(x[i]);
 }
 """
-
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        return y
-'''
+)
 
 
 def built_on_a_host_of_its_own(store: Path) -> BuildReport:

@@ -144,9 +144,17 @@ def test_a_run_that_left_nothing_passes_nothing_that_needs_a_run(tmp_path: Path)
     assert {"the run has ended", "the final policy is trained and evaluated"} <= names
 
 
-@pytest.mark.parametrize(("back_s", "ok"), [(2.9, True), (3.1, False)])
-def test_a_broker_that_comes_back_too_late_is_a_failure(back_s: float, ok: bool) -> None:
-    report = Report("x", faults=[Happened(Fault(Kind.KILL, "broker"), began_s=1.0, working_s=back_s)])
+@pytest.mark.parametrize(
+    ("answered_s", "working_s", "pause_s", "ok"),
+    [(0.5, 2.9, 0.2, True), (0.5, 3.1, 0.2, False), (0.5, 3.1, 2.0, True), (3.1, 3.2, 2.0, False)],
+    ids=["in time", "late under load", "late where nobody had a result to hand in", "silent for too long"],
+)
+def test_a_broker_that_comes_back_too_late_is_a_failure(
+    answered_s: float, working_s: float, pause_s: float, ok: bool
+) -> None:
+    fault = Fault(Kind.KILL, "broker")
+    killed = Happened(fault, began_s=1.0, answered_s=answered_s, working_s=working_s, pause_s=pause_s)
+    report = Report("x", faults=[killed])
     report.conclude(judge(evidence()))
     assert report.ok is ok
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kbrl_async.chaos import Driver, Fault, Kind
 from kbrl_async.chaos.driver import PATIENCE_S, START_S, STILL_S, WEDGE_S
 from kbrl_async.chaos.injuries import Absent, Wound
@@ -92,6 +94,19 @@ def test_the_broker_is_back_with_its_next_result_not_with_its_first_answer() -> 
     assert (world.driver.happened[0].answered_s, world.driver.happened[0].working_s) == (1.0, None)
     world.after(0.75, results=12, epoch=2)
     assert world.driver.happened[0].working_s == 1.75
+
+
+def test_a_broker_is_under_load_where_results_came_until_it_was_killed() -> None:
+    steady, stood_still = World(Fault(Kind.KILL, "broker", at_s=6)), World(Fault(Kind.KILL, "broker", at_s=6))
+    for world in (steady, stood_still):
+        world.after(0)
+        for tenth in range(1, 61):
+            world.after(0.1, results=min(tenth, 60 if world is steady else 40))
+        world.after(0.1, results=61 if world is steady else 40)
+        assert world.done == ["kill broker"]
+    assert steady.driver.happened[0].under_load
+    assert not stood_still.driver.happened[0].under_load
+    assert stood_still.driver.happened[0].pause_s == pytest.approx(2.1, abs=0.11)
 
 
 def test_a_report_of_the_dead_broker_is_no_recovery() -> None:

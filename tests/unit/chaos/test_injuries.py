@@ -107,6 +107,18 @@ def test_what_is_stopped_goes_on_at_the_end(run_dir: Path) -> None:
     until(lambda: state(pid) != "T")
 
 
+def test_a_stop_on_top_of_a_wedge_does_not_end_it(run_dir: Path) -> None:
+    hands, pid = injuries(run_dir), child(run_dir)
+    wedge = hands.begin(Fault(Kind.WEDGE, "learner", for_s=60))
+    stop = hands.begin(Fault(Kind.STOP, "learner", for_s=1))
+    assert list(stop.stopped) == [pid]
+    until(lambda: state(pid) == "T")
+    hands.end(stop)
+    assert state(pid) == "T"
+    hands.release(wedge)
+    until(lambda: state(pid) != "T")
+
+
 def test_a_wedge_is_not_undone_and_is_over_once_the_process_is_gone(run_dir: Path) -> None:
     hands, pid = injuries(run_dir), child(run_dir)
     wound = hands.begin(Fault(Kind.WEDGE, "learner", for_s=1))
@@ -124,6 +136,16 @@ def test_a_full_disk_is_a_limit_on_child_and_nanny_and_is_lifted_again(run_dir: 
     assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in wound.pids} == {0}
     hands.end(wound)
     assert 0 not in {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in wound.pids}
+
+
+def test_of_two_full_disks_that_overlap_the_last_to_end_gives_the_room_back(run_dir: Path) -> None:
+    hands, pid = injuries(run_dir), child(run_dir)
+    first, second = (hands.begin(Fault(Kind.DISK_FULL, "learner", for_s=1)) for _ in range(2))
+    assert pid in first.pids
+    hands.end(first)
+    assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in second.pids} == {0}
+    hands.end(second)
+    assert 0 not in {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in second.pids}
 
 
 def test_a_target_that_is_not_there_is_said(run_dir: Path) -> None:

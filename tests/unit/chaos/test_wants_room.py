@@ -60,3 +60,28 @@ sys.exit(2)
 def test_a_sqlite_file_under_a_limit_counts_too(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "x.sqlite")]
     assert subprocess.run(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=60).returncode == 0
+
+
+SCRIPT_OF_TEMPORARY_FILES = """
+import resource, sys, tempfile
+from kbrl_async.durable import wants_room
+if sys.argv[1] == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+try:
+    tempfile.gettempdir()
+except FileNotFoundError as error:
+    sys.exit(0 if wants_room(error) else 1)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(("why", "code"), [("full", 0), ("absent", 1)])
+def test_temporary_folders_without_room_are_told_from_those_that_are_not_there(
+    tmp_path: Path, why: str, code: int
+) -> None:
+    script = SCRIPT_OF_TEMPORARY_FILES
+    if why == "absent":
+        script = script.replace("tempfile.gettempdir()", "raise FileNotFoundError(2, 'No usable temporary directory')")
+    command = [sys.executable, "-c", script, why]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == code

@@ -20,6 +20,7 @@ from kbrl_async.timing.methods import methods, ratio
 from kbrl_async.timing.resolution import Report, Row, Trial, summarise
 from kbrl_async.verifying import Bench
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
+from tests.candidates import elementwise
 
 CASES = bench_cases.CPU_CASES
 
@@ -212,33 +213,11 @@ def test_a_row_says_how_often_the_truth_was_inside() -> None:
     assert (found.covered, found.false_faster) == (0.75, 0.25)
 
 
-CANDIDATE = '''
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = """
-#include <math.h>
-void f(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = tanhf(x[i]); }
-"""
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        return y
-'''
-
-
 def test_one_kernel_is_timed_with_all_that_a_reward_rests_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "mine.py").write_text(CANDIDATE)
+    (tmp_path / "mine.py").write_text(elementwise("tanhf(x[i])"))
     words = ["--problem", "L1/01_tanh", "--candidate", str(tmp_path / "mine.py"), "--cap", "0.05", "--json"]
     code = cli.main(["bench", *words])
     document = json.loads(capsys.readouterr().out)

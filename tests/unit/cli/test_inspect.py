@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kbrl_async.cli import main
@@ -15,36 +14,26 @@ from kbrl_async.telemetry.archive import FILE, ArchiveWriter, GroupEnd, Outcome,
 from protocols.records import (
     BenchReport,
     BuildReport,
-    Candidate,
     Fault,
     Frame,
-    Generation,
-    Problem,
-    Purpose,
-    RolloutRequest,
-    SamplingParams,
     StageReport,
-    Timing,
     Verdict,
 )
+from tests.records import packed, record, timing
 
 DEADLINE_S = 30.0
 
 
-def record(rollout_id: str, speedup: float) -> list[Frame]:
-    problem = Problem("L1/07_relu", 1, "relu", "")
-    request = RolloutRequest(
-        rollout_id, "g000001", problem, "write relu", "c", SamplingParams(64), Purpose.TRAIN, admitted_at=100.0
-    )
-    written = Generation(
-        3, [1, 2], [5, 6, 7], [-1.0] * 3, "```python\nclass ModelNew: …\n```", "stop",
-        Candidate("class ModelNew: …", "c"), worker_id="sampler.1", started_at=101.0, finished_at=102.0,
-    )  # fmt: skip
-    built = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.1), StageReport("compile", Fault.OK, 0.2)))
-    timing = Timing(9, speedup, speedup - 0.1, speedup + 0.1, 2.0, 3.0, stopped="resolved")
+def shown(rollout_id: str, speedup: float) -> list[Frame]:
     proof = "own kernels: run ×1; library operators: none"
     verdict = Verdict(Fault.OK, 4, 4, evidence=proof, max_abs_error=1e-7, tolerance=1e-4)
-    return [request, written, built, BenchReport(verdict, timing)]
+    found = timing(speedup, candidate_ms=2.0, reference_ms=3.0, stopped="resolved")
+    code = "class ModelNew: …"
+    request, written, _, judged = record(
+        rollout_id, f"```python\n{code}\n```", source=code, prompt="write relu", bench=BenchReport(verdict, found)
+    )
+    built = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.1), StageReport("compile", Fault.OK, 0.2)))
+    return [request, written, built, judged]
 
 
 @pytest.fixture
@@ -54,9 +43,9 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(to_yaml(Config()))
     with ArchiveWriter(folder / FILE) as archive:
         for name, speedup, reward in (("g000001.r0", 1.0, 0.825), ("g000001.r1", 8.1, 1.0), ("g000001.r10", 2.0, 0.9)):
-            frames = record(name, speedup)
+            frames = shown(name, speedup)
             row = make_row(name, "g000001", name, frames, at=105.0, fault="ok", reward=reward)
-            archive.add(row, [msgspec.msgpack.encode(frame) for frame in frames]).result(DEADLINE_S)
+            archive.add(row, packed(frames)).result(DEADLINE_S)
         archive.outcomes([Outcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
         archive.ended([GroupEnd("g000001", "L1/07_relu", "trained")])
     return folder

@@ -17,9 +17,9 @@ from kbrl_async.cli import main, status_client, top
 from kbrl_async.config import Config, to_yaml
 from kbrl_async.errors import UserError
 from protocols.messages import Load, StatusReport, WorkerStanding
-from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import addresses
+from tests.brokers import beside, serving
 
 
 @pytest.fixture
@@ -40,16 +40,9 @@ def while_served(run: Path, act: Callable[[], int]) -> int:
     """Call it in a thread, beside a broker of this run."""
 
     async def play() -> int:
-        found = addresses(run)
-        options = BrokerOptions(str(run), found.submit, found.work, status_address=found.status, metrics_s=0.05)
-        serving = asyncio.create_task(Broker(options).run())
-        try:
-            async with asyncio.timeout(30):
-                return await asyncio.to_thread(act)
-        finally:
-            serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+        options = beside(run, status_address=addresses(run).status, metrics_s=0.05)
+        async with serving(Broker(options)), asyncio.timeout(30):
+            return await asyncio.to_thread(act)
 
     return asyncio.run(play())
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from kbrl_async import cli
 from kbrl_async.cli import asking, worker
@@ -22,6 +21,7 @@ from protocols.sockets import ClientKeys
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Worker
+from tests.brokers import endpoints, serving, until
 
 REMOTE = "tcp://10.0.0.1:5756"
 
@@ -89,25 +89,12 @@ def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyr
     async def play() -> msg.Welcome:
         options = BrokerOptions(str(folder), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
         broker = Broker(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
-        serving = asyncio.create_task(broker.run())
-        try:
-            while not hasattr(broker, "ledger"):
-                await asyncio.sleep(0.01)
-            answer = await asyncio.to_thread(asking.welcome, address_of(broker), keys, worker_id)
-            while broker.ledger.pool.by_id:
-                await asyncio.sleep(0.01)
+        async with serving(broker):
+            answer = await asyncio.to_thread(asking.welcome, endpoints(broker)[1], keys, worker_id)
+            await until(lambda: not broker.ledger.pool.by_id)
             return answer
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
 
     return asyncio.run(play())
-
-
-def address_of(broker: Broker) -> str:
-    endpoint = broker._bound[1].socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
 
 
 @pytest.mark.timeout(60)
@@ -164,17 +151,11 @@ def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
         raise AssertionError("it must not work")
 
     async def play() -> None:
-        broker = Broker(BrokerOptions(str(tmp_path), ANY, ANY, ":memory:", LedgerOptions(settings=RUN)))
-        serving = asyncio.create_task(broker.run())
-        while not hasattr(broker, "ledger"):
-            await asyncio.sleep(0.01)
-        try:
+        options = BrokerOptions(str(tmp_path), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
+        async with serving(Broker(options)) as broker:
             other = lambda text: agreed.differences(Config(), "timing_bench", text)  # noqa: E731
             with pytest.raises(ConfigError, match=r"timing_bench.cap_s is 0\.1 here and 0\.4 in the run"):
-                await Worker(address_of(broker), "b", ["bench"], 1, work, differs=other).run()
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+                await Worker(endpoints(broker)[1], "b", ["bench"], 1, work, differs=other).run()
 
     asyncio.run(play())
 

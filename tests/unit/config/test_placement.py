@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.config import load
 from kbrl_async.config.placement import Gpu, allowed, check_fit, misfit, visible_to
-from kbrl_async.errors import HostError
+from kbrl_async.errors import ConfigError, HostError
 from services.runtime.placing import place
 
 H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
@@ -49,6 +49,22 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     assert sorted(ids) == [str(i) for i in range(8)]
 
 
+def test_each_process_of_a_learner_gets_a_gpu_of_its_own_in_a_split() -> None:
+    words = ["placement=split", "learner.processes=3", "processes.sampler=2", "processes.timing_bench=2"]
+    got = seen(*words)
+    assert got["learner.1"] == "0,1,2"
+    assert (got["sampler.1"], got["sampler.2"], got["timing_bench.1"]) == ("3", "4", "5")
+    assert misfit(load(overrides=words), H100[:7]) == ""
+    assert misfit(load(overrides=words), H100[:6]).startswith("it takes 7 GPUs (learner.processes=3 + ")
+
+
+@pytest.mark.parametrize("placement", ["one_gpu", "two_gpus"])
+def test_processes_of_a_learner_never_share_a_gpu(placement: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.processes=2 with placement={placement}.*placement=split"):
+        load(overrides=[f"placement={placement}", "learner.processes=2"])
+    load(overrides=["learner.processes=2"])
+
+
 @pytest.mark.parametrize(("placement", "quiet"), [("one_gpu", True), ("two_gpus", False), ("split", False)])
 def test_only_a_bench_that_shares_its_gpu_asks_for_quiet(placement: str, quiet: bool) -> None:
     config = load(overrides=[f"placement={placement}"])
@@ -65,7 +81,11 @@ def test_a_key_of_ones_own_wins_over_the_preset() -> None:
     [
         (["placement=one_gpu"], [], "takes 1 GPU, and this machine has 0"),
         (["placement=two_gpus"], H100[:1], "takes 2 GPUs, and this machine has 1"),
-        (["placement=split"], H100[:3], r"takes 4 GPUs \(1 \+ processes.sampler=2 \+ processes.timing_bench=1\)"),
+        (
+            ["placement=split"],
+            H100[:3],
+            r"takes 4 GPUs \(learner.processes=1 \+ processes.sampler=2 \+ processes.timing_bench=1\)",
+        ),
         (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
         (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),
         (

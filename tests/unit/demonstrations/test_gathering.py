@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kbrl_async.demonstrations import Renderer, gather
@@ -18,17 +17,13 @@ from kbrl_async.errors import MissingTool, UserError
 from kbrl_async.telemetry.archive import FILE, ArchiveWriter, make_row
 from protocols.records import (
     BenchReport,
-    BuildReport,
-    Candidate,
     Fault,
     Frame,
-    Generation,
     Problem,
-    Purpose,
     RolloutRequest,
-    SamplingParams,
     Verdict,
 )
+from tests.records import packed, record
 
 PAIR = {"prompt": "add", "response": "a + b"}
 
@@ -135,16 +130,10 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path) -> None:
 # ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record(name: str, text: str, fault: Fault = Fault.OK, split: str = "train", finish: str = "stop") -> list[Frame]:
+def answer(name: str, text: str, fault: Fault = Fault.OK, split: str = "train", finish: str = "stop") -> list[Frame]:
     problem = Problem("L1/a", 1, "a", "class Model: ...", split=split)
-    request = RolloutRequest(name, "g", problem, "the prompt", "c", SamplingParams(9), Purpose.TRAIN)
-    candidate = Candidate(text, "c")
-    return [
-        request,
-        Generation(1, [1], [2], [-0.1], text, finish, candidate),
-        BuildReport(Fault.OK),
-        BenchReport(Verdict(fault, 5, 5)),
-    ]
+    bench = BenchReport(Verdict(fault, 5, 5))
+    return record(name, text, source=text, problem=problem, prompt="the prompt", finish=finish, bench=bench)
 
 
 def write_run(folder: Path, *turns: tuple[list[Frame], float]) -> Path:
@@ -154,18 +143,18 @@ def write_run(folder: Path, *turns: tuple[list[Frame], float]) -> Path:
             request = frames[0]
             assert isinstance(request, RolloutRequest)
             row = make_row(request.rollout_id, "g", request.rollout_id, frames, reward=reward, clock=0.0, at=0.0)
-            archive.add(row, [msgspec.msgpack.encode(frame) for frame in frames])
+            archive.add(row, packed(frames))
     return folder
 
 
 def test_a_run_gives_the_best_different_verified_answers_of_each_problem(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run",
-        (record("r0", "slow"), 0.6),
-        (record("r1", "fast"), 0.9),
-        (record("r2", "fast"), 0.9),
-        (record("r3", "wrong", Fault.INCORRECT), 0.95),
-        (record("r4", "slowest"), 0.5),
+        (answer("r0", "slow"), 0.6),
+        (answer("r1", "fast"), 0.9),
+        (answer("r2", "fast"), 0.9),
+        (answer("r3", "wrong", Fault.INCORRECT), 0.95),
+        (answer("r4", "slowest"), 0.5),
     )
     found = [c.messages[-1].content for _, c in best_answers(run, 2) if isinstance(c, Conversation)]
     assert found == ["fast", "slow"]
@@ -174,9 +163,9 @@ def test_a_run_gives_the_best_different_verified_answers_of_each_problem(tmp_pat
 def test_held_out_problems_and_cut_answers_of_a_run_are_left_out_by_name(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run",
-        (record("r0", "a", split="heldout"), 0.9),
-        (record("r1", "b", finish="length"), 0.8),
-        (record("r2", "c"), 0.7),
+        (answer("r0", "a", split="heldout"), 0.9),
+        (answer("r1", "b", finish="length"), 0.8),
+        (answer("r2", "c"), 0.7),
     )
     found = dict(best_answers(run, 3))
     assert "held out" in str(found[f"{run}:r0"])
@@ -185,6 +174,6 @@ def test_held_out_problems_and_cut_answers_of_a_run_are_left_out_by_name(tmp_pat
 
 
 def test_a_run_and_a_file_are_read_alike(tmp_path: Path, renderer: Renderer) -> None:
-    run = write_run(tmp_path / "run", (record("r0", "kernel"), 0.9))
+    run = write_run(tmp_path / "run", (answer("r0", "kernel"), 0.9))
     found = gather([str(run), lines(tmp_path / "more.jsonl", PAIR)], renderer)
     assert [lesson.where for lesson in found.lessons] == [f"{run}:r0", f"{tmp_path / 'more.jsonl'}:1"]

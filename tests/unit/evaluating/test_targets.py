@@ -17,7 +17,7 @@ from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import ModelOptions, causal_lm, load_model
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.policy.tokenizer import train_tokenizer
-from tests.unit.learning.conftest import make_model
+from tests.models import tiny_model
 
 CANARY = [1, 2, 3, 4]
 
@@ -26,7 +26,7 @@ CANARY = [1, 2, 3, 4]
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
-    model = make_model()
+    model = tiny_model()
     model.resize_token_embeddings(400)  # type: ignore[operator]
     model.save_pretrained(str(folder))  # type: ignore[operator]
     train_tokenizer(["def forward(self, x): return x", "class Model"], 300).save_pretrained(str(folder))

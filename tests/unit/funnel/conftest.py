@@ -11,48 +11,13 @@ from kbrl_async.problems import parse_problem
 from kbrl_async.timing import Recipe
 from kbrl_async.verifying import BenchOptions
 from protocols.records import Problem
+from tests.candidates import affine, elementwise
 
-PROBLEM = """
-import torch
-import torch.nn as nn
-
-class Model(nn.Module):
-    def forward(self, x):
-        return x * 2 + 1
-
-def get_inputs():
-    return [torch.randn(16, 33)]
-
-def get_init_inputs():
-    return []
-"""
-
-KERNEL = '''
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = r"""
-void f(const float *x, float *y, long n) {
-  for (long i = 0; i < n; i++) y[i] = BODY;
-  EXTRA
-}
-"""
-
-class ModelNew(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = c_kernel(SOURCE, "f")
-
-    def forward(self, x):
-        y = torch.empty_like(x)
-        self.kernel(x, y, x.numel())
-        return y
-'''
+PROBLEM = affine()
 
 
 def kernel(body: str = "2 * x[i] + 1", extra: str = "") -> str:
-    return KERNEL.replace("BODY", body).replace("EXTRA", extra)
+    return elementwise(body, after=extra)
 
 
 QUICK = VerifyOptions(

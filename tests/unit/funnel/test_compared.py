@@ -12,9 +12,10 @@ import pytest
 from kbrl_async.funnel import compared
 from kbrl_async.funnel.compared import Compared, ticking
 from protocols.records import BenchReport, Fault, Problem, Timing, Verdict
+from tests.records import timing
 
 PROBLEM = Problem("L1/1_a", 1, "1_a", "")
-RIGHT = BenchReport(Verdict(Fault.OK), Timing(9, 2.0, 1.9, 2.1, 1.0, 2.0))
+RIGHT = BenchReport(Verdict(Fault.OK), timing(2.0))
 
 
 class Fake:

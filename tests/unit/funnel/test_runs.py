@@ -11,12 +11,12 @@ from kbrl_async.errors import InfraError, UserError
 from kbrl_async.funnel import Result, RunOptions, Verifier, verify_run
 from kbrl_async.funnel.kernelbench import Outcome, eval_results, problems_root, samples
 from kbrl_async.funnel.runs import JOURNAL_FILE, RESULTS_FILE
-from protocols.records import Fault, Problem, StageReport, Timing, Verdict
-
-from .conftest import PROBLEM, QUICK, kernel
+from protocols.records import Fault, Problem, StageReport, Verdict
+from tests.records import timing
+from tests.unit.funnel.conftest import PROBLEM, QUICK, kernel
 
 COMPILED = (StageReport("compile", Fault.OK, 0.1),)
-RIGHT = Result("L1/1_a", "c", "cpu", Verdict(Fault.OK, 5, 5), COMPILED, Timing(9, 2.0, 1.5, 2.5, 1.0, 2.0))
+RIGHT = Result("L1/1_a", "c", "cpu", Verdict(Fault.OK, 5, 5), COMPILED, timing(2.0, 0.5))
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from kbrl_async.building.sanitize import Finding, Sanitized, Sanitizer
 from kbrl_async.errors import InfraError
 from kbrl_async.funnel import SpotChecks, Verifier
 from kbrl_async.funnel.verifier import VerifyOptions
-from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
-
-from .conftest import QUICK, kernel
+from protocols.records import BenchReport, Candidate, Fault, Problem, Verdict
+from tests.records import timing
+from tests.unit.funnel.conftest import QUICK, kernel
 
 FINDING = Finding("sanitizer:heap-buffer-overflow", "write of 4 bytes", "line 5")
 CANDIDATE = Candidate("", "c")
 
 
 def report(lo: float, fault: Fault = Fault.OK) -> BenchReport:
-    return BenchReport(Verdict(fault), Timing(9, lo + 0.1, lo, lo + 0.2, 1.0, 2.0))
+    return BenchReport(Verdict(fault), timing(lo + 0.1))
 
 
 @pytest.fixture

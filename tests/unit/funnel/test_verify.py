@@ -17,8 +17,7 @@ from kbrl_async.errors import MissingTool, ProblemError, UserError
 from kbrl_async.funnel import Result, Verifier, guess_backend, read_candidate
 from kbrl_async.problems import parse_problem
 from protocols.records import Fault, Problem
-
-from .conftest import PROBLEM, QUICK, kernel
+from tests.unit.funnel.conftest import PROBLEM, QUICK, kernel
 
 
 def names(result: Result) -> list[str]:

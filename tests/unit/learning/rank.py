@@ -19,7 +19,7 @@ from kbrl_async.learning.models import causal_lm, enable_checkpointing, wrap_lor
 from kbrl_async.learning.team import Team
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup
-from tests.unit.learning.conftest import make_model
+from tests.models import tiny_model
 
 OPTIONS = TrainerOptions(
     epochs=1,
@@ -33,7 +33,7 @@ CANARY = [3, 1, 4, 1, 5, 9]
 
 
 def make(how: str) -> torch.nn.Module:
-    model = wrap_lora(make_model(), rank=2)
+    model = wrap_lora(tiny_model(), rank=2)
     if how == "sharded":
         enable_checkpointing(causal_lm(model))
         model.train()  # as the learner loads it

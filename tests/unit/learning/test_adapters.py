@@ -16,26 +16,14 @@ from kbrl_async.learning.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.sampling.transformers_engine import TransformersEngine
 from protocols.records import SamplingParams, TrainGroup
-from tests.unit.learning.conftest import make_model
+from tests.models import NumberTokenizer, tiny_model
 
 CANARY = [1, 2, 3, 4, 5]
 ROLES = ("verifier", "corrector")
 
 
-class Numbers:
-    """Text is token ids with blanks between."""
-
-    eos_token_id = 63
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-
 def policy() -> torch.nn.Module:
-    wrapped = wrap_lora(make_model(), 4)
+    wrapped = wrap_lora(tiny_model(), 4)
     add_adapters(wrapped, ROLES)
     return wrapped
 
@@ -53,7 +41,7 @@ def as_role(groups: list[TrainGroup], role: str) -> list[TrainGroup]:
 def test_a_role_without_an_adapter_uses_the_main_one() -> None:
     assert adapter_of("verifier", (MAIN, "verifier")) == "verifier"
     assert adapter_of("solver", (MAIN, "verifier")) == MAIN
-    assert adapter_names(make_model()) == (MAIN,)
+    assert adapter_names(tiny_model()) == (MAIN,)
 
 
 def test_each_roles_samples_train_its_own_adapter_only(groups: list[TrainGroup]) -> None:
@@ -100,7 +88,7 @@ def test_the_engine_serves_each_role_by_its_own_adapter(tmp_path: Path) -> None:
             expected[role] = torch.log_softmax(logits, -1)
 
     async def ask() -> dict[str, tuple[int, float]]:
-        engine = TransformersEngine(make_model(), Numbers())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer())
         try:
             await engine.load(manifest, tmp_path / "policy-v0")
             names = {"solver": MAIN, "verifier": "verifier", "corrector": "corrector"}
@@ -129,7 +117,7 @@ def test_two_adapters_that_were_swapped_are_found_by_their_canaries(tmp_path: Pa
     }
 
     async def load() -> None:
-        engine = TransformersEngine(make_model(), Numbers())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer())
         try:
             await engine.load(msgspec.structs.replace(manifest, adapters=proofs), folder)
         finally:

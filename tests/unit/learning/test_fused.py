@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning import memory
@@ -23,25 +22,14 @@ from kbrl_async.learning.logprobs import sequence_logprobs, token_logprobs
 from kbrl_async.learning.models import causal_lm, wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample
-from tests.unit.learning.conftest import make_model
-
-VOCABULARY = 64
+from tests.models import VOCABULARY, drawn_sample, tiny_model
 
 
 @pytest.fixture
 def adapted() -> torch.nn.Module:
     """Norm weights, biases and adapters are all far from where they begin, so that forgetting one shows."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    wrapped = wrap_lora(Qwen2ForCausalLM(config).eval(), rank=4)
+    plain = tiny_model(scale=1.0, intermediate_size=48, num_hidden_layers=3, tie_word_embeddings=False)
+    wrapped = wrap_lora(plain, rank=4)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -60,11 +48,7 @@ def prompted() -> list[TrainGroup]:
     groups = []
     for g, length in enumerate((75, 5, 9)):
         prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
-        samples = []
-        for r in range(4):
-            tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
-            logprobs = [-rng.uniform(3.5, 4.5) for _ in tokens]
-            samples.append(TrainSample(f"g{g}.r{r}", prompt, tokens, logprobs, rng.uniform(-1, 1), 0.5, 0))
+        samples = [drawn_sample(rng, f"g{g}.r{r}", prompt, rng.randint(1, 12)) for r in range(4)]
         groups.append(TrainGroup(f"g{g}", "p", 1, samples))
     return groups
 
@@ -180,12 +164,12 @@ def test_a_second_backward_pass_is_refused(adapted: torch.nn.Module) -> None:
 
 def test_what_can_not_be_fused_says_why(adapted: torch.nn.Module) -> None:
     assert why_not(adapted) == ""
-    assert why_not(make_model()) == "it has no LoRA adapter"
+    assert why_not(tiny_model()) == "it has no LoRA adapter"
     with pytest.raises(ConfigError, match="no LoRA adapter"):
-        Trainer(make_model(), TrainerOptions(kernels="fused"))
+        Trainer(tiny_model(), TrainerOptions(kernels="fused"))
     add_adapters(adapted, ["other"])
     assert why_not(adapted) == "it has several adapters"
-    assert Trainer(make_model(), TrainerOptions()).engine.name == "plain"
+    assert Trainer(tiny_model(), TrainerOptions()).engine.name == "plain"
 
 
 def test_a_frozen_head_gives_the_log_probs_and_gradients_of_a_trained_one() -> None:

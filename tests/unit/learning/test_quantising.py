@@ -16,7 +16,7 @@ from kbrl_async.errors import ConfigError, MissingTool
 from kbrl_async.learning.engines import open_engine
 from kbrl_async.learning.models import ModelOptions, load_model, wrap_lora
 from kbrl_async.learning.trainer import TrainerOptions, _engine_options
-from tests.unit.learning.conftest import make_model
+from tests.models import tiny_model
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def from_pretrained(path: str, **given: Any) -> nn.Module:
         seen.update(given)
-        return make_model()
+        return tiny_model()
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     return seen
@@ -79,7 +79,7 @@ class _Rounded(nn.Linear):
 
 
 def test_fused_kernels_step_aside_for_layers_of_another_kind() -> None:
-    model = wrap_lora(make_model(), rank=2)
+    model = wrap_lora(tiny_model(), rank=2)
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad is False:
             module.__class__ = _Rounded

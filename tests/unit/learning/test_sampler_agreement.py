@@ -17,19 +17,10 @@ from kbrl_async.learning.versions import load_manifest, publish, version_folder
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from protocols.records import SamplingParams, TrainGroup, TrainSample
+from tests.models import NumberTokenizer
 
 CANARY = list(range(12))
 PROMPTS = ["1 2 3 4 5", "7 8", "20 21 22 23 24 25 26 27 28"]
-
-
-class NumberTokenizer:
-    eos_token_id = 63
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
 
 
 def sample(model: torch.nn.Module, directory: Path, versions: list[int], temperature: float) -> list[Completion]:

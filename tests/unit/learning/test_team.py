@@ -19,7 +19,7 @@ from kbrl_async.learning.sharding import Spread
 from kbrl_async.learning.team import Team
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
-from tests.unit.learning.conftest import make_model
+from tests.models import tiny_model
 from tests.unit.learning.rank import digest, make, options, train
 
 
@@ -89,4 +89,4 @@ def test_equal_sequences_are_shared_out_equally() -> None:
 
 def test_a_policy_without_frozen_weights_is_not_spread() -> None:
     with pytest.raises(ConfigError, match="only frozen weights"):
-        Spread(make_model(), object.__new__(Team))
+        Spread(tiny_model(), object.__new__(Team))

@@ -19,10 +19,11 @@ from kbrl_async.problems import load_suite
 from kbrl_async.prompts import render_prompt
 from kbrl_async.prompts.examples import MAX_CHARACTERS, render_example, render_with_examples
 from kbrl_async.retrieval import Entry, Retriever
-from protocols.records import Candidate, Fault, Problem, Purpose, RolloutRequest, SamplingParams, Timing
+from protocols.records import Candidate, Fault, Problem, Purpose, RolloutRequest, SamplingParams
 from services.rollouts import examples
 from services.rollouts.examples import ExamplePrompts, FirstPrompts, open_prompts
 from services.rollouts.scoring import Scored
+from tests.records import timing
 from tests.unit.retrieval.making import build, entry, module
 
 PROBLEM = Problem("L1/asked", 1, "asked", module("x = F.gelu(x)"))
@@ -108,8 +109,7 @@ def prompts(index: Path, tokens: int = 10**6, **changes: Any) -> ExamplePrompts:
 
 def scored(problem: Problem, purpose: Purpose = Purpose.TRAIN) -> tuple[RolloutRequest, Scored]:
     request = RolloutRequest("g1.r0", "g1", problem, "", "c", SamplingParams(8), purpose)
-    timing = Timing(9, 2.0, 1.5, 2.5, 1.0, 2.0)
-    return request, Scored(None, None, Fault.OK, Candidate("class ModelNew: pass\n", "c"), timing)  # type: ignore[arg-type]
+    return request, Scored(None, None, Fault.OK, Candidate("class ModelNew: pass\n", "c"), timing(2.0, 0.5))  # type: ignore[arg-type]
 
 
 def test_a_prompt_names_its_examples_and_the_index(index: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kbrl_async.rewards.alarms import AlarmOptions, Alarms
 from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
-from protocols.records import TrainSample
+from tests.records import sample
 
 LOW = AlarmOptions(ess_below=0.5, window=3, margin=0.1)
 
@@ -81,7 +81,7 @@ def admit(made: GroupBook) -> str:
 
 def score(made: GroupBook, group_id: str, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
     for rollout_id, reward in zip(rollout_ids(group_id, 2), rewards, strict=True):
-        made.scored(group_id, rollout_id, [TrainSample(rollout_id, [1], [2], [-1.0], 0.0, reward, made.version)], 0.0)
+        made.scored(group_id, rollout_id, [sample(rollout_id, reward, made.version)], 0.0)
 
 
 def test_a_lowered_window_admits_fewer_groups() -> None:

@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kbrl_async.rewards.events import BatchMade, Change, Event, HoldBegan
 from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
 from protocols.records import GroupOutcome, TrainSample
+from tests.records import sample
 
 OPTIONS = BookOptions(groups_per_batch=2, max_batches=4, max_lag=1, hold_s=10.0)
 
 
 def samples(rollout_id: str, reward: float, version: int, turns: int = 1) -> list[TrainSample]:
-    return [TrainSample(rollout_id, [1], [2], [-1.0], 0.0, reward + t, version, t) for t in range(turns)]
+    return [sample(rollout_id, reward + t, version, t) for t in range(turns)]
 
 
 def opened(book: GroupBook, count: int, rollouts: int = 2, problem: str = "p") -> list[str]:
@@ -355,10 +356,10 @@ class BookMachine(RuleBasedStateMachine):
 
     def look_at(self, batch: BatchMade) -> None:
         for group in self.book.train_groups(batch.batch_id):
-            for sample in group.samples:
-                assert batch.index - sample.policy_version <= self.options.max_lag, "too old for its batch (I2)"
-                assert sample.rollout_id not in self.trained_rollouts, "trained twice (I1)"
-                self.trained_rollouts.add(sample.rollout_id)
+            for turn in group.samples:
+                assert batch.index - turn.policy_version <= self.options.max_lag, "too old for its batch (I2)"
+                assert turn.rollout_id not in self.trained_rollouts, "trained twice (I1)"
+                self.trained_rollouts.add(turn.rollout_id)
 
     @rule(fails=st.integers(0, 4), doubled=st.booleans())
     def answer(self, fails: int, doubled: bool) -> None:
@@ -408,8 +409,7 @@ def test_a_running_mean_compares_with_the_problems_past_and_is_the_same_after_a_
         group_id = admitted.group_id
         changes = [Change(admitted, [])]
         for rollout_id, reward in zip(rollout_ids(group_id, 2), rewards, strict=True):
-            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, reward, book.version)
-            changes.append(book.scored(group_id, rollout_id, [sample], 0.0))
+            changes.append(book.scored(group_id, rollout_id, [sample(rollout_id, reward, book.version)], 0.0))
         made = book.poll(0.0)
         advantages = [s.advantage for s in book.train_groups(made.event.batch_id)[0].samples]
         changes += [made, book.trained(made.event.batch_id, book.version + 1, 0.0)]
@@ -428,8 +428,7 @@ def imitate(baseline: str, *groups: list[float]) -> tuple[GroupBook, list[list[f
     for rewards in groups:
         group_id = book.admit("L1/a", 1, len(rewards), 0.0).event.group_id
         for rollout_id, reward in zip(rollout_ids(group_id, len(rewards)), rewards, strict=True):
-            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, reward, book.version)
-            book.scored(group_id, rollout_id, [sample], 0.0)
+            book.scored(group_id, rollout_id, [sample(rollout_id, reward, book.version)], 0.0)
         made = book.poll(0.0).event
         if made is not None:
             found.append([s.advantage for s in book.train_groups(made.batch_id)[0].samples])

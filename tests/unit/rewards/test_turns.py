@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from kbrl_async.errors import ConfigError
 from kbrl_async.rewards.turns import TurnOptions, TurnScore, goes_on, split_turn_id, turn_id, with_returns
 from protocols.records import TrainSample
+from tests.records import sample
 
 WRONG, RIGHT, FAST = TurnScore(0.1), TurnScore(0.7, True, 0.5), TurnScore(1.0, True, 2.0)
 FOUR = TurnOptions(max_turns=4)
 
 
 def samples(*scores: float) -> list[TrainSample]:
-    return [TrainSample("r", [1], [2], [-0.5], 0.0, score, 3, turn) for turn, score in enumerate(scores)]
+    return [sample("r", score, 3, turn) for turn, score in enumerate(scores)]
 
 
 def test_a_single_turn_rollout_never_goes_on() -> None:
@@ -65,8 +66,8 @@ def test_the_best_discounted_score_may_count_instead() -> None:
 
 def test_tokens_and_versions_of_a_turn_stay_its_own() -> None:
     assert [(s.turn, s.policy_version, s.token_ids) for s in with_returns(samples(0.0, 1.0), FOUR)] == [
-        (0, 3, [2]),
-        (1, 3, [2]),
+        (0, 3, [2, 3]),
+        (1, 3, [2, 3]),
     ]
 
 

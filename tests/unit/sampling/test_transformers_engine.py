@@ -207,10 +207,12 @@ def test_when_the_thread_dies_every_request_hears_of_it(
 
     async def body(engine: TransformersEngine) -> None:
         await engine.load(*publish(0))
+        assert engine.failure is None
         results = await asyncio.gather(
             *[engine.generate(f"r{i}", "1 2", LONG) for i in range(3)], return_exceptions=True
         )
         assert all(isinstance(r, InfraError) and "device lost" in str(r) for r in results)
+        assert str(engine.failure) == "device lost"  # by which the sampler's process knows that it must end
         with pytest.raises(InfraError):
             await engine.generate("later", "1 2", LONG)
 

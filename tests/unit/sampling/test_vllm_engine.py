@@ -21,9 +21,10 @@ from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_meter import Meter
 from kbrl_async.sampling.vllm_options import VLLMOptions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
+from tests.models import EOS, NumberTokenizer
 from tests.unit.sampling.fake_vllm import PARTS, FakeAsyncLLM, FakeLoRARequest
 
-EOS, CANARY = 63, [1, 2, 3, 4, 5, 6]
+CANARY = [1, 2, 3, 4, 5, 6]
 TEXT = "7 8 9 10 11 12 13"
 LONG, SHORT = SamplingParams(max_tokens=60), SamplingParams(max_tokens=6)
 Body = Callable[[VLLMEngine, FakeAsyncLLM], Awaitable[None]]
@@ -65,19 +66,7 @@ def weights(model: torch.nn.Module, tmp_path: Path) -> Learner:
     return Learner(model, tmp_path, "full")
 
 
-class Numbers:
-    """Text is token ids with blanks between."""
-
-    eos_token_id = EOS
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(str(i) for i in token_ids if not (skip_special_tokens and i == EOS))
-
-
-class Shifted(Numbers):
+class Shifted(NumberTokenizer):
     """Another tokenizer of the same vocabulary."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -92,7 +81,7 @@ def served(learner: Learner, body: Body, kv_tokens: int = 10_000, tokenizer: Any
         meter = Meter()
         llm = FakeAsyncLLM(learner.base, meter, kv_tokens)
         options = VLLMOptions("base", **given)
-        engine = VLLMEngine(llm, PARTS, tokenizer or Numbers(), frozenset([EOS]), options, meter)
+        engine = VLLMEngine(llm, PARTS, tokenizer or NumberTokenizer(), frozenset([EOS]), options, meter)
         try:
             async with asyncio.timeout(60):
                 await body(engine, llm)

@@ -16,17 +16,18 @@ import msgspec
 import psutil
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.errors import CheckpointError, InfraError, PolicyMismatch
 from kbrl_async.learning import versions
 from kbrl_async.sampling.engine import Completion
+from kbrl_async.sampling.guards import Prompts
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_options import VLLMOptions
 from kbrl_async.sampling.vllm_start import start
 from kbrl_async.sampling.vllm_versions import Served
 from protocols.records import SamplingParams
-from tests.unit.sampling.test_vllm_engine import EOS, Learner, Numbers, Shifted
+from tests.models import EOS, NumberTokenizer, tiny_model
+from tests.unit.sampling.test_vllm_engine import Learner, Shifted
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: it is an extra"),
@@ -41,23 +42,14 @@ LONG = SamplingParams(max_tokens=150)
 
 def base(folder: Path) -> torch.nn.Module:
     """A model that vLLM's kernels take: heads of 64."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
+    model = tiny_model(
         hidden_size=256,
         intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=512,
+        tie_word_embeddings=False,
         eos_token_id=EOS,
         architectures=["Qwen2ForCausalLM"],
     )
-    model: torch.nn.Module = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
     model.save_pretrained(str(folder))  # type: ignore[operator]
     return model
 
@@ -66,7 +58,7 @@ def served(learner: Learner, folder: Path, body: Callable[[VLLMEngine], Awaitabl
     async def main() -> None:
         given = {"update": learner.kind, "lora_rank": 8, "eager": True, "memory_share": 0.3, "kv_bytes": 16 << 20}
         options = VLLMOptions(str(folder), device=DEVICE, slots=32, **{**given, **changes})
-        engine = await start(options, Numbers(), [EOS])
+        engine = await start(options, NumberTokenizer(), [EOS])
         try:
             async with asyncio.timeout(600):
                 await body(engine)
@@ -118,10 +110,10 @@ def test_adapters_attestation_and_a_killed_engine(tmp_path: Path) -> None:
             await engine.load(*learner.publish())
         engine._ask_as = ask  # type: ignore[method-assign]
 
-        engine._encode = lambda text: tuple(Shifted().encode(text, add_special_tokens=False))  # type: ignore[assignment]
+        engine._prompts = Prompts(Shifted(), None)
         with pytest.raises(PolicyMismatch, match="tokenizer"):
             await engine.load(*learner.publish())
-        engine._encode = lambda text: tuple(Numbers().encode(text, add_special_tokens=False))  # type: ignore[assignment]
+        engine._prompts = Prompts(NumberTokenizer(), None)
 
         manifest, folder = learner.publish()
         (folder / "adapter_config.json").write_text("{")

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+from kbrl_async.chaos.injuries import tear
 from protocols import events as ev
 from protocols.messages import Stage
 from services.broker import journal as module
@@ -125,3 +126,15 @@ def test_a_disk_without_room_for_the_smaller_copy_stops_no_start(tmp_path: Path)
     db = Refusing(sqlite3.connect(tmp_path / "j.sqlite"))
     module._shrink(db)  # type: ignore[arg-type]
     assert db.asked == 1
+
+
+def test_an_epoch_does_not_come_again_though_a_power_cut_took_the_last_commit(tmp_path: Path) -> None:
+    run, after = tmp_path / "run", tmp_path / "after"
+    run.mkdir()
+    journal = Journal(str(run / "broker.sqlite"))
+    shutil.copytree(run, after)
+    tear(after / "broker.sqlite-wal")
+    again = Journal(str(after / "broker.sqlite"))
+    assert again.epoch > journal.epoch
+    journal.close()
+    again.close()

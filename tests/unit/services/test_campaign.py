@@ -10,10 +10,10 @@ import pytest
 from kbrl_async.rewards.curriculum import CurriculumOptions
 from kbrl_async.rewards.events import BatchMade, Scored
 from kbrl_async.rewards.groups import BookOptions, rollout_ids
-from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import VERIFIER, GroupOutcome, Problem, TrainSample
+from protocols.records import VERIFIER, GroupOutcome, Problem
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Entry, Evaluated, Plan, RolloutEnded
 from services.reward_aggregator.journal import Journal
+from tests.records import sample, stats
 
 GROUP = 2
 
@@ -37,7 +37,7 @@ class Driver:
 
     def evaluate(self, phase: str) -> None:
         for rollout_id in list(self.campaign.awaited(phase)):
-            self._apply(Evaluated(phase, rollout_id, stats("L1/h"), self.now))
+            self._apply(Evaluated(phase, rollout_id, stats(problem_id="L1/h"), self.now))
 
     def admit(self) -> str:
         chosen = self.campaign.next_problem(self.now)
@@ -49,9 +49,9 @@ class Driver:
     def score(self, group_id: str, version: int = 0) -> None:
         problem_id = self.campaign.book.group_problem(group_id)
         for number, rollout_id in enumerate(rollout_ids(group_id, GROUP)):
-            sample = TrainSample(rollout_id, [1], [2, 3], [-0.1, -0.2], 0.0, float(number), version)
-            change = self.campaign.book.scored(group_id, rollout_id, [sample], self.now)
-            self._apply(RolloutEnded(rollout_id, group_id, stats(problem_id, float(number), version)))
+            made = sample(rollout_id, float(number), version)
+            change = self.campaign.book.scored(group_id, rollout_id, [made], self.now)
+            self._apply(RolloutEnded(rollout_id, group_id, stats(float(number), problem_id, policy_version=version)))
             self._note(change)
 
     def batch(self) -> BatchMade:
@@ -71,10 +71,6 @@ class Driver:
     def _apply(self, entry: Entry) -> None:
         self.campaign.apply(entry)
         self.entries.append(entry)
-
-
-def stats(problem_id: str, reward: float = 0.0, version: int = 0) -> RolloutStats:
-    return RolloutStats(problem_id=problem_id, level=1, reward=reward, policy_version=version)
 
 
 def trained_campaign() -> Driver:
@@ -105,8 +101,8 @@ def test_the_run_ends_after_the_second_evaluation_and_not_before() -> None:
 def test_an_evaluation_rollout_counts_once() -> None:
     campaign = Campaign(plan())
     first = next(iter(campaign.awaited(BEFORE)))
-    campaign.apply(Evaluated(BEFORE, first, stats("L1/h", 1.0)))
-    campaign.apply(Evaluated(BEFORE, first, stats("L1/h", 0.0)))
+    campaign.apply(Evaluated(BEFORE, first, stats(1.0, "L1/h")))
+    campaign.apply(Evaluated(BEFORE, first, stats(0.0, "L1/h")))
     assert [s.reward for s in campaign.heldout(BEFORE)] == [1.0]
 
 
@@ -204,7 +200,7 @@ def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:
     group = driver.admit()
     problem_id = driver.campaign.book.group_problem(group)
     asked = next(one for one in driver.campaign.plan.training if one.problem_id == problem_id)
-    solved = msgspec.structs.replace(stats(problem_id), compiled=True, correct=True)
+    solved = stats(0.0, problem_id, compiled=True, correct=True)
     rollout_id = rollout_ids(group, GROUP)[0]
     driver._apply(RolloutEnded(rollout_id, group, solved))
     before = driver.campaign.curriculum.success(asked)
@@ -222,10 +218,9 @@ def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> 
     for group in first:
         problem_id = driver.campaign.book.group_problem(group)
         for number, rollout_id in enumerate(rollout_ids(group, GROUP)):
-            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, float(number), 0)
-            change = driver.campaign.book.scored(group, rollout_id, [sample], driver.now)
-            compiled = msgspec.structs.replace(stats(problem_id), compiled=True)
-            driver._apply(RolloutEnded(rollout_id, group, compiled))
+            made = sample(rollout_id, float(number))
+            change = driver.campaign.book.scored(group, rollout_id, [made], driver.now)
+            driver._apply(RolloutEnded(rollout_id, group, stats(0.0, problem_id, compiled=True)))
             driver._note(change)
     driver.train(driver.batch())
     assert driver.campaign.notes == ["stage1 → stage2: compiled 100% over the last 1 batches"]

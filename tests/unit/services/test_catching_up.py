@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,10 @@ from services.rollouts.archiving import TurnArchive
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
 from services.runtime.service import Service
+from tests.unit.services.log import Log
 
 PATIENCE_S = 60.0
 SOURCE = "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
-
-
-class Log:
-    def __getattr__(self, _name: str) -> Callable[..., None]:
-        return lambda *_args, **_facts: None
 
 
 class Silent:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from kbrl_async.funnel.result import Result
 from kbrl_async.rewards.turns import TurnScore
-from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import Fault, Problem, StageReport, Timing, TrainSample, Verdict
+from protocols.records import Fault, Problem, StageReport, Verdict
 from services.evaluator.course import Begun, Course, Ended, Entry, Expired, Tried
-from services.rollouts.dialogues import TurnTaken
+from services.rollouts.dialogues import TurnTaken, without_tokens
 from services.rollouts.journal import EntryJournal
+from tests.records import sample, stats, timing
 
 PROBLEMS = [Problem(f"L1/{n}_p{n}", 1, f"{n}_p{n}", "class Model: ...") for n in (1, 2, 3)]
 COMPILED = (StageReport("compile", Fault.OK, 0.1),)
@@ -21,18 +21,15 @@ def course(samples: int = 2, in_flight: int = 4, deadline_s: float = 100.0) -> C
 
 
 def tried(rollout_id: str, speedup: float | None = None, at: float = 1.0, source: str = "kernel") -> Tried:
-    timing = None if speedup is None else Timing(9, speedup, speedup - 0.1, speedup + 0.1, 1.0, speedup)
     fault = Fault.INCORRECT if speedup is None else Fault.OK
-    result = Result("", "c", "cpu", Verdict(fault), COMPILED, timing)
-    stats = RolloutStats(
-        problem_id="", level=1, reward=speedup or 0.0, correct=speedup is not None, speedup_lo=speedup, compiled=True
-    )
-    return Tried(rollout_id, stats, result, source, at)
+    result = Result("", "c", "cpu", Verdict(fault), COMPILED, None if speedup is None else timing(speedup))
+    found = stats(speedup or 0.0, "", correct=speedup is not None, speedup_lo=speedup, compiled=True)
+    return Tried(rollout_id, found, result, source, at)
 
 
 def taken(rollout_id: str) -> TurnTaken:
-    stats = RolloutStats(problem_id="", level=1, reward=0.0)
-    return TurnTaken(rollout_id, "g", TrainSample(rollout_id, [], [], [], 0.0, 0.0, 0), stats, TurnScore(0.0), "again")
+    turn = TurnTaken(rollout_id, "g", sample(rollout_id), stats(problem_id=""), TurnScore(0.0), "again")
+    return without_tokens(turn)
 
 
 def begin_all(made: Course, now: float = 0.0) -> list[Entry]:

@@ -14,22 +14,15 @@ from protocols.records import Problem, TrainSample
 from services.reward_aggregator.campaign import BEFORE, Campaign, Entry, Plan, RolloutEnded
 from services.reward_aggregator.journal import Journal
 from services.rollouts.dialogues import TurnTaken, best_turn, without_tokens
+from tests import records
 
 
 def stats(rollout_id: str, turn: int, reward: float = 0.0, fault: str = "", **more: bool) -> RolloutStats:
-    return RolloutStats(
-        problem_id="L1/a",
-        level=1,
-        reward=reward,
-        turn=turn,
-        rollout_id=rollout_id,
-        fault=fault,
-        **more,  # type: ignore[arg-type]
-    )
+    return records.stats(reward, turn=turn, rollout_id=rollout_id, fault=fault, **more)
 
 
 def sample(rollout_id: str, turn: int, reward: float) -> TrainSample:
-    return TrainSample(rollout_id, [1], [2, 3], [-0.1, -0.2], 0.0, reward, 0, turn)
+    return records.sample(rollout_id, reward, turn=turn)
 
 
 def taken(rollout_id: str, group: str, turn: int, reward: float = 0.0) -> TurnTaken:

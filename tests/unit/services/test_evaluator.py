@@ -25,7 +25,6 @@ from protocols.records import (
     Problem,
     RolloutRequest,
     StageReport,
-    Timing,
     Verdict,
 )
 from services.evaluator.actor import Evaluator
@@ -35,14 +34,11 @@ from services.rollouts.archiving import TurnArchive
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
 from services.runtime.service import Service
+from tests.records import timing
+from tests.unit.services.log import Log
 
 SOURCE = "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
 PROBLEMS = [parse_problem(SOURCE, f"L1/{n}_p{n}", level=1) for n in (1, 2, 3)]
-
-
-class Log:
-    def __getattr__(self, _name: str) -> Callable[..., None]:
-        return lambda *_args, **_facts: None
 
 
 class Killed(Exception):  # noqa: N818 - what happened
@@ -89,7 +85,7 @@ def answer(request: RolloutRequest) -> list[Any]:
     if request.turn == 0 and number == 1:
         return [wrote, built, BenchReport(Verdict(Fault.INCORRECT, 1, 5, "off by one"))]
     speedup = 1.5 + number
-    return [wrote, built, BenchReport(Verdict(Fault.OK, 5, 5), Timing(9, speedup, speedup - 0.1, speedup + 0.1, 1, 2))]
+    return [wrote, built, BenchReport(Verdict(Fault.OK, 5, 5), timing(speedup))]
 
 
 def config(*words: str) -> Config:

@@ -18,7 +18,6 @@ from kbrl_async.rewards.events import BatchMade, Change
 from kbrl_async.rewards.groups import BookOptions, rollout_ids
 from kbrl_async.rewards.turns import TurnScore
 from kbrl_async.telemetry.history import history_of
-from kbrl_async.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
 from services.reward_aggregator.campaign import (
     BEFORE,
@@ -33,6 +32,7 @@ from services.reward_aggregator.campaign import (
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.rounds import RoundBegun, group_of_round
 from services.rollouts.dialogues import TurnTaken
+from tests.records import stats
 
 GROUP = 3
 TINY = 1500
@@ -86,19 +86,17 @@ class Life:
         turn = len(self.campaign.dialogues.turns(rollout))
         sample = TrainSample(rollout, [1, 2], [3] * 20, [-0.1] * 20, 0.0, self.rng.random(), self._version(), turn)
         kept = "kernels/k.py" if self.rng.random() < 0.1 else ""
-        stats = RolloutStats(
-            problem_id=self.campaign.book.group_problem(group), level=1, reward=sample.reward, file=kept
-        )
-        stats = msgspec.structs.replace(stats, speedup_lo=self.rng.random(), turn=turn, rollout_id=rollout)
+        problem_id, lo = self.campaign.book.group_problem(group), self.rng.random()
+        ended = stats(sample.reward, problem_id, file=kept, speedup_lo=lo, turn=turn, rollout_id=rollout)
         if self.rng.random() < 0.1:
             return self._change(self.campaign.book.lost(group, rollout, "worker_lost", self.now))
         if turn == 0 and self.rng.random() < 0.3:
-            taken = TurnTaken(rollout, group, sample, stats, TurnScore(0.0), "next", self.now, repair="mend it")
+            taken = TurnTaken(rollout, group, sample, ended, TurnScore(0.0), "next", self.now, repair="mend it")
             self.campaign.apply(taken)
             return self._write([taken])
         samples = [*(t.sample for t in self.campaign.dialogues.turns(rollout)), sample]
         return self._change(
-            self.campaign.book.scored(group, rollout, samples, self.now), RolloutEnded(rollout, group, stats)
+            self.campaign.book.scored(group, rollout, samples, self.now), RolloutEnded(rollout, group, ended)
         )
 
     def _version(self) -> int:
@@ -122,7 +120,7 @@ class Life:
         if (version := rounds.due(self.campaign.book.version)) is not None:
             entry = RoundBegun(version, self.now)
         elif wanted := list(self.campaign.awaited(BEFORE)):
-            entry = Evaluated(BEFORE, wanted[0], RolloutStats(problem_id="L1/h", level=1, reward=0.5), self.now)
+            entry = Evaluated(BEFORE, wanted[0], stats(0.5, "L1/h"), self.now)
         elif asked := list(rounds.wanted()):
             entry = Evaluated(group_of_round(rounds.running or 0), asked[0], None, self.now)
         if entry is not None:
@@ -282,7 +280,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was_and_it_goes_on_once_there_is_r
     before = list(journal.entries())
     (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
     journal._db.execute(f"PRAGMA max_page_count={pages}")
-    bulk = [RolloutEnded("r" * 9000, "g", RolloutStats(problem_id="p", level=1, reward=0.0)) for _ in range(40)]
+    bulk = [RolloutEnded("r" * 9000, "g", stats()) for _ in range(40)]
     with pytest.raises(DiskFull, match=r"aggregator\.sqlite can't grow.*Free some space"):
         journal.append(bulk)
     assert list(journal.entries()) == before

@@ -7,45 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.config import Config
 from kbrl_async.config.sections import Learner
 from kbrl_async.learning import kept
 from kbrl_async.learning.trainer import Trainer
-from protocols.records import TrainBatch, TrainGroup, TrainSample
+from protocols.records import TrainBatch, TrainGroup
 from services.learner import actor
 from services.learner.actor import Learning, trainer_options
+from tests.models import SMALLER, drawn_sample, tiny_model
+from tests.unit.services.log import Log
 
-VOCABULARY = 64
+torch.set_num_threads(1)  # threads that spin for a busy core make tiny operations ten times slower
+
 CANARY = [1, 2, 3]
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, object]]] = []
-
-    def info(self, event: str, **values: object) -> None:
-        self.lines.append((event, values))
-
-    warning = error = info
-
-
-def tiny(seed: int = 0) -> torch.nn.Module:
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config).eval()
 
 
 def learning(folder: Path, **settings: Any) -> Learning:
@@ -53,7 +31,7 @@ def learning(folder: Path, **settings: Any) -> Learning:
     service: Any = SimpleNamespace(
         config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
-    made = Learning(service, Trainer(tiny(), trainer_options(config, "cpu")), "base", CANARY)
+    made = Learning(service, Trainer(tiny_model(scale=1.0, **SMALLER), trainer_options(config, "cpu")), "base", CANARY)
     made._resume()
     return made
 
@@ -65,14 +43,9 @@ def batch(index: int, number: int | None = None) -> TrainBatch:
 def groups(seed: int, advantage: float | None = None) -> list[TrainGroup]:
     """`advantage`: of the last sample."""
     rng = random.Random(seed)
-    samples = []
-    for r in range(8):
-        tokens = [rng.randrange(VOCABULARY) for _ in range(5)]
-        logprobs = [-rng.uniform(3.5, 4.5) for _ in tokens]
-        samples.append(TrainSample(f"g0.r{r}", [1, 2], tokens, logprobs, rng.uniform(-1, 1), 0.5, 0))
+    samples = [drawn_sample(rng, f"g0.r{r}", [1, 2], 5) for r in range(8)]
     if advantage is not None:
-        last = samples[-1]
-        samples[-1] = TrainSample(last.rollout_id, last.prompt_ids, last.token_ids, last.logprobs, advantage, 0.5, 0)
+        samples[-1] = msgspec.structs.replace(samples[-1], advantage=advantage)
     return [TrainGroup("g0", "p", 1, samples)]
 
 
@@ -136,7 +109,7 @@ def test_a_store_that_is_away_costs_no_update(tmp_path: Path) -> None:
     (tmp_path / "remote").write_text("a file where a folder should be")
     made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote/policies")
     assert made.train(batch(0), groups(0), nothing).policy_version == 1
-    assert "policy not uploaded" in [event for event, _ in made._service.log.lines]
+    assert "policy not uploaded" in [line.event for line in made._service.log.at("error")]
 
 
 def test_an_interrupted_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
@@ -206,7 +179,7 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before_it_and_its_batche
     again = learning(tmp_path)
     assert again.version == 3
     assert same(weights(again), weights(made))
-    assert "checkpoint passed over" in [event for event, _ in again._service.log.lines]
+    assert "checkpoint passed over" in [line.event for line in again._service.log.at("warning")]
 
 
 def test_a_batch_that_kills_the_learner_is_not_trained_again_at_its_start(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 from kbrl_async.config import Config, load
 from kbrl_async.rewards.events import Admitted, BatchMade, Change
 from kbrl_async.rewards.groups import RUN_ENDED, rollout_ids
-from protocols.records import TrainSample
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.archiving import Archiving
 from services.reward_aggregator.board import Board
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Evaluated
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.planning import plan_of
+from tests.records import sample
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 
 MINUTE = 60.0
@@ -56,8 +56,7 @@ class Before:
         opened = self._keep(book.admit(problem.problem_id, 1, 2, 1.0)).event
         assert isinstance(opened, Admitted)
         for number, rollout_id in enumerate(rollout_ids(opened.group_id, 2) if scored else []):
-            sample = TrainSample(rollout_id, [1], [2], [-0.1], 0.0, float(number), book.version)
-            self._keep(book.scored(opened.group_id, rollout_id, [sample], 1.0))
+            self._keep(book.scored(opened.group_id, rollout_id, [sample(rollout_id, float(number), book.version)], 1.0))
 
     def batch(self) -> BatchMade:
         made = self._keep(self.campaign.book.poll(1.0)).event

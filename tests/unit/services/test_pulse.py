@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from services.runtime import pulse as module
-from services.runtime.pulse import STARTING_S, STUCK_S, Pulse
+from services.runtime.pulse import PULSE, STARTING_S, STUCK_S, Pulse, begin_pulse, serving
 
 LIMIT_S = 10.0
 
@@ -60,6 +62,20 @@ def test_one_that_has_not_served_yet_may_wait_longer(nanny: Nanny) -> None:
     nanny.looks(1, beat=b".")
     assert nanny.looks(STARTING_S - 2) == ""
     assert nanny.looks(4) != ""
+
+
+def test_a_child_that_stands_still_right_after_it_began_to_serve_is_not_taken_for_one_that_starts(
+    nanny: Nanny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PULSE, str(nanny.pulse.writer))
+    monkeypatch.setattr(module, "_serving", False)
+    monkeypatch.setattr(module, "_writer", -1)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:  # never turns: nothing is written but at once
+        begin_pulse(loop)
+        assert nanny.looks(STARTING_S / 2) == ""
+        serving()
+        assert nanny.looks(LIMIT_S) == ""
+        assert nanny.looks(2).startswith("no sign of life")
 
 
 def test_time_in_which_the_nanny_itself_stood_still_does_not_count(nanny: Nanny) -> None:

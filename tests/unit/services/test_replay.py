@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from kbrl_async.config import Config, to_yaml
 from kbrl_async.errors import CheckpointError, UserError
@@ -37,25 +37,15 @@ from services.reward_aggregator.planning import plan_of, preset_for, presets_of
 from services.rollouts.conduct import Conductor
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.scoring import Scored
+from tests.models import SMALLER, VOCABULARY, tiny_model
+from tests.records import packed
 
-VOCABULARY = 64
 CANARY = [1, 2, 3, 4]
 DEADLINE_S = 30.0
 
 
-def tiny_model(folder: Path) -> str:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+def saved_model(folder: Path) -> str:
+    tiny_model(scale=1.0, max_position_embeddings=128, **SMALLER).save_pretrained(str(folder))  # type: ignore[operator]
     return str(folder)
 
 
@@ -66,7 +56,7 @@ class FakeRun:
         self.path = folder / "run"
         self.path.mkdir()
         self.config = Config(
-            model_name=tiny_model(folder / "model"),
+            model_name=saved_model(folder / "model"),
             level=[1],
             batch_size=2,
             group_size=3,
@@ -134,7 +124,7 @@ class FakeRun:
         scored = self._conductor.score(rollout_id, record, preset_for(group_id, self._presets, self.campaign))
         assert isinstance(scored, Scored)
         row = make_row(rollout_id, group_id, rollout_id, record, at=1.0, reward=scored.sample.reward)
-        self._archive.add(row, [msgspec.msgpack.encode(frame) for frame in record]).result(DEADLINE_S)
+        self._archive.add(row, packed(record)).result(DEADLINE_S)
         change = self.campaign.book.scored(group_id, rollout_id, [scored.sample], self._tick())
         self._change(change, RolloutEnded(rollout_id, group_id, scored.stats))
 

@@ -8,16 +8,18 @@ from kbrl_async.rewards.curriculum import CurriculumOptions
 from kbrl_async.rewards.groups import BookOptions
 from kbrl_async.rewards.turns import TurnScore
 from kbrl_async.telemetry.training_metrics import RolloutStats
-from protocols.records import Problem, TrainSample
+from protocols.records import Problem
 from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Evaluated, Plan, RolloutEnded
 from services.reward_aggregator.rounds import RoundBegun, Rounds, group_of_round, is_round
-from services.rollouts.dialogues import TurnTaken
+from services.rollouts.dialogues import TurnTaken, without_tokens
+from tests import records
+from tests.records import sample
 
 HELDOUT = [Problem(f"L1/{name}", 1, name, "") for name in ("h", "i")]
 
 
-def stats(reward: float = 0.0, problem: str = "L1/h") -> RolloutStats:
-    return RolloutStats(problem_id=problem, level=1, reward=reward)
+def stats(reward: float = 0.0) -> RolloutStats:
+    return records.stats(reward, "L1/h")
 
 
 def rounds(every: int = 2, credit: int = 3) -> Rounds:
@@ -89,9 +91,9 @@ def played(every: int, *, rounds_end: bool) -> tuple[Campaign, list[object]]:
         made.note(change.event, change.closed)  # type: ignore[arg-type]
         group = change.event.group_id  # type: ignore[union-attr]
         for number in range(2):
-            sample = TrainSample(f"{group}.r{number}", [1], [2], [-0.1], 0.0, float(number), made.book.version)
-            made.apply(RolloutEnded(sample.rollout_id, group, stats()))
-            change = made.book.scored(group, sample.rollout_id, [sample], now)
+            turn = sample(f"{group}.r{number}", float(number), made.book.version)
+            made.apply(RolloutEnded(turn.rollout_id, group, stats()))
+            change = made.book.scored(group, turn.rollout_id, [turn], now)
             made.note(change.event, change.closed)  # type: ignore[arg-type]
         batch = made.book.poll(now)
         seen.append((made.may_train, msgspec.to_builtins(batch.event), made.book.room()))
@@ -123,6 +125,8 @@ def test_rollouts_of_rounds_are_no_training_rollouts() -> None:
     quick, _ = played(1, rounds_end=True)
     plain, _ = played(0, rounds_end=False)
     assert quick.counters() == plain.counters()
-    sample = TrainSample("eval-v3.L1/h.0", [], [], [], 0.0, 0.0, 3)
-    quick.apply(TurnTaken(sample.rollout_id, group_of_round(3), sample, stats(), TurnScore(0.0), "again"))
+    turn = TurnTaken(
+        "eval-v3.L1/h.0", group_of_round(3), sample("eval-v3.L1/h.0", 0.0, 3), stats(), TurnScore(0.0), "again"
+    )
+    quick.apply(without_tokens(turn))
     assert quick.scored == plain.scored

@@ -19,20 +19,9 @@ from services.rollouts.scoring import lost_reason, score
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
+from tests.unit.services.log import Log
 
 ANSWER = "Here it is:\n```python\nclass ModelNew:\n    def forward(self):\n        pass\n```\n"
-
-
-class Log:
-    """What was logged at level info."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def info(self, event: str, **facts: Any) -> None:
-        self.lines.append({"event": event, **facts})
-
-    def debug(self, event: str, **facts: Any) -> None: ...
 
 
 def service(tmp_path: Path, base_url: str) -> Service:
@@ -70,8 +59,10 @@ def test_an_evaluation_needs_no_policy_of_the_learner(tmp_path: Path) -> None:
     assert (outcome.next_stage, outcome.tokens, generation.fault) == (Stage.COMPILE, 20, Fault.OK)
     assert generation.candidate is not None
     assert generation.candidate.source.startswith("class ModelNew")
-    assert log.lines[-1] == {
-        "event": "endpoint", "requests": 2, "retries": 0, "prompt_tokens": 100, "output_tokens": 20, "cost": 0.0001,
+    told = log.at("info")[-1]
+    assert told.event == "endpoint"
+    assert told.facts == {
+        "requests": 2, "retries": 0, "prompt_tokens": 100, "output_tokens": 20, "cost": 0.0001,
     }  # fmt: skip
 
 
@@ -93,10 +84,7 @@ def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_el
                 raise PromptTooLong("prompt of 900 tokens", "Shorten it")
             return Completion([1], [2], [-0.5], ANSWER, "stop", 7, 0.0, 0.0)
 
-    class Quiet(Log):
-        def warning(self, event: str, **facts: Any) -> None: ...
-
-    given = msgspec.structs.replace(service(tmp_path, "http://127.0.0.1:1/v1"), log=Quiet())
+    given = msgspec.structs.replace(service(tmp_path, "http://127.0.0.1:1/v1"), log=Log())
     sampling = Sampling(given, Refusing())  # type: ignore[arg-type]
     task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
     refused, done = [asyncio.run(sampling.generate(task, [frame(Purpose.EVAL)])) for _ in range(2)]

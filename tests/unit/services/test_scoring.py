@@ -21,6 +21,7 @@ from protocols.records import (
     Verdict,
 )
 from services.rollouts.scoring import decode, score, score_prediction, stage_seconds
+from tests.records import packed
 
 STAGE3 = find_preset("stage3")
 REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))
@@ -82,7 +83,7 @@ def test_the_seconds_of_each_stage_and_of_waiting_between_them_are_kept() -> Non
 
 def test_frames_survive_the_wire() -> None:
     record: list[Frame] = [REQUEST, WRITTEN, BUILT, TIMED]
-    assert decode([msgspec.msgpack.encode(frame) for frame in record]) == record
+    assert decode(packed(record)) == record
 
 
 def test_a_prediction_is_paid_by_the_real_verdict_and_counts_as_no_kernel() -> None:

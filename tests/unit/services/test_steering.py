@@ -15,9 +15,9 @@ from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger
 from protocols.messages import Stage, StageStanding, StatusReport, WorkerStanding
-from protocols.records import TrainSample
 from services.runtime.service import Service
 from services.sampler.steering import signals, tell
+from tests.records import sample
 
 ENGINE = EngineStats(3, kv_usage=0.5, preemptions=2)
 
@@ -66,8 +66,8 @@ def test_a_rollout_with_a_long_tail_holds_only_its_own_group() -> None:
     groups = [book.admit("p", 1, 2, 0.0).event.group_id for _ in range(4)]  # type: ignore[union-attr]
     for group_id in groups[1:]:
         for i, rollout in enumerate(rollout_ids(group_id, 2)):
-            book.scored(group_id, rollout, [TrainSample(rollout, [1], [2], [-1.0], 0.0, float(i), 0)], 0.0)
-    book.scored(groups[0], rollout_ids(groups[0], 2)[0], [TrainSample("r", [1], [2], [-1.0], 0.0, 0.0, 0)], 0.0)
+            book.scored(group_id, rollout, [sample(rollout, float(i))], 0.0)
+    book.scored(groups[0], rollout_ids(groups[0], 2)[0], [sample()], 0.0)
     made = book.poll(0.0).event
     assert made is not None
     assert set(made.group_ids) == set(groups[1:3])  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from kbrl_async.errors import ConfigError
 from services.runtime.meters import MAX_FACTS, LoadMeter
 from services.runtime.service import Service
 from services.runtime.usage import NO_GPU, CpuMeter, GpuMeter, cpu_seconds
+from tests.unit.services.log import Log
 
 
 def proc(folder: Path, tree: dict[int, tuple[str, list[int]]]) -> Path:
@@ -93,16 +94,6 @@ def test_a_load_has_what_the_process_tells_up_to_a_limit() -> None:
     assert load.gpu == -1.0
 
 
-class Log:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def info(self, event: str, **_: object) -> None: ...
-
-    def warning(self, event: str, **_: object) -> None:
-        self.warnings.append(event)
-
-
 def service(folder: Path, *overrides: str) -> Service:
     config = load(overrides=overrides) if overrides else Config()
     layout = CpuLayout([0], [0], [0], [0], [0])
@@ -138,7 +129,7 @@ def test_a_service_serves_its_load_and_all_it_tells_on_loopback(tmp_path: Path) 
 def test_a_host_that_is_not_ours_costs_the_endpoint_and_not_the_run(tmp_path: Path) -> None:
     told = service(tmp_path, "metrics.prometheus_port=0", "metrics.prometheus_host=192.0.2.1")
     assert told.export(lambda: LoadMeter(lambda: 0.0).last) is None
-    assert told.log.warnings == ["no Prometheus endpoint"]
+    assert [line.event for line in told.log.at("warning")] == ["no Prometheus endpoint"]
 
 
 @pytest.mark.parametrize("value", ["-1", "70000", "many"])

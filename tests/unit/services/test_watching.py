@@ -38,6 +38,8 @@ from services.reward_aggregator.alarming import Response, watched
 from services.reward_aggregator.archiving import Archiving
 from services.reward_aggregator.campaign import AFTER, Campaign
 from services.reward_aggregator.planning import plan_of
+from tests.records import packed
+from tests.unit.services.log import Log
 
 
 def record() -> list[Frame]:
@@ -55,7 +57,7 @@ def task(status: str = Status.OK, group_id: str = "g000001") -> Task:
 
 
 def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = "g000001") -> Archive | None:
-    frames = [msgspec.msgpack.encode(frame) for frame in record()]
+    frames = packed(record())
 
     async def write() -> None:
         with Archiving(Config(archive=ArchiveSettings(keep=keep)), folder) as archiving:
@@ -105,16 +107,6 @@ def test_an_evaluation_is_told_from_training(tmp_path: Path) -> None:
 # ── alarms ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, object]] = []
-
-    def warning(self, _event: str, **values: object) -> None:
-        self.lines.append(values)
-
-    info = warning
-
-
 class Watch:
     """An aggregator's campaign and its response, without the queues."""
 
@@ -135,7 +127,7 @@ def test_a_warning_is_logged_and_its_batch_kept_and_training_goes_on(tmp_path: P
     watch = Watch(tmp_path, ess_below=0.5)
     watch.update(0, ess=0.9)
     watch.update(1, ess=0.1)
-    assert [line["alarm"] for line in watch.log.lines] == ["ess"]
+    assert [line.facts["alarm"] for line in watch.log.lines] == ["ess"]
     assert sorted(path.name for path in (tmp_path / kept.FOLDER).iterdir()) == ["batch-000001"]
     assert watch.campaign.book.room() == 3 * watch.config.batch_size
 

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kbrl_async.errors import CheckpointError
+from kbrl_async.errors import CheckpointError, DiskFull
 from kbrl_async.telemetry.archive import Archive, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
-from protocols.records import (
-    BenchReport,
-    BuildReport,
-    Candidate,
-    Fault,
-    Frame,
-    Generation,
-    Problem,
-    Purpose,
-    RolloutRequest,
-    SamplingParams,
-    Timing,
-    Verdict,
-)
+from tests.records import packed, record
 
 DEADLINE_S = 30.0
-
-
-def record(rollout: str = "g000001.r0", text: str = "answer", purpose: Purpose = Purpose.TRAIN) -> list[Frame]:
-    problem = Problem("L1/07_relu", 1, "relu", "class Model: …")
-    request = RolloutRequest(
-        rollout, rollout[:7], problem, "prompt", "c", SamplingParams(64), purpose, admitted_at=100.0
-    )
-    written = Generation(
-        3, [1, 2], [5, 6, 7], [-0.5, -0.25, -1.0], text, "stop", Candidate("src", "c"), worker_id="sampler.1",
-        started_at=101.0, finished_at=102.0,
-    )  # fmt: skip
-    built = BuildReport(Fault.OK, worker_id="farm.1", started_at=102.5, finished_at=103.0)
-    timing = Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0)
-    bench = BenchReport(Verdict(Fault.OK, 4, 4), timing, "bench.1", 103.5, 104.0)
-    return [request, written, built, bench]
-
-
-def encoded(frames: list[Frame]) -> list[bytes]:
-    return [msgspec.msgpack.encode(frame) for frame in frames]
 
 
 def row(task_id: str = "g000001.r0", **more: object) -> Row:
@@ -55,7 +24,7 @@ def row(task_id: str = "g000001.r0", **more: object) -> Row:
 def write(path: Path, *rows: Row, max_bytes: int = 0, text: str = "answer") -> None:
     with ArchiveWriter(path, max_bytes) as archive:
         for one in rows:
-            archive.add(one, encoded(record(one.task_id, text + one.task_id))).result(DEADLINE_S)
+            archive.add(one, packed(record(one.task_id, text + one.task_id))).result(DEADLINE_S)
 
 
 def test_a_turn_comes_back_with_its_columns_and_its_whole_record(tmp_path: Path) -> None:
@@ -93,7 +62,7 @@ def test_adding_a_turn_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_done_is_on_disk_before_the_writer_closes(tmp_path: Path) -> None:
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
-        writer.add(row(), encoded(record())).result(DEADLINE_S)
+        writer.add(row(), packed(record())).result(DEADLINE_S)
         with Archive(tmp_path / "a.sqlite") as reader:
             assert reader.count() == 1
 
@@ -101,7 +70,7 @@ def test_what_is_done_is_on_disk_before_the_writer_closes(tmp_path: Path) -> Non
 def test_closing_writes_what_nobody_waited_for(tmp_path: Path) -> None:
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
         for i in range(100):
-            writer.add(row(f"g000001.r{i}"), encoded(record()))
+            writer.add(row(f"g000001.r{i}"), packed(record()))
     with Archive(tmp_path / "a.sqlite") as archive:
         assert archive.count() == 100
 
@@ -146,9 +115,9 @@ def test_beyond_the_limit_the_oldest_records_go_and_their_columns_stay(tmp_path:
     limit = 5 * one.bytes + one.bytes // 2
     with ArchiveWriter(path, limit) as writer:
         best = row("g000000.r0")
-        writer.add(best, encoded(record(best.task_id)), keep=True).result(DEADLINE_S)
+        writer.add(best, packed(record(best.task_id)), keep=True).result(DEADLINE_S)
         for i in range(1, 20):
-            writer.add(row(f"g000001.r{i}"), encoded(record(f"g000001.r{i}"))).result(DEADLINE_S)
+            writer.add(row(f"g000001.r{i}"), packed(record(f"g000001.r{i}"))).result(DEADLINE_S)
     with Archive(path) as archive:
         rows = list(archive.rows())
         assert len(rows) == 21
@@ -180,3 +149,15 @@ def test_a_write_that_fails_reaches_the_one_who_waits(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="outcomes"):
             writer.outcomes([Outcome("t", "b", 0, 0.0, 0.0)]).result(DEADLINE_S)
         writer.add(row()).result(DEADLINE_S)
+
+
+def test_an_archive_that_may_not_grow_says_so_however_the_system_tells_it(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ArchiveWriter(tmp_path / "rollouts.sqlite") as archive:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # a write fails as it does on a full tmpfs
+        try:
+            with pytest.raises(DiskFull):
+                archive.add(row()).result(DEADLINE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        archive.add(row()).result(DEADLINE_S)

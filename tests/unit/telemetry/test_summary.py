@@ -15,6 +15,7 @@ from rich.console import Console
 from kbrl_async.telemetry import summary
 from kbrl_async.telemetry.summary import RunCounters
 from kbrl_async.telemetry.training_metrics import RolloutStats
+from tests.records import stats
 
 COUNTERS = RunCounters(
     groups_admitted=10, groups_trained=6, groups_filtered=2, groups_dropped_stale=1, groups_failed=1, rollouts=25,
@@ -30,7 +31,7 @@ def kernel(problem: str, speedup: float, lo: float, *, fast: bool = True, correc
 
 
 def wrong(reward: float = 0.0, *, compiled: bool = False) -> RolloutStats:
-    return RolloutStats(problem_id="p", level=1, reward=reward, compiled=compiled)
+    return stats(reward, "p", compiled=compiled)
 
 
 def built(rollouts: list[RolloutStats], **values: Any) -> dict[str, Any]:

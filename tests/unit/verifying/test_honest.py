@@ -9,7 +9,8 @@ import pytest
 from kbrl_async.building import Builder
 from kbrl_async.verifying import Bench
 from protocols.records import Candidate, Fault, Problem, Verdict
-from tests.unit.verifying.honest_styles import SOFTMAX, STYLES, rows, softmax
+from tests.unit.verifying.honest_problems import SOFTMAX
+from tests.unit.verifying.honest_styles import STYLES, rows, softmax
 
 Judge = Callable[[str, str], Verdict]
 
