@@ -64,6 +64,8 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
         super().__init__(output)
         self.first_stopped = ""
         self.reasons: dict[str, str] = {}
+        self.unread: Callable[[], None] = lambda: None
+        """Called when whoever read our lines is gone."""
         self._killed: set[str] = set()
         self._stopping = False
 
@@ -74,19 +76,27 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
             return
         if line.startswith(ERROR):
             self.reasons[message.name] = line.removeprefix(ERROR).strip()
-        super().write(message)
+        self._show(message)
 
     def _system(self, line: str, message: Message) -> None:
         if line.endswith("received"):
             self._stopping = True
-            super().write(message._replace(data="stopping all processes …\n"))
+            self._show(message._replace(data="stopping all processes …\n"))
         elif (stopped := _STOPPED.match(line)) and not self._stopping:
             self._stopping = True
             self.first_stopped = stopped[1]
-            super().write(message)
+            self._show(message)
         elif "SIGKILL" in line and line not in self._killed:  # honcho repeats it until the process is gone
             self._killed.add(line)
+            self._show(message)
+
+    def _show(self, message: Message) -> None:
+        try:
             super().write(message)
+        except BrokenPipeError:
+            self._stopping = True
+            self.output = open(os.devnull, "w")  # noqa: SIM115 - until the end
+            self.unread()
 
 
 class RunManager(Manager):  # type: ignore[misc] # honcho has no types
@@ -94,8 +104,14 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
 
     def __init__(self, printer: RunPrinter) -> None:
         super().__init__(printer)
+        printer.unread = self._unread
         self._last_resort = threading.Timer(GRACE_S, self.kill)
         self._last_resort.daemon = True
+
+    def _unread(self) -> None:
+        """`| head`, or a `tee` that was killed: a run that nobody sees, and that no Ctrl-C reaches, must not go on."""
+        self.returncode = 143
+        self.terminate()
 
     def terminate(self) -> None:
         if self._terminating:

@@ -98,6 +98,17 @@ def test_ctrl_c_stops_all(tmp_path: Path) -> None:
     assert "ended: - 130 True" in finished(process)
 
 
+def test_a_run_whose_lines_nobody_reads_any_more_stops(tmp_path: Path) -> None:
+    """`kbrl train | head`, or a `tee` that was killed: it can't be seen any more, nor reached by Ctrl-C."""
+    script = f"trap 'touch {tmp_path}/drained; exit 0' TERM; while true; do echo line; sleep 0.05; done"
+    process = start(tmp_path, broker=script)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert (tmp_path / "drained").exists()
+
+
 def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/pid; trap '' TERM; touch {tmp_path}/up; while true; do sleep 0.1; done"
     process = start(tmp_path, broker=script)
