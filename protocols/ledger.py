@@ -90,9 +90,11 @@ class Ledger:
         return self._moves.policy_version
 
     def restore(self, snapshot: ev.Snapshot, now: float) -> None:
-        """Start from what the journal remembers; tasks that somebody may work on wait in grace for one lease."""
+        """Start from what the journal remembers; tasks that somebody may work on wait in grace for who holds them."""
         assert not self.tasks.live
-        self.tasks.restore(snapshot, now, {stage: options.ttl_s for stage, options in self._moves.stages.items()})
+        most_s = self.options.reconnect_s
+        grace_s = {stage: min(options.ttl_s, most_s) for stage, options in self._moves.stages.items()}
+        self.tasks.restore(snapshot, now, grace_s)
         self._moves.policy_version = snapshot.policy_version
         self.counters |= snapshot.counters
         self.counters["submitted"] = self.counters["finished"] + len(self.tasks.live)

@@ -21,6 +21,9 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     heartbeat_s: float = 1.0
     missed_beats: int = 3
     """Beats that a worker may miss before it is suspected and gets nothing new."""
+    reconnect_s: float = 15.0
+    """After a restart of the broker, how long a worker may take to come back to what it holds (at most one lease):
+    then somebody else gets it, and of two results the first counts."""
     no_worker_s: float = 300.0
     """How long a task waits at a stage whose workers all lack what it needs, before it ends as `no_worker`."""
     busy_retry_s: float = 0.5

@@ -161,6 +161,10 @@ class References:
             except (ProblemError, InfraError):
                 reference.close()
                 raise
+            except OSError as error:  # its child was killed, and the way to it is closed
+                reference.close()
+                cause = f"the reference of {problem.problem_id} is gone ({error})"
+                raise InfraError(cause, "It is made anew for the next candidate") from error
         if reference is None:
             reference = self._make(problem)
         reference.uses += 1

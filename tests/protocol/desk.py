@@ -67,8 +67,8 @@ class Desk:
         self.now += seconds
         return self.do(ev.Tick())
 
-    def restarted(self) -> Desk:
-        ledger = Ledger(OPTIONS, self.ledger.epoch + 1)
+    def restarted(self, options: LedgerOptions = OPTIONS) -> Desk:
+        ledger = Ledger(options, self.ledger.epoch + 1)
         ledger.restore(ev.Snapshot(list(self.rows.values()), 0, self.ledger.counters), self.now)
         other = Desk(ledger)
         other.now, other.rows = self.now, self.rows

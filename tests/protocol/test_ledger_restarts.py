@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from protocols import events as ev
 from protocols import messages as msg
-from tests.protocol.desk import Desk
+from protocols.ledger import StageOptions
+from tests.protocol.desk import OPTIONS, Desk
 
 # ── restarts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -22,6 +25,18 @@ def test_after_a_restart_a_leased_task_waits_for_its_holder_for_one_lease(desk: 
     again.pass_time(9.0)
     again.hear("w2", msg.Beat(1))
     assert len(again.tasks(again.pass_time(1.5), "w2")) == 1
+
+
+def test_after_a_restart_a_long_lease_does_not_make_a_task_wait_for_a_holder_that_is_gone(desk: Desk) -> None:
+    """A batch is leased for minutes. With its learner killed in the same moment, the whole run would stand still."""
+    options = msgspec.structs.replace(OPTIONS, train=StageOptions(ttl_s=120.0), reconnect_s=5.0)
+    desk.submit("batch", "train")
+    desk.lease("w1", "train")
+    again = desk.restarted(options)
+    assert again.tasks(again.hello("w2", stage="train"), "w2") == []
+    again.pass_time(4.0)
+    assert again.tasks(again.hear("w2", msg.Beat(1)), "w2") == []
+    assert len(again.tasks(again.pass_time(1.1), "w2")) == 1
 
 
 def test_after_a_restart_running_work_is_adopted(desk: Desk) -> None:

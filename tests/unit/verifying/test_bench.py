@@ -119,6 +119,16 @@ def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_
         assert bench.evaluate(problem, candidate, {}, timing=True).verdict.fault is Fault.OK
 
 
+def test_a_reference_that_was_killed_before_new_secrets_were_drawn_is_nobodys_fault(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, BenchOptions(reuse=1))) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        bench._references._kept[WEIGHTS].session.close()
+        with pytest.raises(InfraError, match=r"the reference of L1/1 is gone"):
+            bench.evaluate(problem, candidate, {}, timing=False)
+        assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK
+
+
 def test_few_references_are_kept(zygote: Zygote) -> None:
     with contextlib.closing(Bench(zygote, BenchOptions(references=2))) as bench:
         for number in range(4):
