@@ -284,7 +284,9 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
     if args.cap:
         recipe = msgspec.structs.replace(recipe, cap_s=args.cap, max_pairs=max(30, int(400 * args.cap)))
     recipe = _as_asked(recipe, args)
-    options = msgspec.structs.replace(default_bench(_cores(args, device)), device=device, recipe=recipe, references=16)
+    options = msgspec.structs.replace(
+        default_bench(_cores(args, device)), device=device, recipe=recipe, references=16, reference_bytes=1 << 34
+    )
     chosen = bench_cases.cases(device)
     others: dict[str, dict[str, float]] = {}
     trials = Trials(hardware_of(device), args.trials, args.minutes)

@@ -159,6 +159,11 @@ def moved(tensors: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]
     return out
 
 
+def host_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of those that are not on a device."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")
+
+
 class Pool:
     """Secret draws that timed calls are mixed from. `tensors[k][i]` is input *i* of draw *k*, as one flat block."""
 
@@ -166,6 +171,10 @@ class Pool:
         assert len(draws) >= 2, "mixing needs two draws"
         self._draws = draws
         self._continuous = [all(is_continuous(draw[i]) for draw in draws) for i in range(len(draws[0]))]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(host_bytes(draw) for draw in self._draws)
 
     def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
         """Write one fresh set into each of `outs`: the same values in all of them."""

@@ -28,6 +28,8 @@ class BenchOptions(msgspec.Struct, frozen=True):
     reference_deadline_s: float = 60.0
     references: int = 8
     """Problems whose reference child is kept."""
+    reference_bytes: int = 256 * 2**20
+    """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
     reuse: int = 64
     """Candidates that see the same secret input sets before new ones are drawn."""
     pool: int = 4

@@ -16,6 +16,7 @@ import torch
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import inputs, values, wire
+from kbrl_async.verifying.inputs import host_bytes
 from kbrl_async.verifying.memory import give_back, may_read_children, memory_file, seal
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
@@ -58,6 +59,11 @@ class Reference:
             raise
         seal(self.weights_fd)
         return session
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of its secrets: input sets with what is expected of them, and draws."""
+        return self.pool.host_bytes + sum(host_bytes([*one.blocks, *one.expected]) for one in self.sets)
 
     def close(self) -> None:
         self.session.close()
@@ -169,10 +175,17 @@ class References:
             reference = self._make(problem)
         reference.uses += 1
         self._kept[problem.source] = reference
-        while len(self._kept) > self._options.references:
+        while self._are_too_many():
             self._kept.popitem(last=False)[1].close()
             give_back()
         return reference
+
+    def _are_too_many(self) -> bool:
+        """By number, or by what they take: problems differ by a factor of a thousand."""
+        if len(self._kept) <= 1:
+            return False
+        taken = sum(reference.host_bytes for reference in self._kept.values())
+        return len(self._kept) > self._options.references or taken > self._options.reference_bytes
 
     def _make(self, problem: Problem) -> Reference:
         if self._options.device == "cpu":

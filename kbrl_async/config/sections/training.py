@@ -167,7 +167,7 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
 
     examples: AtLeastOne = 24_000
     """Pairs of problem and answer that the corpus holds."""
-    max_seconds: Positive = 300.0
+    max_seconds: Positive = 1200.0
     """Wall clock of the training, if the steps do not end it before."""
     steps: AtLeastOne = 300
     """Optimizer steps: under two minutes on two idle cores."""

@@ -137,6 +137,22 @@ def test_few_references_are_kept(zygote: Zygote) -> None:
         assert bench.references_kept == 2
 
 
+def test_references_are_kept_as_far_as_their_memory_goes(zygote: Zygote) -> None:
+    """By number alone a bench took from 0.3 to 1.2 GB, as chance had it."""
+    problems = [Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}") for number in range(4)]
+    with contextlib.closing(Bench(zygote)) as bench:
+        bench.evaluate(problems[0], Candidate(NEW, "torch"), {}, timing=False)
+        each = bench._references._kept[problems[0].source].host_bytes
+    assert each > 0
+    with contextlib.closing(Bench(zygote, BenchOptions(reference_bytes=2 * each))) as bench:
+        for problem in problems:
+            bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False)
+        assert bench.references_kept == 2
+    with contextlib.closing(Bench(zygote, BenchOptions(reference_bytes=1))) as bench:
+        assert bench.evaluate(problems[0], Candidate(NEW, "torch"), {}, timing=False).verdict.fault is Fault.OK
+        assert bench.references_kept == 1
+
+
 def test_secrets_are_drawn_again_after_some_candidates(zygote: Zygote) -> None:
     with contextlib.closing(Bench(zygote, BenchOptions(reuse=2))) as bench:
         problem = Problem("L1/1", 1, "x", WEIGHTS)
