@@ -37,6 +37,7 @@ class Idle:
     """A reference without a child."""
 
     uses = 0
+    host_bytes = 0
 
     def __init__(self, *_: object) -> None:
         pass
