@@ -6,6 +6,7 @@ import pytest
 
 from kbrl_async.errors import RunError
 from kbrl_async.rewards.events import Closed
+from kbrl_async.rewards.groups import RUN_ENDED
 from protocols.records import GroupOutcome
 from services.reward_aggregator.futility import Futility
 
@@ -24,3 +25,8 @@ def test_one_group_that_did_not_fail_is_enough_to_go_on() -> None:
     futility = Futility(most=3)
     for _ in range(5):
         futility.note([FAILED, FAILED, TRAINED])
+
+
+def test_groups_that_the_end_of_training_closes_do_not_fail_a_good_run() -> None:
+    """With large batches and a staleness of several versions there are more of them than a run may fail."""
+    Futility(most=3).note([FAILED._replace(reason=RUN_ENDED)] * 100)
