@@ -59,21 +59,22 @@ class Prover:
             pairs.append(await self._pairs(canary.ids, row, ask))
         published = [value for canary in canaries for value in canary.logprobs]
         claim = f"policy v{manifest.version}" + (f" ({role})" if role else "")
-        others = self._others(role, canaries, len(published))
-        if self._is_the_base(published):
-            others.pop("the base model", None)
-        self.error = judge(claim, served, published, others, self._allowed)
+        self.error = judge(claim, served, published, self._others(role, canaries, published), self._allowed)
         self.measured_temperature = check_temperature(pairs, self._temperature)
         self._remember(role, claim, published)
 
-    def _others(self, role: str, canaries: Sequence[CanaryPrompt], length: int) -> dict[str, list[float]]:
+    def _others(
+        self, role: str, canaries: Sequence[CanaryPrompt], published: Sequence[float]
+    ) -> dict[str, list[float]]:
         """What other weights would give for the same tokens."""
+        length = len(published)
         known = {name: values for name, values in self._published.get(role, {}).items() if len(values) == length}
         for other, versions in self._published.items():
             if other != role and versions:
                 name, values = next(reversed(versions.items()))
                 known |= {name: values[:length]} if len(values) >= length else {}
-        if self._base is not None and [c.ids for c in canaries] == self._base_ids[: len(canaries)]:
+        is_asked = [c.ids for c in canaries] == self._base_ids[: len(canaries)]
+        if self._base is not None and is_asked and not self._is_the_base(published):
             known["the base model"] = self._base[:length]
         return known
 

@@ -41,7 +41,7 @@ from kbrl_async.verifying import compare, cuda_proof, proof, wire
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.cuda_reference import CudaReference
 from kbrl_async.verifying.cuda_session import CudaSession, Sample
-from kbrl_async.verifying.device_arena import MEMORY_STEP, DeviceArena
+from kbrl_async.verifying.device_arena import DeviceArena
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Session
@@ -62,8 +62,8 @@ _CAPTURE_S = 10.0
 _CLOCK_EVERY = 4
 _BESIDE_RATIO = 1.5
 _ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
-_BALLAST = 32
-"""At most so many steps of the driver's memory lie between two places, held until the end."""
+_BALLAST = 64 << 20
+"""At most so many bytes lie between two places, held until the end."""
 _BESIDE = "a replay gives another result: it launches on another stream than torch's current one, or acts by phase"
 RESOLVED = (
     Point(0.0013, 0.05),
@@ -267,7 +267,7 @@ class CudaStopwatch:
 
     def _move(self) -> None:
         """Other memory for one side's inputs and outputs, in turns: where they lie is a bias of its own."""
-        size = self._rng.randint(1, _BALLAST) * MEMORY_STEP
+        size = self._rng.randint(1, _BALLAST)
         with contextlib.suppress(CudaError):  # without room it changes places all the same
             self._ballast.append(DeviceArena.new(size, torch.device(self._options.device)))
         self._moved = self._candidate if self._moved is self._reference else self._reference

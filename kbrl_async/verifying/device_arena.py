@@ -20,9 +20,6 @@ from kbrl_async.verifying import values, wire
 ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
 
-MEMORY_STEP = 2 << 20
-"""The driver gives memory in such pieces on today's GPUs."""
-
 
 class _Raw:
     """What torch asks for to see foreign device memory."""
