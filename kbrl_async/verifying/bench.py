@@ -21,6 +21,7 @@ from kbrl_async.timing.host import pinned
 from kbrl_async.timing.roofline import RULE, Peaks
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.floor import Floor
+from kbrl_async.verifying.memory import Surplus
 from kbrl_async.verifying.options import BenchOptions, options_for_gpu, options_for_interpreter
 from kbrl_async.verifying.reference import Reference, References
 from kbrl_async.verifying.report import verdict_of
@@ -68,6 +69,7 @@ class Bench:
             self._options = options_for_gpu(self._options)
         self._rng = seeds or secrets.SystemRandom()
         self._references = References(zygote, self._options, self._rng)
+        self._surplus = Surplus()
         self._generation = zygote.generation
         self._health = _health(self._options.device)
         self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -104,6 +106,7 @@ class Bench:
         if launch.is_interpreted(candidate.backend, self._options.device):
             timing = False
             launch.refuse_what_is_not_interpreted(candidate.source, problem.source)
+        self._surplus.check()
         self._notice_restart()
         if self._health is not None:
             self._health.enter()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE
 _F_ADD_SEALS = 1033
+_MOST = 64 << 20
 
 
 class _IoVec(ctypes.Structure):
@@ -51,6 +55,36 @@ def give_back() -> None:
     """
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
+
+
+def own_bytes() -> int:
+    """What this process holds alone and in no file; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+class Surplus:
+    """Freed memory that is kept for reuse, bounded. Giving it back after each candidate would have the next one fault
+    all its pages in anew; never giving it back lets the process grow with the largest problems that ever met.
+    """
+
+    def __init__(
+        self, most: int = _MOST, held: Callable[[], int] = own_bytes, give: Callable[[], None] = give_back
+    ) -> None:
+        self._most, self._held, self._give = most, held, give
+        self._least = held()
+
+    def check(self) -> None:
+        """Between two candidates: all of it goes where the process holds `most` bytes more than it once needed."""
+        held = self._held()
+        if held - self._least > self._most:
+            self._give()
+            self._least = self._held()
+        else:
+            self._least = min(self._least, held)
 
 
 def memory_file(name: str) -> int:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from kbrl_async.errors import InfraError
 from kbrl_async.verifying import memory
 from kbrl_async.verifying import reference as module
+from kbrl_async.verifying.bench import Bench
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.reference import References
-from protocols.records import Problem
+from protocols.records import Candidate, Problem
 
 PIECE, PIECES = 100_000, 500
 """Below the size from which glibc maps memory for each piece alone."""
-
-
-def own_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.skipif(not hasattr(memory._libc, "malloc_trim"), reason="another C library gives back by its own rules")
 def test_what_was_freed_between_what_is_in_use_is_given_back() -> None:
     kept = [bytearray(PIECE) for _ in range(PIECES)]
     del kept[::2]
-    before = own_bytes()
+    before = memory.own_bytes()
     memory.give_back()
-    assert before - own_bytes() > PIECE * PIECES // 4
+    assert before - memory.own_bytes() > PIECE * PIECES // 4
     assert len(kept) == PIECES // 2
 
 
@@ -54,3 +50,34 @@ def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.Monk
     for name in "abca":
         references.get(Problem(name, 1, name, name))
     assert given == [2, 2]
+
+
+def test_memory_is_given_back_when_there_is_much_more_of_it_than_is_needed() -> None:
+    held, given = [100], list[int]()
+
+    def give() -> None:
+        given.append(held[0])
+        held[0] = 130
+
+    surplus = memory.Surplus(50, lambda: held[0], give)
+    for now in (150, 120, 151, 180, 181, 90, 140, 141):
+        held[0] = now
+        surplus.check()
+    assert given == [151, 181, 141]
+
+
+class Gone:
+    """A zygote that does not start."""
+
+    generation = 0
+
+    def start(self) -> None:
+        raise InfraError("no zygote")
+
+
+def test_a_bench_checks_it_before_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(memory.Surplus, "check", lambda self: checked.append(1))
+    with pytest.raises(InfraError):
+        Bench(cast(Any, Gone()), BenchOptions()).evaluate(Problem("p", 1, "p", "p"), Candidate("", "c"), {})
+    assert checked == [1]
