@@ -136,11 +136,17 @@ def sizes(run_dir: Path, cache: Path, scratch: Path) -> dict[str, tuple[int, int
 def _size(*paths: Path) -> tuple[int, int]:
     count = total = 0
     for path in paths:
-        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        for file in [path, *_below(path)]:
             with contextlib.suppress(OSError):
                 total += file.lstat().st_blocks * 512
                 count += 1
     return total, count
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Folders come and go while they are looked at, which `os.walk` does not mind."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def rollouts(run_dir: Path) -> dict[str, int]:
