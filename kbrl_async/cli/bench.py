@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs-a-place",
         type=int,
         metavar="N",
-        help="on a GPU: other memory for both sides after N pairs; default: 8, and never, as in training, for --aa",
+        help="on a GPU: other memory for both sides after N pairs; default: 4, and never, as in training, for --aa",
     )
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
@@ -114,7 +114,7 @@ def _one(args: argparse.Namespace) -> int:
         looks=10,
         warmup=10,
         warmup_s=0.025,
-        pairs_a_place=8,
+        pairs_a_place=4,
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))

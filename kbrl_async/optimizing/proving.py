@@ -35,7 +35,7 @@ CAREFUL = Recipe(
     cap_s=1.5,
     resolution=0.01,
     margin=0.02,
-    pairs_a_place=8,
+    pairs_a_place=4,
     patience_s=5.0,
     reject_cap=8,
 )

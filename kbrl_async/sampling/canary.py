@@ -99,9 +99,12 @@ def judge(
     """
     if len(served) != len(published) or not all(map(math.isfinite, served)):
         raise PolicyMismatch(f"{claim}: the engine gives no usable log-probs of the canary", CURE)
-    for name, logprobs in others.items():
-        if _is_rather(served, published, logprobs):
-            raise PolicyMismatch(f"what is served as {claim} has the canary log-probs of {name}", CURE)
+    rather = {
+        name: rms(served, logprobs) for name, logprobs in others.items() if _is_rather(served, published, logprobs)
+    }
+    if rather:
+        nearest = min(rather, key=lambda name: rather[name])
+        raise PolicyMismatch(f"what is served as {claim} has the canary log-probs of {nearest}", CURE)
     error = rms(served, published)
     if not error <= allowed:
         cause = f"canary log-probs of {claim} differ by {error:.3g} (allowed {allowed:g}): other weights are served"

@@ -62,7 +62,7 @@ class Recipe(msgspec.Struct, frozen=True):
     """Pairs between two looks at the interval."""
     pairs_a_place: int = 0
     """On a GPU: pairs after which both sides get other memory, because where memory lies is a bias that more pairs do
-    not remove; 0: never. It costs some hundredths of a second."""
+    not remove; 0: never. It costs a hundredth of a second."""
     patience_s: float = 0.25
     """How long disturbed pairs may wait, in all, until others leave the core; not charged to `cap_s`."""
     reject_cap: int = 4

@@ -101,17 +101,22 @@ def gradients(
     return metrics, found[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-2), ("bf16", 6e-2)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("share", [False, True])
-def test_the_fused_update_is_that_of_the_models_own_modules(
-    groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch, dtype: str, tolerance: float, share: bool
+def test_the_fused_update_is_no_further_from_the_exact_one_than_the_models_own(
+    groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch, dtype: str, share: bool
 ) -> None:
     model = policy(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    plain, reference = gradients(copy.deepcopy(model), groups, monkeypatch, dtype=dtype, kernels="plain")
+    _, exact = gradients(copy.deepcopy(model).float(), groups, monkeypatch, dtype="fp32", kernels="plain")
+    plain, theirs = gradients(copy.deepcopy(model), groups, monkeypatch, dtype=dtype, kernels="plain")
     fused, ours = gradients(model, groups, monkeypatch, dtype=dtype, kernels="fused", share_prompts=share)
     assert fused["loss"] == pytest.approx(plain["loss"], abs=2e-3)
     assert fused["entropy"] == pytest.approx(plain["entropy"], rel=1e-2)
-    assert float((ours - reference).norm() / reference.norm()) < tolerance
+    assert off(ours, exact) < max(2e-2, 1.25 * off(theirs, exact))
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -133,6 +133,15 @@ def test_a_stale_version_is_found_under_the_noise_of_bf16() -> None:
         judge("policy v2", noisy(stale, 0.03, rng), published, {"policy v1": stale}, 0.08)
 
 
+def test_of_several_stale_versions_the_nearest_is_named() -> None:
+    rng = random.Random(0)
+    oldest = [rng.uniform(-6, 0) for _ in range(100)]
+    older = noisy(oldest, 0.2, rng)
+    published = noisy(older, 0.2, rng)
+    with pytest.raises(PolicyMismatch, match="log-probs of policy v1"):
+        judge("policy v2", noisy(older, 0.01, rng), published, {"policy v0": oldest, "policy v1": older}, 0.08)
+
+
 def test_logprobs_that_are_no_numbers_prove_nothing() -> None:
     with pytest.raises(PolicyMismatch, match="no usable log-probs"):
         judge("policy v1", [float("nan")], [-1.0], {}, 0.1)
