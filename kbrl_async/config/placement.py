@@ -2,8 +2,8 @@
 
 | `placement` | GPUs | learner | samplers | benches |
 |---|---|---|---|---|
-| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows |
-| `two_gpus` | 2 | 0 | 0 | 1, alone |
+| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns |
+| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns |
 | `split` | learner.processes + samplers + benches | one each of its processes | one each | one each, alone |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
@@ -52,8 +52,10 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
     if len(gpus) < needed:
         why = f" ({_terms(config)})" if name == "split" else ""
         return f"it takes {needed} GPU{'s' if needed > 1 else ''}{why}, and this machine has {len(gpus)}"
-    if name != "split" and max(config.processes.sampler, config.processes.timing_bench) > 1:
-        return "it is for one sampler and one bench; several need placement=split"
+    if name != "split" and config.processes.sampler > 1:
+        return "it is for one sampler; several need placement=split"
+    if name != "split" and config.processes.timing_bench > 1 and "timing_bench" not in config.timing_bench.shares_with:
+        return "its benches would time at once; they take turns where timing_bench.shares_with names timing_bench"
     used = gpus[:needed]
     small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
     if small is not None:

@@ -72,6 +72,13 @@ def test_only_a_bench_that_shares_its_gpu_asks_for_quiet(placement: str, quiet: 
     assert config.device == "cuda"
 
 
+def test_benches_that_take_turns_may_share_a_gpu() -> None:
+    turns = ["processes.timing_bench=2", "timing_bench.shares_with=sampler,learner,timing_bench"]
+    config = load(overrides=["placement=one_gpu", *turns])
+    assert misfit(config, H100[:1]) == ""
+    assert visible_to(config, "timing_bench.2", H100[:1]) == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
 def test_a_key_of_ones_own_wins_over_the_preset() -> None:
     assert load(overrides=["placement=split", "sampler.memory_share=0.6"]).sampler.memory_share == 0.6
 
@@ -88,6 +95,7 @@ def test_a_key_of_ones_own_wins_over_the_preset() -> None:
         ),
         (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
         (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),
+        (["placement=two_gpus", "processes.timing_bench=2"], H100, "they take turns where"),
         (
             ["placement=split", "processes.timing_bench=2", "processes.sampler=1"],
             [*H100[:3], Gpu("3", "NVIDIA A100", 80.0)],
