@@ -204,6 +204,7 @@ class Bench:
         twin = reference.twin(self._zygote)
         stopwatch = self._stopwatch(checker, twin, tick)
         try:
+            reference.settle()  # not in the window: others stand still in it
             with self.quiet():
                 return stopwatch.run()
         finally:

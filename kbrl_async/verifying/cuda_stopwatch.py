@@ -132,7 +132,6 @@ class CudaStopwatch:
         try:
             self._kernels = self._capture().kernels
             self._warm_up()
-            self._settle()
             measured = measure(self._pair, _recipe(self._options.recipe))
             self._audit()
         except CandidateFault as fault:
@@ -140,11 +139,6 @@ class CudaStopwatch:
                 raise
             return None
         return self._timing(_with_hidden(measured, self._hidden))
-
-    def _settle(self) -> None:
-        reference = self._checker.reference
-        assert isinstance(reference, CudaReference)
-        reference.spares.settle()
 
     def _blame(self, fault: CandidateFault) -> None:
         self._checker.fault = fault

@@ -45,8 +45,8 @@ class Idle:
 def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(module, "Reference", Idle)
-    monkeypatch.setattr(module, "give_back", lambda: given.append(len(references)))
     references = References(cast(Any, None), BenchOptions(references=2), random.Random(0))
+    monkeypatch.setattr(module, "give_back", lambda: given.append(len(references)))
     for name in "abca":
         references.get(Problem(name, 1, name, name))
     assert given == [2, 2]

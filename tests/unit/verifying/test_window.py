@@ -1,0 +1,39 @@
+"""What lies in a quiet window, in which others stand still, and what does not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.verifying import Bench, BenchOptions
+
+
+class Told:
+    """Stands for a checker, its reference and a stopwatch, and notes what is asked of it."""
+
+    generation = 0
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.reference = self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.heard.append(name)
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        self.heard.append("window opens")
+        yield
+        self.heard.append("window closes")
+
+
+def test_what_was_started_for_later_candidates_has_settled_before_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    bench = Bench(cast(Any, told), BenchOptions())
+    bench.quiet = told.window
+    monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
+    bench._measure(cast(Any, told), lambda: None)
+    assert told.heard == ["twin", "settle", "window opens", "run", "window closes", "close", "release"]
