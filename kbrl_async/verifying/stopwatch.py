@@ -11,6 +11,7 @@ call, measured for both children, is subtracted.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import statistics
@@ -70,8 +71,9 @@ class Stopwatch:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output
             # One overhead for both: two noisy ones would turn into a speedup for short calls.
             self._empty = min(self._empty_ns(s) for s in (self._reference, self._candidate))
+            children = (self._reference.host_pid, self._candidate.host_pid)
             self._watch = Watch(
-                self._snapshot,
+                functools.partial(_snapshot, self._options.cores, children),
                 cores=len(self._options.cores) or os.cpu_count() or 1,
                 patience_s=self._options.recipe.patience_s,
             )
@@ -81,12 +83,6 @@ class Stopwatch:
                 raise
             return None
         return self._timing(measured)
-
-    def _snapshot(self) -> Snapshot:
-        children = (self._reference.host_pid, self._candidate.host_pid)
-        return snapshot(
-            self._options.cores, own_s=lambda: time.process_time() + sum(map(process_time_ns, children)) / 1e9
-        )
 
     def _empty_ns(self, session: Session) -> float:
         calls = [session.call(wire.OP_EMPTY, 0, self._checker.one_call_s) for _ in range(_EMPTY_CALLS)]
@@ -156,3 +152,8 @@ class Stopwatch:
         method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
         timing = timing_of(measured, self._options.recipe, method, hardware(), clock_mhz(cores[0] if cores else 0))
         return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))
+
+
+def _snapshot(cores: tuple[int, ...], children: tuple[int, int]) -> Snapshot:
+    """Not a method: a stopwatch that holds itself is freed by the collector alone, some time, with all its tensors."""
+    return snapshot(cores, own_s=lambda: time.process_time() + sum(map(process_time_ns, children)) / 1e9)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
 from typing import Any, cast
 
 import pytest
 
 from kbrl_async.errors import InfraError
+from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import memory
 from kbrl_async.verifying import reference as module
 from kbrl_async.verifying.bench import Bench
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.reference import References
-from protocols.records import Candidate, Problem
+from protocols.records import Candidate, Fault, Problem
 
+TIMES_TWO = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+def get_inputs():
+    return [torch.randn(64, 64)]
+
+def get_init_inputs():
+    return []
+"""
 PIECE, PIECES = 100_000, 500
 """Below the size from which glibc maps memory for each piece alone."""
 
@@ -81,3 +99,26 @@ def test_a_bench_checks_it_before_each_candidate(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InfraError):
         Bench(cast(Any, Gone()), BenchOptions()).evaluate(Problem("p", 1, "p", "p"), Candidate("", "c"), {})
     assert checked == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return x * 2", Fault.OK),
+        ("return x * 3", Fault.INCORRECT),
+        ("return x / (1 // 0)", Fault.RUNTIME_ERROR),
+        ("x.mul_(2); return x", Fault.CHEATING),
+    ],
+)
+def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: str, fault: Fault) -> None:
+    source = TIMES_TWO.replace("class Model(", "class ModelNew(").replace("return x * 2", body)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0))) as bench:
+            report = bench.evaluate(Problem("L1/1", 1, "x", TIMES_TWO), Candidate(source, "torch"), {})
+            (kept,) = map(weakref.ref, bench._references._kept.values())
+        assert report.verdict.fault is fault
+        assert kept() is None
+    finally:
+        gc.enable()
