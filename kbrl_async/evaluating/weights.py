@@ -20,6 +20,7 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.evaluating.targets import Target
 from kbrl_async.learning import checkpoints, versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.weights import prove
 from protocols.records import PolicyVersion
 
 Told = Callable[[str, float], None]
@@ -81,7 +82,7 @@ def _load_adapter(folder: Path, config: Config) -> tuple[torch.nn.Module, str]:
 def adopt(folder: Path, directory: Path) -> PolicyVersion:
     """A published version of another run, as it is: linked where the file system allows, else copied."""
     manifest = versions.load_manifest(folder)
-    versions.verify(folder, manifest)
+    prove(folder, manifest)
 
     def fill(target: Path) -> None:
         for path in sorted(folder.rglob("*")):

@@ -29,6 +29,7 @@ from kbrl_async.learning import versions
 from kbrl_async.learning.adapters import MAIN
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import DTYPES, ModelOptions, causal_lm, load_model, load_tokenizer
+from kbrl_async.weights import FILES, prove
 from protocols.records import PolicyVersion
 
 ABOUT = "kbrl_export.json"
@@ -66,7 +67,7 @@ def export(
     :raises CheckpointError: the policy or its base can't be read.
     """
     manifest = versions.load_manifest(policy)
-    versions.verify(policy, manifest)
+    prove(policy, manifest)
     _check(manifest, target, merge, dtype, role)
     made: list[Exported] = []
 
@@ -121,7 +122,7 @@ def _save_model(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _copy_adapter(source: Path, base_model: str, folder: Path) -> None:
-    shutil.copy(source / versions.WEIGHTS["lora"], folder)
+    shutil.copy(source / FILES["lora"], folder)
     settings: dict[str, Any] = msgspec.json.decode((source / "adapter_config.json").read_bytes())
     settings["base_model_name_or_path"] = base_model
     (folder / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings)))

@@ -22,6 +22,7 @@ from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError
 from kbrl_async.learning import versions
 from kbrl_async.learning.versions import MANIFEST, PREFIX
+from kbrl_async.weights import prove
 from protocols.records import PolicyVersion
 
 
@@ -75,7 +76,7 @@ class RemotePolicies:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(remote, str(path))
             manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=PolicyVersion)
-            versions.verify(folder, manifest)
+            prove(folder, manifest)
 
         target = versions.version_folder(directory, version)
         try:

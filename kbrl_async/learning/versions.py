@@ -26,6 +26,7 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.adapters import active, adapter_names
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import causal_lm, is_lora
+from kbrl_async.weights import FILES, prove
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 
 PREFIX = "policy-v"
@@ -33,7 +34,6 @@ MANIFEST = "manifest.json"
 FIRST = "first.json"
 """The manifest of version 0, kept when its weights are collected: what a replay begins with is proven by it."""
 HELD = "held.json"
-WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 
 
 def publish(
@@ -63,7 +63,7 @@ def publish(
 
     def fill(folder: Path) -> None:
         _save_weights(model, kind, folder)
-        digest = file_sha256(folder / WEIGHTS[kind])
+        digest = file_sha256(folder / FILES[kind])
         adapters = {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
         manifest = PolicyVersion(
             version, parent, step, kind, digest, canary, logprobs, base_model, clock(), adapters, more
@@ -82,7 +82,7 @@ def _prove(
 ) -> AdapterProof:
     with active(model, adapter):
         logprobs = score(canary)
-    return AdapterProof(file_sha256(folder / adapter / WEIGHTS["lora"]), logprobs)
+    return AdapterProof(file_sha256(folder / adapter / FILES["lora"]), logprobs)
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -100,28 +100,19 @@ def load_manifest(folder: Path) -> PolicyVersion:
         raise CheckpointError(f"{folder / MANIFEST} can't be read: {error}", "Delete the folder") from error
 
 
-def verify(folder: Path, manifest: PolicyVersion) -> None:
-    """CheckpointError unless the weights on disk are those of the manifest."""
-    path = folder / WEIGHTS[manifest.kind]
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing", "Delete the folder and publish again")
-    if file_sha256(path) != manifest.weights_sha256:
-        raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Delete the folder and publish again")
-
-
 @torch.no_grad()
 def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
     """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
     manifest = load_manifest(folder)
-    verify(folder, manifest)
+    prove(folder, manifest)
     if manifest.kind == "lora":
         from peft import set_peft_model_state_dict
 
         for name in adapter_names(model):
             part = folder if name == adapter_names(model)[0] else folder / name
-            set_peft_model_state_dict(model, load_file(str(part / WEIGHTS["lora"])), adapter_name=name)
+            set_peft_model_state_dict(model, load_file(str(part / FILES["lora"])), adapter_name=name)
         return manifest
-    stored = load_file(str(folder / WEIGHTS["full"]))
+    stored = load_file(str(folder / FILES["full"]))
     if unique_tensors(model).keys() != stored.keys():
         raise CheckpointError(f"{folder} is of another model", "Use the run's own model")
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -183,5 +174,5 @@ def _save_weights(model: torch.nn.Module, kind: str, folder: Path) -> None:
         for card in folder.rglob("README.md"):
             card.unlink()  # peft's empty model card
         return
-    save_file(unique_tensors(model), str(folder / WEIGHTS["full"]), metadata={"format": "pt"})
+    save_file(unique_tensors(model), str(folder / FILES["full"]), metadata={"format": "pt"})
     model.config.save_pretrained(str(folder))  # type: ignore[operator, union-attr]

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError
 from kbrl_async.sampling.canary import check_canary
 from kbrl_async.sampling.cohort import Cohort
+from kbrl_async.weights import prove, proven
 from protocols.records import PolicyVersion
 
-_WEIGHTS = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 MakeCohort = Callable[[int, torch.nn.Module, Callable[[], None], str], Cohort]
 """From version, model, what activates its adapter, and the adapter's name."""
 
@@ -51,7 +50,7 @@ class Versions:
 
     def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """A copy of the base with the version's weights, proven by its canary."""
-        weights = load_file(str(verified(folder, manifest)))
+        weights = load_file(str(proven(folder, manifest)))
         model = copy.deepcopy(self._base)
         missing, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected or not set(missing) <= _tied_names(model):
@@ -62,8 +61,7 @@ class Versions:
 
     def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[Cohort]]:
         """Adapters share the base, so they are added on the engine's thread, between two steps."""
-        for adapter in ("", *manifest.adapters):
-            verified(folder, manifest, adapter)
+        prove(folder, manifest)
         return lambda: [self._adapter(manifest, folder, adapter) for adapter in ("", *manifest.adapters)]
 
     def _adapter(self, manifest: PolicyVersion, folder: Path, adapter: str) -> Cohort:
@@ -90,17 +88,6 @@ class Versions:
 def adapter_name(version: int, adapter: str) -> str:
     """`policy-v17`, or `policy-v17-verifier`: the version is in the name, so that no stale one can be served (I8)."""
     return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
-
-
-def verified(folder: Path, manifest: PolicyVersion, adapter: str = "") -> Path:
-    """The file of the weights; CheckpointError unless it is there and has the manifest's SHA-256."""
-    path = folder / adapter / _WEIGHTS[manifest.kind]
-    digest = manifest.adapters[adapter].weights_sha256 if adapter else manifest.weights_sha256
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing", "Wait for a complete version, or publish it again")
-    if file_sha256(path) != digest:
-        raise CheckpointError(f"{path} differs from its manifest's SHA-256", "Publish the version again")
-    return path
 
 
 def _tied_names(model: torch.nn.Module) -> set[str]:

@@ -29,7 +29,6 @@ from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlErro
 from kbrl_async.sampling.canary import check_tokenizer
 from kbrl_async.sampling.engine import Completion, EngineStats, check_params
 from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
-from kbrl_async.sampling.versions import verified
 from kbrl_async.sampling.vllm_drafts import Draft
 from kbrl_async.sampling.vllm_meter import Meter
 from kbrl_async.sampling.vllm_options import Parts, VLLMOptions
@@ -37,6 +36,7 @@ from kbrl_async.sampling.vllm_pausing import Pausing
 from kbrl_async.sampling.vllm_proof import Prover
 from kbrl_async.sampling.vllm_reading import chosen
 from kbrl_async.sampling.vllm_versions import LiveVersions, Served
+from kbrl_async.weights import proven
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3
@@ -224,7 +224,7 @@ class VLLMEngine:
                 raise ConfigError(cause, "Use sampler.update=adapter with lora_rank, sampler.update=full without")
             check_tokenizer(manifest, self._prompts.ids)
             for role in ("", *manifest.adapters):
-                await asyncio.to_thread(verified, folder, manifest, role)
+                await asyncio.to_thread(proven, folder, manifest, role)
             if wanted == "lora":
                 await self._load_adapters(manifest, folder)
             else:

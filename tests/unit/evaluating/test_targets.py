@@ -17,6 +17,7 @@ from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.models import ModelOptions, causal_lm, load_model
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.policy.tokenizer import train_tokenizer
+from kbrl_async.weights import prove
 from tests.models import tiny_model
 
 CANARY = [1, 2, 3, 4]
@@ -111,7 +112,7 @@ def test_a_published_version_is_taken_over_as_it_is(run: Path, tmp_path: Path) -
     facts = publish(resolve("mine", run.parent), tmp_path / "policies", load())
     manifest, folder = versions.newest(tmp_path / "policies")  # type: ignore[misc]
     source = versions.load_manifest(run / "policies" / "policy-v12")
-    versions.verify(folder, manifest)
+    prove(folder, manifest)
     assert (manifest, facts["version"]) == (source, 12)
 
 

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.errors import PolicyMismatch
+from kbrl_async.errors import CheckpointError, PolicyMismatch
 from kbrl_async.learning import checkpoints, versions
 from kbrl_async.learning.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
 from kbrl_async.learning.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.sampling.transformers_engine import TransformersEngine
+from kbrl_async.weights import FILES, prove
 from protocols.records import SamplingParams, TrainGroup
 from tests.models import NumberTokenizer, tiny_model
 
@@ -125,3 +126,14 @@ def test_two_adapters_that_were_swapped_are_found_by_their_canaries(tmp_path: Pa
 
     with pytest.raises(PolicyMismatch, match="verifier"):
         asyncio.run(load())
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_the_weights_of_each_role_are_proven(tmp_path: Path, damage: str) -> None:
+    manifest = versions.publish(tmp_path, policy(), 0, None, 0, CANARY)
+    folder = versions.version_folder(tmp_path, 0)
+    prove(folder, manifest)
+    file = folder / "verifier" / FILES["lora"]
+    file.write_bytes(b"other") if damage == "changed" else file.unlink()
+    with pytest.raises(CheckpointError, match="SHA-256" if damage == "changed" else "is missing"):
+        prove(folder, manifest)

@@ -15,6 +15,7 @@ from kbrl_async.learning import checkpoints, versions
 from kbrl_async.learning.checkpoints import Progress
 from kbrl_async.learning.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.weights import prove
 from protocols.records import TrainGroup
 
 CANARY = [1, 2, 3, 4, 5]
@@ -32,7 +33,7 @@ def test_a_published_version_is_found_and_verified(tmp_path: Path, model: torch.
     manifest, folder = found
     assert (manifest.version, manifest.parent, manifest.kind) == (3, 2, "full")
     assert len(manifest.canary_logprobs) == len(CANARY) - 1
-    versions.verify(folder, manifest)
+    prove(folder, manifest)
 
 
 def test_a_published_folder_loads_as_a_hugging_face_model(tmp_path: Path, model: torch.nn.Module) -> None:
@@ -56,7 +57,7 @@ def test_changed_weights_are_found(tmp_path: Path, model: torch.nn.Module) -> No
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="SHA-256"):
-        versions.verify(folder, versions.load_manifest(folder))
+        prove(folder, versions.load_manifest(folder))
 
 
 def test_a_crash_while_publishing_leaves_the_version_before_it_newest(tmp_path: Path, model: torch.nn.Module) -> None:

@@ -1,0 +1,32 @@
+"""The files of a published policy version's weights, and the proof that they are those of its manifest (I8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kbrl_async.durable import file_sha256
+from kbrl_async.errors import CheckpointError
+from protocols.records import PolicyVersion
+
+FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
+"""By kind of policy; an adapter of a role lies in a folder of its name."""
+
+
+def proven(folder: Path, manifest: PolicyVersion, role: str = "") -> Path:
+    """The file of the weights, of one role where there are several adapters. CheckpointError unless it has the
+    manifest's SHA-256.
+    """
+    path = folder / role / FILES[manifest.kind]
+    digest = manifest.adapters[role].weights_sha256 if role else manifest.weights_sha256
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "Delete the version's folder and publish it again")
+    if file_sha256(path) != digest:
+        cause = f"{path} differs from its manifest's SHA-256"
+        raise CheckpointError(cause, "Delete the version's folder and publish it again")
+    return path
+
+
+def prove(folder: Path, manifest: PolicyVersion) -> None:
+    """The same of all its files."""
+    for role in ("", *manifest.adapters):
+        proven(folder, manifest, role)
