@@ -6,6 +6,7 @@ One engine a test, because each takes half a minute and more to start.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import warnings
 from collections.abc import Awaitable, Callable
@@ -68,6 +69,7 @@ def served(learner: Learner, folder: Path, body: Callable[[VLLMEngine], Awaitabl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         asyncio.run(main())
+        gc.collect()  # vLLM leaves ZeroMQ contexts open, and says so wherever they are collected
 
 
 def far(learner: Learner, folder: Path, done: Any) -> float:
