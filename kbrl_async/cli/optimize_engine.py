@@ -104,7 +104,8 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
 
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config) -> AsyncIterator[Opened]:
-    from kbrl_async.sampling.openai_engine import OpenAIEngine, options_of
+    from kbrl_async.sampling.openai_engine import OpenAIEngine
+    from kbrl_async.sampling.openai_options import options_of
 
     engine = OpenAIEngine(options_of(config.sampler, config.model_name))
     try:

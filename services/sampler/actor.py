@@ -80,7 +80,8 @@ class Sampling:
 
     @classmethod
     async def _open_endpoint(cls, service: Service) -> Sampling:
-        from kbrl_async.sampling.openai_engine import OpenAIEngine, options_of  # httpx is for who asks for it
+        from kbrl_async.sampling.openai_engine import OpenAIEngine  # httpx is for who asks for it
+        from kbrl_async.sampling.openai_options import options_of
 
         settings = service.config.sampler
         engine = OpenAIEngine(options_of(settings, service.config.model_name))

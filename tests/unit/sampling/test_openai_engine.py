@@ -16,7 +16,8 @@ from kbrl_async.config import load, to_yaml
 from kbrl_async.errors import ConfigError, InfraError, PolicyMismatch
 from kbrl_async.sampling.endpoint import Prices
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.openai_engine import OpenAIEngine, OpenAIOptions, options_of
+from kbrl_async.sampling.openai_engine import OpenAIEngine
+from kbrl_async.sampling.openai_options import OpenAIOptions, options_of
 from kbrl_async.sampling.pacing import Backoff
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, Reply, chat, error, fake_endpoint
