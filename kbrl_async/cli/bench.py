@@ -102,6 +102,7 @@ def _one(args: argparse.Namespace) -> int:
     from kbrl_async.problems import find_problem
     from kbrl_async.timing import Recipe
     from kbrl_async.timing.host import hardware_of
+    from kbrl_async.timing.recipe import CAREFUL_PAIRS_A_PLACE
     from kbrl_async.verifying.baselines import Baselines
 
     text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
@@ -114,7 +115,7 @@ def _one(args: argparse.Namespace) -> int:
         looks=10,
         warmup=10,
         warmup_s=0.025,
-        pairs_a_place=4,
+        pairs_a_place=CAREFUL_PAIRS_A_PLACE,
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))

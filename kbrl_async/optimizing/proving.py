@@ -25,6 +25,7 @@ from kbrl_async.optimizing.module_file import render
 from kbrl_async.optimizing.targets import Target
 from kbrl_async.optimizing.tree import Attempt
 from kbrl_async.timing import Recipe
+from kbrl_async.timing.recipe import CAREFUL_PAIRS_A_PLACE
 from protocols.records import Candidate
 
 FINALISTS = 3
@@ -35,7 +36,7 @@ CAREFUL = Recipe(
     cap_s=1.5,
     resolution=0.01,
     margin=0.02,
-    pairs_a_place=4,
+    pairs_a_place=CAREFUL_PAIRS_A_PLACE,
     patience_s=5.0,
     reject_cap=8,
 )

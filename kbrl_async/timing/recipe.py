@@ -25,6 +25,9 @@ import msgspec
 
 from kbrl_async.timing.statistics import Interval, Sequential, stop_reason, widened
 
+CAREFUL_PAIRS_A_PLACE = 4
+"""`Recipe.pairs_a_place` of a careful measurement: a move costs about as much as a pair or two."""
+
 
 class Point(msgspec.Struct, frozen=True):
     """What the bench can't tell apart at a kernel's length, however many pairs it takes: a relative share."""

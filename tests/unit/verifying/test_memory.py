@@ -18,21 +18,8 @@ from kbrl_async.verifying.bench import Bench
 from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.reference import References
 from protocols.records import Candidate, Fault, Problem
+from tests.unit.verifying.conftest import SCALE_AND_SHIFT
 
-TIMES_TWO = """
-import torch
-import torch.nn as nn
-
-class Model(nn.Module):
-    def forward(self, x):
-        return x * 2
-
-def get_inputs():
-    return [torch.randn(64, 64)]
-
-def get_init_inputs():
-    return []
-"""
 PIECE, PIECES = 100_000, 500
 """Below the size from which glibc maps memory for each piece alone."""
 
@@ -104,19 +91,19 @@ def test_a_bench_checks_it_before_each_candidate(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("body", "fault"),
     [
-        ("return x * 2", Fault.OK),
+        ("return x * 2 + self.shift", Fault.OK),
         ("return x * 3", Fault.INCORRECT),
         ("return x / (1 // 0)", Fault.RUNTIME_ERROR),
         ("x.mul_(2); return x", Fault.CHEATING),
     ],
 )
 def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: str, fault: Fault) -> None:
-    source = TIMES_TWO.replace("class Model(", "class ModelNew(").replace("return x * 2", body)
+    source = SCALE_AND_SHIFT.replace("class Model(", "class ModelNew(").replace("return x * 2 + self.shift", body)
     gc.collect()
     gc.disable()
     try:
         with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0))) as bench:
-            report = bench.evaluate(Problem("L1/1", 1, "x", TIMES_TWO), Candidate(source, "torch"), {})
+            report = bench.evaluate(Problem("L1/1", 1, "x", SCALE_AND_SHIFT), Candidate(source, "torch"), {})
             (kept,) = map(weakref.ref, bench._references._kept.values())
         assert report.verdict.fault is fault
         assert kept() is None
