@@ -174,9 +174,8 @@ class Bench:
                 self._health.check(pid)
             if self._health is None and checker.fault is not None and checker.fault.kind in _KILLED:
                 self._zygote.check()
-            checker.fault = (
-                None  # its traceback holds frames that hold the checker, and so all of the reference's memory
-            )
+            # Its traceback holds frames that hold the checker, and so all of the reference's memory.
+            checker.fault = None
 
     def _timed(
         self,
