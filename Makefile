@@ -15,8 +15,10 @@ run: $(VENV)/.installed
 	@command -v gcc >/dev/null || { echo "error: gcc was not found. Install it, such as 'apt-get install gcc libc6-dev'" >&2; exit 3; }
 	@$(BIN)/kbrl train --config $(CONFIG) $(ARGS)
 
+# Two workers: a whole run leaves much of two cores idle, so other tests go on beside it.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -45,9 +45,9 @@ def unseal_lease(text: str) -> tuple[str, str]:
     """The lease id without its tag, and the tag; an empty one where there is none."""
     head, colon, rest = text.partition(":")
     parts = head.split(".")
-    if len(parts) != 3:
+    if len(parts) != 3 or not colon:
         return text, ""
-    return f"{parts[0]}.{parts[1]}{colon}{rest}", parts[2]
+    return f"{parts[0]}.{parts[1]}:{rest}", parts[2]
 
 
 class LiveTask(msgspec.Struct, eq=False):

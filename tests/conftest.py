@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +21,11 @@ with contextlib.suppress(ImportError):  # hosts with a GPU run their tests witho
 
 @pytest.fixture(scope="session")
 def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny policy is kept: the first run of a session makes it, the others find it."""
-    return Path(tmp_path_factory.mktemp("cache"))
+    """Where the tiny policy is kept: the first run makes it, the others find it, those of another worker too."""
+    session = tmp_path_factory.getbasetemp()
+    cache = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "policies"
+    cache.mkdir(exist_ok=True)
+    return cache
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def test_what_the_guard_admits_is_within_the_role(message: msg.Message, role: Ro
 
 
 @given(st.text(max_size=40))
+@example("no.colon.here")
 def test_a_lease_id_is_read_or_none(text: str) -> None:
     parse_lease_id(text)
     plain, tag = unseal_lease(text)
