@@ -73,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of everything that is drawn, except the secret inputs of verification."""
     max_steps: AtLeastOne = 14
     """Updates after which the run ends."""
-    max_minutes: Positive | None = 4.0
+    max_minutes: Positive | None = 6.0
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
@@ -95,7 +95,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Turns of a rollout in mode=multi_turn and mode=agents."""
     gamma: Fraction = 0.4
     """Discount of later turns' scores in mode=multi_turn."""
-    eval_samples: Count = 4
+    eval_samples: Count = 12
     """Answers per held-out problem before and after training; 0: no evaluation."""
     eval_every: Count = 0
     """Updates between two evaluations of the held-out problems while training goes on; 0: before and after only."""

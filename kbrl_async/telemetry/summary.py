@@ -6,6 +6,7 @@ Invariants
 * `groups_admitted` is the sum of trained, filtered, dropped stale and failed (I1); `groups_add_up` says if it is so.
 * "first" and "last" are the first and last tenth of the run's scored training rollouts in order, at least one each.
 * A mean over nothing is null.
+* Shares of held-out answers come with their 95 % intervals: few answers are made, and one that is right more or less is no news.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rich.table import Table
 from kbrl_async.durable import write_atomically
 from kbrl_async.telemetry import turn_metrics
 from kbrl_async.telemetry.funnel import funnel
-from kbrl_async.telemetry.training_metrics import RolloutStats, outcome_rates
+from kbrl_async.telemetry.proportions import wilson
+from kbrl_async.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
 
 Summary = dict[str, Any]
 
@@ -83,6 +85,8 @@ def build(
         **turn_metrics.summary(first, last, rollouts),
         **_rates(heldout_before, HELDOUT_FIELDS, "heldout_", "_before"),
         **_rates(heldout_after, HELDOUT_FIELDS, "heldout_", "_after"),
+        **_intervals(heldout_before, "_before"),
+        **_intervals(heldout_after, "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
         "funnel": funnel(rollout.funnel for rollout in rollouts),
@@ -106,6 +110,17 @@ def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Se
 def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
     rates = outcome_rates(rollouts)
     return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
+
+
+def _intervals(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
+    """`[lo, hi]` of each share of the held-out answers, null of none."""
+    answers = kernels(rollouts)
+    hits = {
+        "correct_rate": sum(r.correct for r in answers),
+        "compile_rate": sum(r.compiled for r in answers),
+        "fast_1": sum(r.fast for r in answers),
+    }
+    return {f"heldout_{name}{suffix}_95": wilson(n, len(answers)) if answers else None for name, n in hits.items()}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -168,8 +183,7 @@ def _progress_table(summary: Summary) -> Table:
     table.add_section()
     table.add_row("held-out problems", "before", "after", style="bold")
     for name in HELDOUT_FIELDS:
-        before, after = summary.get(f"heldout_{name}_before"), summary.get(f"heldout_{name}_after")
-        table.add_row(name, _shown(name, before), _shown(name, after))
+        table.add_row(name, *(_heldout(summary, f"heldout_{name}_{when}", name) for when in ("before", "after")))
     if flagged := summary.get("heldout_problems_flagged"):
         table.add_row(f"without {flagged} flagged problems", "before", "after", style="bold")
         for name in HELDOUT_FIELDS:
@@ -193,13 +207,19 @@ def _run_table(summary: Summary) -> Table:
     return table
 
 
-def _kernel_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="Fastest verified kernels", title_justify="left")
     for heading in ("problem", "speedup", "95 % interval", "file"):
         table.add_column(heading, overflow="fold")
-    for k in kernels:
+    for k in best:
         table.add_row(k["problem"], f"{k['speedup']:.2f}×", f"{k['lo']:.2f} … {k['hi']:.2f}", k["file"])
     return table
+
+
+def _heldout(summary: Summary, key: str, name: str) -> str:
+    """The value, with its interval where there is one."""
+    shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}_95")
+    return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
 
 
 def _shown(name: str, value: float | None) -> str:

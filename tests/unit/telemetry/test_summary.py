@@ -92,6 +92,14 @@ def test_heldout_problems_are_shown_before_and_after() -> None:
     assert built([])["heldout_correct_rate_before"] is None
 
 
+def test_shares_of_heldout_answers_come_with_their_intervals() -> None:
+    made = built([], heldout_before=[wrong()] * 48, heldout_after=[wrong()] * 41 + [kernel("h", 3.0, 2.0)] * 7)
+    assert made["heldout_correct_rate_before_95"] == pytest.approx((0.0, 0.0741), abs=1e-4)
+    assert made["heldout_correct_rate_after_95"] == pytest.approx((0.0725, 0.2717), abs=1e-4)
+    assert "15% (7% … 27%)" in printed(made)
+    assert built([])["heldout_correct_rate_after_95"] is None
+
+
 def test_heldout_scores_are_shown_with_and_without_flagged_problems() -> None:
     flagged = msgspec.structs.replace(kernel("zeros", 3.0, 2.0), flagged=True)
     made = built([], heldout_before=[wrong(), flagged], heldout_after=[wrong(), flagged])
