@@ -6,7 +6,7 @@ Invariants
 * `groups_admitted` is the sum of trained, filtered, dropped stale and failed (I1); `groups_add_up` says if it is so.
 * "first" and "last" are the first and last tenth of the run's scored training rollouts in order, at least one each.
 * A mean over nothing is null.
-* Shares of held-out answers come with their 95 % intervals: few answers are made, and one that is right more or less is no news.
+* Shares of held-out answers come with their 95 % intervals: so few are made that a difference may be none.
 """
 
 from __future__ import annotations
