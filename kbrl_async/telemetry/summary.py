@@ -83,10 +83,8 @@ def build(
         **_rates(first, TENTH_FIELDS, "", "_first"),
         **_rates(last, TENTH_FIELDS, "", "_last"),
         **turn_metrics.summary(first, last, rollouts),
-        **_rates(heldout_before, HELDOUT_FIELDS, "heldout_", "_before"),
-        **_rates(heldout_after, HELDOUT_FIELDS, "heldout_", "_after"),
-        **_intervals(heldout_before, "_before"),
-        **_intervals(heldout_after, "_after"),
+        **_heldout(heldout_before, "heldout_", "_before"),
+        **_heldout(heldout_after, "heldout_", "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
         "funnel": funnel(rollout.funnel for rollout in rollouts),
@@ -112,15 +110,19 @@ def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str,
     return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
 
 
-def _intervals(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
-    """`[lo, hi]` of each share of the held-out answers, null of none."""
+def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
+    """Rates, and of each share `[lo, hi]` under its name and `_95`; null of none."""
     answers = kernels(rollouts)
     hits = {
         "correct_rate": sum(r.correct for r in answers),
         "compile_rate": sum(r.compiled for r in answers),
         "fast_1": sum(r.fast for r in answers),
     }
-    return {f"heldout_{name}{suffix}_95": wilson(n, len(answers)) if answers else None for name, n in hits.items()}
+    intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
+    return {
+        **_rates(answers, HELDOUT_FIELDS, prefix, suffix),
+        **{f"{prefix}{name}{suffix}_95": interval for name, interval in intervals.items()},
+    }
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -129,7 +131,7 @@ def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
     if len(kept) == len(rollouts):
         return {}
     problems = len({r.problem_id for r in rollouts if r.flagged})
-    return {**_rates(kept, HELDOUT_FIELDS, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
+    return {**_heldout(kept, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
 
 
 def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
@@ -181,15 +183,16 @@ def _progress_table(summary: Summary) -> Table:
         for name in ("success_rate", "compile_fix_rate"):
             table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
     table.add_section()
-    table.add_row("held-out problems", "before", "after", style="bold")
-    for name in HELDOUT_FIELDS:
-        table.add_row(name, *(_heldout(summary, f"heldout_{name}_{when}", name) for when in ("before", "after")))
+    _add_heldout(table, summary, "held-out problems", "heldout_")
     if flagged := summary.get("heldout_problems_flagged"):
-        table.add_row(f"without {flagged} flagged problems", "before", "after", style="bold")
-        for name in HELDOUT_FIELDS:
-            values = [summary.get(f"heldout_filtered_{name}_{when}") for when in ("before", "after")]
-            table.add_row(name, *(_shown(name, value) for value in values))
+        _add_heldout(table, summary, f"without {flagged} flagged problems", "heldout_filtered_")
     return table
+
+
+def _add_heldout(table: Table, summary: Summary, title: str, prefix: str) -> None:
+    table.add_row(title, "before", "after", style="bold")
+    for name in HELDOUT_FIELDS:
+        table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
 
 
 def _run_table(summary: Summary) -> Table:
@@ -216,7 +219,7 @@ def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _heldout(summary: Summary, key: str, name: str) -> str:
+def _with_interval(summary: Summary, key: str, name: str) -> str:
     """The value, with its interval where there is one."""
     shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}_95")
     return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"

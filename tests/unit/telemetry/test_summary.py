@@ -105,6 +105,7 @@ def test_heldout_scores_are_shown_with_and_without_flagged_problems() -> None:
     made = built([], heldout_before=[wrong(), flagged], heldout_after=[wrong(), flagged])
     assert (made["heldout_correct_rate_after"], made["heldout_filtered_correct_rate_after"]) == (0.5, 0.0)
     assert made["heldout_problems_flagged"] == 1
+    assert made["heldout_filtered_correct_rate_after_95"] == pytest.approx((0.0, 0.7935), abs=1e-4)
     assert "without 1 flagged problems" in printed(made)
 
 
