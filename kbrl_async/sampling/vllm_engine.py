@@ -130,7 +130,7 @@ class VLLMEngine:
         finally:
             self._active -= 1
             self._live.release(served)
-            self._released.set()
+            self._released.set()  # where the engine died, who waits for room sees it now
             if self._live.holders(served.version) == 0 and served.version != self._live.newest:
                 await asyncio.shield(self._retire())
         if self._proof is not None and draft.spans and draft.spans[-1][0] == self._weights:
@@ -300,9 +300,13 @@ class VLLMEngine:
             await self._llm.remove_lora(one.lora_id)
 
     async def _retire(self) -> None:
-        for one in self._live.retire():
-            if one.lora_id:
-                await self._remove(one)
+        """Takes versions that nobody uses out of vLLM; who waits for room looks again when they are out."""
+        try:
+            for one in self._live.retire():
+                if one.lora_id:
+                    await self._remove(one)
+        finally:
+            self._released.set()
 
     async def _wait_for_room(self) -> None:
         options, cure = self._options, "Lower max_tokens or sampler.deadline_s"

@@ -110,6 +110,8 @@ class FakeAsyncLLM:
         self.running: dict[str, Request] = {}
         self.waiting: dict[str, Request] = {}
         self.paused = self.errored = False
+        self.held_at: int | None = None
+        """Answers wait at so many tokens, so that they are in flight for as long as a test needs; None: they go on."""
         self.logits: Callable[[torch.Tensor, float], torch.Tensor] = lambda z, temperature: z / temperature
         self.seen: list[tuple[str, str, str]] = []
         """(request, adapter, cache salt) of everything that was asked."""
@@ -194,7 +196,8 @@ class FakeAsyncLLM:
                 continue
             self._admit()
             for request_id, request in list(self.running.items()):
-                self._step(request_id, request)
+                if self.held_at is None or len(request.out) < self.held_at:
+                    self._step(request_id, request)
             usage = sum(r.kv for r in self.running.values()) / self.kv_tokens
             self.meter.kv_usage, self.meter.waiting = usage, len(self.waiting)
             self.meter.tick()

@@ -152,6 +152,7 @@ def test_a_prompt_beyond_the_context_is_refused_alone(adapters: Learner) -> None
 def test_cancelling_frees_the_request_at_once(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
+        llm.held_at = 1
         task = asyncio.create_task(engine.generate("r", "1", LONG))
         await until(lambda: bool(llm.running))
         task.cancel()
@@ -186,9 +187,11 @@ def test_an_answer_past_its_deadline_is_given_back_and_frees_its_kv(adapters: Le
 def test_new_rollouts_take_the_newest_adapter_and_running_ones_end_on_theirs(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
+        llm.held_at = 5
         old = asyncio.create_task(engine.generate("old", "1 2", LONG))
         await until(lambda: bool(llm.running))
         await engine.load(*adapters.publish())
+        llm.held_at = None
         assert engine.stats().live_versions == 2
         new = await engine.generate("new", "1 2", SHORT)
         assert (new.policy_version, (await old).policy_version) == (1, 0)
@@ -214,7 +217,8 @@ def test_an_adapter_goes_with_its_last_rollout(adapters: Learner) -> None:
 def test_an_adapter_that_is_in_use_stays(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
-        task = asyncio.create_task(engine.generate("r", "1 2", SamplingParams(max_tokens=200)))
+        llm.held_at = 5
+        task = asyncio.create_task(engine.generate("r", "1 2", LONG))
         await until(lambda: bool(llm.running))
         await engine.load(*adapters.publish())
         assert list(llm.adapters) == [1, 2]
@@ -236,15 +240,15 @@ def test_versions_never_share_cached_prompts(adapters: Learner) -> None:
 
 def test_a_new_version_waits_for_room_among_the_live_ones(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
-        tasks = []
+        llm.held_at, tasks = 5, []
         for n in range(3):
             await engine.load(*adapters.publish())
-            tasks.append(asyncio.create_task(engine.generate(f"r{n}", "1", SamplingParams(max_tokens=250))))
+            tasks.append(asyncio.create_task(engine.generate(f"r{n}", "1", LONG)))
             await until(lambda n=n: any(r.startswith(f"r{n}#") for r in llm.running))
         loading = asyncio.create_task(engine.load(*adapters.publish()))
         await asyncio.sleep(0.05)
         assert not loading.done()
-        tasks[0].cancel()
+        tasks[0].cancel()  # nobody else ends, so only this can wake the load
         await loading
         assert engine.policy_version == 3
         for task in tasks:
@@ -282,11 +286,11 @@ def test_weights_change_in_flight_and_every_token_knows_its_version(weights: Lea
         first = weights.publish()
         old = copy.deepcopy(weights.model)
         await engine.load(*first)
-        tasks = [
-            asyncio.create_task(engine.generate(f"r{n}", "1 2 3", SamplingParams(max_tokens=80))) for n in range(3)
-        ]
+        llm.held_at = 6
+        tasks = [asyncio.create_task(engine.generate(f"r{n}", "1 2 3", LONG)) for n in range(3)]
         await until(lambda: len(llm.running) == 3 and all(len(r.out) > 5 for r in llm.running.values()))
         await engine.load(*weights.publish(step=0.01))
+        llm.held_at = None
         for done in await asyncio.gather(*tasks):
             assert (done.policy_version, [v for v, _ in done.spans]) == (0, [0, 1])
             assert sum(n for _, n in done.spans) == len(done.token_ids) == len(done.logprobs)
@@ -302,12 +306,14 @@ def test_weights_change_in_flight_and_every_token_knows_its_version(weights: Lea
 def test_no_answer_leaves_before_its_weights_are_proven(weights: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*weights.publish())
+        llm.held_at = 4
         task = asyncio.create_task(engine.generate("r", "1 2 3", SamplingParams(max_tokens=8)))
         await until(lambda: bool(llm.running))
         manifest, folder = weights.publish()
         wrong = msgspec.structs.replace(manifest, canary_logprobs=[x - 1 for x in manifest.canary_logprobs])
         with pytest.raises(PolicyMismatch):
             await engine.load(wrong, folder)
+        llm.held_at = None
         with pytest.raises(InfraError, match="not proven"):
             await task
         with pytest.raises(PolicyMismatch):
@@ -436,6 +442,7 @@ def test_another_temperature_is_found(adapters: Learner, served_at: float) -> No
 def test_a_killed_engine_gives_every_rollout_back_and_takes_none(adapters: Learner) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
+        llm.held_at = 5
         tasks = [asyncio.create_task(engine.generate(f"r{n}", "1", LONG)) for n in range(8)]
         await until(lambda: len(llm.running) == 8)
         llm.die()
