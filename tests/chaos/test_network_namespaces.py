@@ -130,7 +130,6 @@ async def opened(folder: Path) -> AsyncIterator[tuple[Site, Producer]]:
         yield site, producer
 
 
-@pytest.mark.timeout(150)
 def test_a_partition_heals_and_nothing_is_lost_or_done_twice(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts
@@ -151,7 +150,6 @@ def test_a_partition_heals_and_nothing_is_lost_or_done_twice(tmp_path: Path, hos
     asyncio.run(play())
 
 
-@pytest.mark.timeout(150)
 def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts
@@ -168,7 +166,6 @@ def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[
     asyncio.run(play())
 
 
-@pytest.mark.timeout(150)
 def test_a_host_may_join_late_and_leave_early(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts

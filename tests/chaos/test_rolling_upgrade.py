@@ -140,7 +140,6 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, newer: Path) -> Iterato
         site.close()
 
 
-@pytest.mark.timeout(120)
 def test_workers_are_upgraded_one_by_one_and_back_while_the_run_goes_on(site: Site, newer: Path) -> None:
     site.replace("compile", None)
     site.replace("bench", None)

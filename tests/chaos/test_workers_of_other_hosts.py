@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from kbrl_async.config import agreed, load
 from kbrl_async.keyring import Keyring
@@ -60,7 +59,6 @@ def start_worker(kind: str, site: Path, address: str, keys: Path) -> subprocess.
         output.close()
 
 
-@pytest.mark.timeout(180)
 def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys")
     ring.new(Role.AGGREGATOR, "local")

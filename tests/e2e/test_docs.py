@@ -17,6 +17,7 @@ import shlex
 import shutil
 import tomllib
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ from tests.pages import ROOT, Command, Page, pages
 from tests.running import Run
 from tests.unit.planning.test_observing import lines as steady_run
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PAGES = [page for page in pages() if page.commands]
 
@@ -139,13 +140,15 @@ def _files_of_the_reader(place: Path) -> None:
 
 
 @pytest.fixture
-def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(finished)
     monkeypatch.syspath_prepend(str(finished))
     monkeypatch.setattr(webbrowser, "open", lambda _uri: True)
     monkeypatch.setenv("COLUMNS", "200")
     newest(finished)
-    return finished
+    yield finished
+    for begun in (finished / "runs").glob("default-*"):  # by `kbrl prepare`: the next page would continue it
+        shutil.rmtree(begun)
 
 
 def newest(place: Path) -> None:

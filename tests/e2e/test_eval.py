@@ -17,7 +17,7 @@ import pytest
 from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 ANSWER = f"```python\n{elementwise('2 * x[i] + 1')}```"
 """Right for the problem with factor 2, wrong for the other one."""
@@ -92,7 +92,7 @@ def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_pa
     try:
         evaluation.until(lambda: any(line["event"] == "scored" for line in evaluation.log("evaluator")), 180)
         evaluation.kill("evaluator")
-        assert evaluation.wait(180) == 0, evaluation.tail()
+        assert evaluation.wait(420) == 0, evaluation.tail()
     finally:
         evaluation.close()
     document = evaluation.document()

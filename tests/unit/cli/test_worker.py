@@ -97,7 +97,6 @@ def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyr
     return asyncio.run(play())
 
 
-@pytest.mark.timeout(60)
 def test_it_asks_the_broker_for_the_runs_settings_and_leaves(tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys")
     keys = client_keys(str(ring.new(Role.BENCH, "host7")))
@@ -108,7 +107,6 @@ def test_it_asks_the_broker_for_the_runs_settings_and_leaves(tmp_path: Path) -> 
     assert load_run(variables["KBRL_RUN_DIR"]).timing_bench.cap_s == 0.4
 
 
-@pytest.mark.timeout(60)
 def test_a_refusal_is_the_end_of_its_question(tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys")
     keys = client_keys(str(ring.new(Role.BENCH, "host7")))
@@ -145,7 +143,6 @@ def test_a_flag_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
         worker.prepare(arguments(tmp_path, *words), agreed.heard(RUN))
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
     async def work(_: msg.Task, __: list[bytes]) -> Outcome:
         raise AssertionError("it must not work")

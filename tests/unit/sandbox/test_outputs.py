@@ -45,7 +45,7 @@ def traps(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 def test_a_trap_is_refused_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

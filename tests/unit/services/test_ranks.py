@@ -54,7 +54,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
         (lost,) = json.loads((tmp_path / "lives.jsonl").read_text())["ranks"]
         os.kill(lost, signal.SIGKILL)
         (tmp_path / "killed").touch()
-        assert nanny.wait(120) == 0
+        assert nanny.wait(300) == 0
     finally:
         nanny.kill()
         nanny.wait()
