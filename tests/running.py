@@ -30,6 +30,8 @@ TINY = (
     "log_level=debug",
 )
 """Twenty seconds of SFT: a policy whose kernels compile now and then, so that every stage has work."""
+PATIENCE_S = 400.0
+"""What a run of a minute has on the slowest machine: for what hangs, not for what is slow."""
 SERVICES = ("compile_farm", "timing_bench", "sampler", "reward_aggregator", "learner", "broker")
 
 
@@ -53,17 +55,17 @@ class Run:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self) -> int:
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.tail()}") from None
+            raise AssertionError(f"the run did not end in {PATIENCE_S} s:\n{self.tail()}") from None
 
-    def until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def until(self, is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not is_true():
             assert self.process.poll() is None, f"the run ended too early:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"waited {timeout_s} s in vain:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"waited {PATIENCE_S} s in vain:\n{self.tail()}"
             time.sleep(0.1)
 
     def log(self, process: str) -> list[dict[str, Any]]:

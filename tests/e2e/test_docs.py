@@ -103,7 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Pa
     place = Path(tmp_path_factory.mktemp("reader"))
     run = Run(place, policy_cache, "max_steps=1", "eval_samples=0")
     try:
-        assert run.wait(300) == 0, run.tail()
+        assert run.wait() == 0, run.tail()
     finally:
         run.close()
     for name in ("first-try", "level-1", "one", "two", "three", "second"):

@@ -20,7 +20,7 @@ Start = Callable[..., Run]
 
 def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> None:
     run = start_run("max_steps=3")
-    assert run.wait(420) == 0, run.tail()
+    assert run.wait() == 0, run.tail()
     summary = run.summary()
     assert_counters_add_up(summary)
     assert summary["updates"] == 3
@@ -50,7 +50,7 @@ def _tensorboard_has_both_parts(run: Run) -> None:
 
 def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> None:
     run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "eval_samples=1", "sft.steps=150")
-    assert run.wait(200) == 0, run.tail()
+    assert run.wait() == 0, run.tail()
     summary = run.summary()
     assert_counters_add_up(summary)
     assert summary["groups_trained"] == 4
@@ -63,21 +63,21 @@ def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> No
 
 def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
     run = start_run("max_steps=3", "max_staleness=0", "eval_samples=0")
-    assert run.wait(420) == 0, run.tail()
+    assert run.wait() == 0, run.tail()
     assert (run.summary()["max_staleness"], run.summary()["updates"]) == (0, 3)
     assert_counters_add_up(run.summary())
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     run = start_run("max_steps=5")
-    run.until(lambda: run.updates() >= 2, 120)
+    run.until(lambda: run.updates() >= 2)
     os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait() == 130
     assert not (run.path / "summary.json").exists()
     before = run.updates()
 
     again = start_run("max_steps=5")
-    assert again.wait(420) == 0, again.tail()
+    assert again.wait() == 0, again.tail()
     summary = again.summary()
     assert_counters_add_up(summary)
     assert (summary["updates"], summary["groups_trained"]) == (5, 10)
@@ -106,7 +106,7 @@ def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_
         f"broker.submit=tcp://127.0.0.1:{submit}",
         f"broker.work=tcp://127.0.0.1:{work}",
     )
-    assert run.wait(420) == 0, run.tail()
+    assert run.wait() == 0, run.tail()
     newest = max((run.path / "policies").glob("policy-v*"), key=lambda path: int(path.name.removeprefix("policy-v")))
     assert json.loads((newest / "manifest.json").read_text())["kind"] == "lora"
     assert (newest / "adapter_model.safetensors").is_file()
