@@ -98,7 +98,7 @@ class Run:
 
     def kill(self, service: str) -> None:
         """`kill -9` of a service's working process."""
-        self.until(lambda: bool(self.children(service)), 60)
+        self.until(lambda: bool(self.children(service)))
         for pid in self.children(service):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

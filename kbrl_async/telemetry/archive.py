@@ -146,6 +146,7 @@ class ArchiveWriter:
 
     def _later(self, work: Work) -> Future[None]:
         future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # who waits may be cancelled; what waits to be written is not
         self._queue.put((work, future))
         return future
 
@@ -170,12 +171,12 @@ class ArchiveWriter:
                 self._stored = _stored_bytes(self._db)
                 self._evict()
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # supervisor: without this thread everybody would wait for ever
             self._stored = stored
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             for _, future in items:
-                future.set_exception(_explain(error, self._path))
+                future.set_exception(_explain(error, self._path) if isinstance(error, sqlite3.Error) else error)
         else:
             for _, future in items:
                 future.set_result(None)

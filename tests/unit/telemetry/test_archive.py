@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import sqlite3
 from pathlib import Path
@@ -161,3 +162,34 @@ def test_an_archive_that_may_not_grow_says_so_however_the_system_tells_it(tmp_pa
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         archive.add(row()).result(DEADLINE_S)
+
+
+def test_a_waiter_that_is_cancelled_leaves_the_writer_at_work(tmp_path: Path) -> None:
+    async def body(archive: ArchiveWriter, other: sqlite3.Connection) -> None:
+        other.execute("BEGIN IMMEDIATE")  # nothing can be written until that is over
+        waiting = asyncio.create_task(_written(archive, row("g000001.r0")))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        other.execute("ROLLBACK")
+        await asyncio.wait_for(_written(archive, row("g000002.r0")), DEADLINE_S)
+
+    with ArchiveWriter(tmp_path / "a.sqlite") as archive:
+        other = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None)
+        asyncio.run(body(archive, other))
+        other.close()
+    with Archive(tmp_path / "a.sqlite") as found:
+        assert found.count() == 2
+
+
+def test_a_record_that_cannot_be_written_leaves_the_writer_at_work(tmp_path: Path) -> None:
+    with ArchiveWriter(tmp_path / "a.sqlite") as archive:
+        with pytest.raises(TypeError):
+            archive.add(row(), [object()]).result(DEADLINE_S)  # type: ignore[list-item]
+        archive.add(row("g000002.r0")).result(DEADLINE_S)
+    with Archive(tmp_path / "a.sqlite") as found:
+        assert [one.task_id for one in found.rows()] == ["g000002.r0"]
+
+
+async def _written(archive: ArchiveWriter, one: Row) -> None:
+    await asyncio.wrap_future(archive.add(one))
