@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -66,6 +67,8 @@ from services.runtime.worker import Outcome
 
 IDLE_S = 0.5
 """The pump looks at deadlines at least this often."""
+LOOK_S = 1.0
+"""Between two looks at what the broker writes about the whole system."""
 
 
 class Aggregator:
@@ -100,6 +103,7 @@ class Aggregator:
         self._conductor = Conductor(self._config, campaign.dialogues, first, sampling)
         self._started = clock() - campaign.clock
         self._clock = clock
+        self._looked = clock()
         self._wake = asyncio.Event()
         self._asked: set[str] = set()
         self._retired = False
@@ -136,6 +140,8 @@ class Aggregator:
         is_best = stats is not None and bool(stats.file)
         await self._archive.scored(task, rollout_id, frames, record, scored, self.now, is_best=is_best)
         self._board.trace(record, scored)
+        if not self._awaits(task.group_id, rollout_id, turn):
+            return  # while the archive wrote, the group ended, or a copy of the turn was taken
         if scored is None or stats is None:
             self._broken_off(task, rollout_id, record)
             return
@@ -147,6 +153,10 @@ class Aggregator:
         else:
             self._end_rollout(task.group_id, rollout_id, [scored.sample], stats)
         self._service.log.debug("scored", reward=round(scored.sample.reward, 3), fault=scored.fault, turn=turn)
+
+    def _awaits(self, group_id: str, rollout_id: str, turn: int) -> bool:
+        is_open = is_evaluation(group_id) or self._campaign.book.group_version(group_id) is not None
+        return is_open and turn == len(self._campaign.dialogues.turns(rollout_id))
 
     def _take_turn(self, group_id: str, scored: Scored, stats: RolloutStats, record: list[Frame]) -> None:
         entry = self._conductor.taken(group_id, scored, stats, record, self.now)
@@ -236,13 +246,18 @@ class Aggregator:
             self._catch_up()
             self._advance()
             self._journal.compact_if_due(self._campaign)
+            self._look_at_the_system()
             self._wake.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), IDLE_S)
-            except TimeoutError:
-                self._board.tick()
             self._submissions.check()
         await self._submissions.finish()
+
+    def _look_at_the_system(self) -> None:
+        """Now and then, however busy the pump is."""
+        if self._clock() - self._looked >= LOOK_S:
+            self._looked = self._clock()
+            self._board.tick()
 
     def _end_training(self) -> None:
         """At the run's limits, which may be lower than before a restart: what waits for a batch then waits no more.
