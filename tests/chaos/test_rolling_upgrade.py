@@ -60,8 +60,9 @@ asyncio.run(main())
 """.replace("FIELD", repr(ADDED))
 WORKER = """
 import asyncio, signal, sys
-from protocols import messages as msg
+from protocols import messages as msg, sockets
 from services.runtime import Outcome, Worker
+sockets.LINGER_MS = 30_000  # what is said at the end is to arrive on a slow machine too
 address, stage, next_stage = sys.argv[1:]
 build = "next" if FIELD in msg.Hello.__struct_fields__ else "today"
 async def work(task, frames):

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import SERVICES, Run, assert_counters_add_up
+from kbrl_async.config import load
+from kbrl_async.origins import small_options
+from kbrl_async.policy.making import ensure_small_policy
+from tests.running import SERVICES, TINY, Run, assert_counters_add_up
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -94,8 +97,7 @@ def free_ports() -> tuple[int, int]:
 def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
     start_run: Start, policy_cache: Path
 ) -> None:
-    small = next(policy_cache.glob("small-*"), None)
-    assert small is not None, "an earlier test of this module has made the small policy"
+    small = ensure_small_policy(policy_cache, small_options(load(overrides=[*TINY])))  # as an earlier run has made it
     submit, work = free_ports()
     run = start_run(
         f"model_name={small}",

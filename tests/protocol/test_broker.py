@@ -279,6 +279,7 @@ async def test_nonsense_on_the_wire_hurts_nobody(run: Run) -> None:
     with zmq.Context() as context:
         for address in (run.submit, run.work):
             with connect_dealer(context, address, secrets.token_bytes(4).hex().encode()) as dealer:
+                dealer.setsockopt(zmq.LINGER, 30_000)  # all of it is to arrive
                 for frames in ([b""], [b"\x01\x01", b"\xc1"], [b"\x02\x01", b""], [b"\x01\x63", b"\x90"], [b"x"] * 40):
                     dealer.send_multipart(frames)
                 dealer.send_multipart(framing.encode(msg.Welcome(1, 1.0, 1.0, 0)))

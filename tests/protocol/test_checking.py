@@ -351,7 +351,8 @@ def what_goes_on(
 ) -> tuple[list[list[bytes]], Broker]:
     """Of so many tasks: what comes to the stages that follow where one worker of three lies. It must be found out."""
     records: list[list[bytes]] = []
-    ledger = LedgerOptions(heartbeat_s=0.05, checks=CheckOptions(0.5, hold_s=0.5))
+    # nobody is suspected because the machine stood still
+    ledger = LedgerOptions(heartbeat_s=0.05, missed_beats=1000, checks=CheckOptions(0.5, hold_s=0.5))
     options = beside(folder, ledger=ledger)
 
     def saying(name: str, outcome: Outcome) -> Worker:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.broker.status import StatusDesk, Troubles
 from services.runtime import Producer, Worker, addresses
-from tests.brokers import beside, serving
+from tests.brokers import beside, endpoints, serving
 
 DEADLINE_S = 20.0
 
@@ -226,9 +225,10 @@ def test_over_tcp_an_observer_with_its_key_sees_and_a_worker_with_its_own_does_n
     async def play() -> tuple[msg.StatusReport | None, msg.StatusReport | None]:
         ring = Keyring(tmp_path / "keys")
         observer, worker = (client_keys(ring.new(role, "host7")) for role in (Role.OBSERVER, Role.BENCH))
-        address = f"tcp://127.0.0.1:{free_port()}"
+        address = "tcp://127.0.0.1:*"
         keyed = msgspec.structs.replace(options(tmp_path), status_address=address, keys=str(ring.folder))
-        async with serving(Broker(keyed)):
+        async with serving(Broker(keyed)) as broker:
+            address = endpoints(broker)[-1]
             with StatusClient(address, observer) as viewer, StatusClient(address, worker) as intruder:
                 seen = await asyncio.to_thread(viewer.ask, DEADLINE_S)
                 return seen, await asyncio.to_thread(intruder.ask, 0.3)
@@ -237,11 +237,6 @@ def test_over_tcp_an_observer_with_its_key_sees_and_a_worker_with_its_own_does_n
     assert seen is not None
     assert seen.run == tmp_path.name
     assert refused is None
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://"])

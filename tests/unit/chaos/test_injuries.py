@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -20,6 +21,7 @@ from kbrl_async.chaos.processes import Role, census, matching
 from kbrl_async.errors import UserError
 
 PATIENCE_S = 60.0
+Found = TypeVar("Found")
 LEARNER = """
 import asyncio
 from services.runtime.nanny import run_service
@@ -57,16 +59,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         nanny.wait()
 
 
-def until(is_true: Callable[[], bool]) -> None:
+def until(is_true: Callable[[], Found]) -> Found:
+    """What was true at last."""
     deadline = time.monotonic() + PATIENCE_S
-    while not is_true():
+    while not (found := is_true()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return found
 
 
 def child(run: Path) -> int:
-    until(lambda: bool(matching(census(run), "learner")))
-    return matching(census(run), "learner")[0].pid
+    return until(lambda: matching(census(run), "learner"))[0].pid  # of one census: in a second it may be gone
 
 
 def state(pid: int) -> str:
@@ -95,7 +98,7 @@ def test_a_killed_child_is_another_process_afterwards(run_dir: Path) -> None:
     before = child(run_dir)  # the tests share one run, and some kill its child
     wound = injuries(run_dir).begin(Fault(Kind.KILL, "learner"))
     assert wound.pids == [before]
-    until(lambda: bool(matching(census(run_dir), "learner")) and child(run_dir) != before)
+    until(lambda: child(run_dir) != before)
 
 
 def test_what_is_stopped_goes_on_at_the_end(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ from honcho.printer import Message
 
 from kbrl_async.cli import launch
 from kbrl_async.cli import launch
-launch.GRACE_S = 1.0
+launch.GRACE_S = PATIENCE
 scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1) | COUNTS, command=scripts.__getitem__)
 print("ended:", ended.first or "-", ended.code, ended.interrupted)
@@ -47,9 +47,10 @@ if __name__ == "__main__":
 FOREVER = "exec sleep 300"
 
 
-def start(run_dir: Path, counts: str = "{}", **scripts: str) -> subprocess.Popen[str]:
+def start(run_dir: Path, counts: str = "{}", grace_s: float = 30.0, **scripts: str) -> subprocess.Popen[str]:
     argv = [str(run_dir), *(word for pair in scripts.items() for word in pair)]
-    command = [sys.executable, "-c", PROGRAM.replace("COUNTS", counts), *argv]
+    program = PROGRAM.replace("COUNTS", counts).replace("PATIENCE", str(grace_s))
+    command = [sys.executable, "-c", program, *argv]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
@@ -111,7 +112,7 @@ def test_a_run_whose_lines_nobody_reads_any_more_stops(tmp_path: Path) -> None:
 
 def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     script = f"echo $$ > {tmp_path}/pid; trap '' TERM; touch {tmp_path}/up; while true; do sleep 0.1; done"
-    process = start(tmp_path, broker=script)
+    process = start(tmp_path, grace_s=1.0, broker=script)
     wait_for(lambda: (tmp_path / "up").exists())
     process.send_signal(signal.SIGTERM)
     assert "ended: - 143 True" in finished(process)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kbrl_async.cli import logs, main
 from kbrl_async.errors import UserError
+from kbrl_async.telemetry.log_reading import Line
 
 
 def entry(second: int, process: str, event: str, **more: object) -> str:
@@ -68,7 +71,9 @@ def test_json_goes_through_as_it_was_written(run: Path, capfdbinary: pytest.Capt
     assert capfdbinary.readouterr().out == (run / "logs" / "learner.1.jsonl").read_bytes()
 
 
-def test_following_shows_what_comes_and_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_shows_what_comes_and_ends_with_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = run / "logs" / "learner.1.jsonl"
 
     def go_on() -> None:
@@ -79,8 +84,13 @@ def test_following_shows_what_comes_and_ends_with_the_run(run: Path, capsys: pyt
             file.write(entry(7, "learner.1", "last") + "\n")
         (run / "summary.json").write_text("{}")
 
-    writer = threading.Timer(0.1, go_on)
-    writer.start()
+    writer, followed = threading.Thread(target=go_on), logs.followed
+
+    def from_now_on(*given: Any) -> Iterator[Line]:
+        writer.start()  # not before: what is there by then would be the last line, in the place of "odd"
+        return followed(*given)
+
+    monkeypatch.setattr(logs, "followed", from_now_on)
     lines = shown(run, "-f", "-n", "1", "--process", "learner", capsys=capsys)
     writer.join()
     assert [line.split()[3] for line in lines] == ["odd", "later", "last"]

@@ -39,7 +39,7 @@ def run_ranks(folder: Path, how: str) -> None:
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=60)
+            _, errors = rank.communicate(timeout=250)
             assert rank.returncode == 0, errors[-3000:]
     finally:
         for rank in ranks:

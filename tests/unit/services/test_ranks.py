@@ -20,6 +20,8 @@ from protocols.records import TrainGroup, TrainSample
 from services.learner import ranks
 from tests.unit.services import two_ranks
 
+pytestmark = pytest.mark.timeout(900)
+
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -29,7 +31,7 @@ def groups() -> list[TrainGroup]:
 
 
 def wait_for(path: Path, nanny: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert nanny.poll() is None, "the learner has ended"
         assert time.monotonic() < deadline, f"no {path.name}"

@@ -70,10 +70,12 @@ def test_with_its_engine_the_process_ends_so_that_no_task_loses_its_attempts_to_
 
 def test_a_version_that_changed_in_flight_is_in_the_record(tmp_path: Path) -> None:
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
+        llm.held_at = 4  # or it may have ended before the new version is there
         task = asyncio.create_task(one.generate(*ask(1)))
-        await until(lambda: any(len(r.out) > 3 for r in llm.running.values()))
+        await until(lambda: any(len(r.out) == 4 for r in llm.running.values()))
         learner.publish()
         await one.catch_up()
+        llm.held_at = None
         outcome = await task
         done = msgspec.msgpack.decode(outcome.frames[0], type=Generation)
         assert [version for version, _ in done.spans] == [0, 1]

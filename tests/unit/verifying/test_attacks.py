@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -138,10 +139,15 @@ def test_an_endless_import_is_a_timeout(zygote: Zygote) -> None:
     assert report.verdict.fault is Fault.TIMEOUT
 
 
-def test_an_endless_forward_is_a_timeout_after_the_short_deadline_of_one_call(evaluate: Evaluate) -> None:
-    verdict = evaluate(candidate(forward="while True: pass")).verdict
+def test_an_endless_forward_is_a_timeout_after_the_short_deadline_of_one_call(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=60.0, call_floor_s=1.0))) as bench:
+        one = Problem("L1/01_test", 1, "test", SCALE_AND_SHIFT)
+        endless = Candidate(candidate(forward="while True: pass"), "torch")
+        verdict = bench.evaluate(one, endless, {}, timing=False).verdict
     assert verdict.fault is Fault.TIMEOUT
-    assert "no result after 1.00 s" in verdict.message
+    found = re.search(r"no result after ([\d.]+) s", verdict.message)
+    assert found is not None, verdict.message
+    assert 1.0 <= float(found[1]) < 30.0  # more than the floor where the reference's own call was slow
 
 
 def test_an_endless_loop_in_c_is_a_timeout(evaluate: Evaluate, compile_raw: Callable[[str], dict[str, Path]]) -> None:
@@ -260,7 +266,7 @@ def test_right_when_checked_and_wrong_when_timed_is_cheating(evaluate: Evaluate)
         ("small", "0 < x.abs().max() < 0.5"),
         ("large", "x.abs().std() > 3 and (x == 0).float().mean() < 0.5"),
         ("spikes", "(x == 0).float().mean() > 0.7"),
-        ("graded", "x[:, -4:].std() > 4 * x[:, :4].std()"),
+        ("graded", "(x == 0).float().mean() < 0.5 and x[:, -4:].std() > 4 * x[:, :4].std()"),
         ("binary", "bool(((x == 0) | (x == 1)).all())"),
     ],
 )

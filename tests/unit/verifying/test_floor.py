@@ -9,10 +9,11 @@ import pytest
 
 from kbrl_async.sandbox import Zygote
 from kbrl_async.timing.roofline import Peaks
-from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying import Bench
 from kbrl_async.verifying.floor import counted
 from protocols.records import BenchReport, Candidate, Fault, Problem
 from tests.unit.verifying.conftest import SCALE_AND_SHIFT
+from tests.unit.verifying.test_bench import patient
 
 SLOW_MEMORY = Peaks("chip", memory_gbs=1e-6, cache_gbs=1e-6, cache_bytes=0, fp32_gflops=1.0)
 FAST_MEMORY = Peaks("chip", memory_gbs=1e6, cache_gbs=1e6, cache_bytes=0, fp32_gflops=1.0)
@@ -21,7 +22,7 @@ SAME = Candidate(SCALE_AND_SHIFT.replace("class Model(", "class ModelNew("), "to
 
 
 def judge(zygote: Zygote, peaks: Peaks | None, problem: Problem = PROBLEM, again: Peaks | None = None) -> BenchReport:
-    with contextlib.closing(Bench(zygote, BenchOptions(peaks=peaks))) as bench:
+    with contextlib.closing(Bench(zygote, patient(peaks=peaks))) as bench:
         bench.peaks_again = None if again is None else lambda: again
         return bench.evaluate(problem, SAME, {})
 

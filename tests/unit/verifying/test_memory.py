@@ -19,6 +19,7 @@ from kbrl_async.verifying.options import BenchOptions
 from kbrl_async.verifying.reference import References
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.verifying.conftest import SCALE_AND_SHIFT
+from tests.unit.verifying.test_bench import patient
 
 PIECE, PIECES = 100_000, 500
 """Below the size from which glibc maps memory for each piece alone."""
@@ -102,7 +103,7 @@ def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: st
     gc.collect()
     gc.disable()
     try:
-        with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0))) as bench:
+        with contextlib.closing(Bench(zygote, patient())) as bench:
             report = bench.evaluate(Problem("L1/1", 1, "x", SCALE_AND_SHIFT), Candidate(source, "torch"), {})
             (kept,) = map(weakref.ref, bench._references._kept.values())
         assert report.verdict.fault is fault

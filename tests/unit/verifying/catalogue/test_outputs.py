@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kbrl_async.sandbox import Zygote
-from kbrl_async.verifying import Bench, BenchOptions, checks, compare
+from kbrl_async.verifying import Bench, checks, compare
 from kbrl_async.verifying.checks import Checker
 from protocols.records import Fault
 from tests.unit.verifying.catalogue.exploits import PROBLEM, Patch, Run, candidate, caught, nothing, refused, row
+from tests.unit.verifying.test_bench import patient
 
 LAZY = candidate("return self.own(x).as_subclass(Lazy)", top="class Lazy(torch.Tensor): pass")
 
@@ -65,7 +66,7 @@ REUSED = candidate(
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_an_earlier_output_stays_what_it_was(run: Run, zygote: Zygote, monkeypatch: Patch, copies: bool) -> None:
-    with contextlib.closing(Bench(zygote, BenchOptions(copy_outputs=copies))) as bench:
+    with contextlib.closing(Bench(zygote, patient(copy_outputs=copies))) as bench:
         assert refused(run(REUSED, on=bench).verdict, Fault.INCORRECT, "output_overwritten")
         monkeypatch.setattr(Checker, "_refuse_overwriting", nothing)
         assert run(REUSED, on=bench).verdict.fault is Fault.OK
@@ -79,7 +80,7 @@ FLAT = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "x.abs() + self.g
 @pytest.mark.parametrize("copies", [False, True])
 def test_an_output_is_no_view_of_an_input(run: Run, zygote: Zygote, monkeypatch: Patch, copies: bool) -> None:
     alias = candidate("self.touch(x, 1)\nreturn x.view(x.shape)")
-    with contextlib.closing(Bench(zygote, BenchOptions(copy_outputs=copies))) as bench:
+    with contextlib.closing(Bench(zygote, patient(copy_outputs=copies))) as bench:
         assert refused(run(alias, FLAT, on=bench).verdict, Fault.INCORRECT, "output_alias")
         monkeypatch.setattr(Checker, "_refuse_aliasing", nothing)
         assert run(alias, FLAT, on=bench).verdict.fault is Fault.OK

