@@ -114,6 +114,7 @@ class Driver:
         :raises KbrlError: the module itself can't be verified, or the engine refuses.
         """
         judge = asyncio.create_task(self._judge())
+        judge.add_done_callback(self._judge_ended)
         try:
             while self._failure is None and not (self.search.stopped and self.search.is_idle):
                 self._ask()
@@ -193,6 +194,12 @@ class Driver:
                 self._results[attempt.number] = result
                 self.search.judged(attempt.number, judgement(result))
             self._tell()
+
+    def _judge_ended(self, task: asyncio.Task[None]) -> None:
+        """With an error of ours it would judge nothing more, and the search would never be idle."""
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+            self._wake.set()
 
     def _verify(self, source: str) -> Result:
         candidate = Candidate(source, self._options.backend)

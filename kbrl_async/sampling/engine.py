@@ -7,8 +7,10 @@ begin on the newest. Adding an engine is one module that fits `Engine`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -62,6 +64,17 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Parts of answers that ended early and were continued (vLLM)."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had (vLLM)."""
+
+
+Computing = Callable[[], AbstractAsyncContextManager[None]]
+"""What an engine enters around the work of a load."""
+
+
+@runtime_checkable
+class Computes(Protocol):
+    """An engine whose loads compute here, and must not while somebody measures on the same device."""
+
+    computing: Computing
 
 
 class Engine(Protocol):

@@ -18,6 +18,7 @@ Not covered: models with logit soft-capping, sliding windows or recurrent state.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import random
@@ -33,7 +34,7 @@ import torch
 
 from kbrl_async.errors import ConfigError, InfraError
 from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
-from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from kbrl_async.sampling.engine import Completion, Computing, EngineStats, check_params
 from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
 from kbrl_async.sampling.versions import Versions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
@@ -132,6 +133,7 @@ class TransformersEngine:
         self._busy_s = 0.0
         self._failure: BaseException | None = None
         self._closed = False
+        self.computing: Computing = contextlib.nullcontext
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -173,7 +175,8 @@ class TransformersEngine:
             if manifest.version <= self._version:
                 return
             await self._wait_for_room()
-            cohort_maker = await asyncio.to_thread(self._versions.maker, manifest, folder)
+            async with self.computing():
+                cohort_maker = await asyncio.to_thread(self._versions.maker, manifest, folder)
             future: asyncio.Future[None] = self._loop.create_future()
             self._inbox.put(_Serve(cohort_maker, future))
             await future

@@ -27,7 +27,7 @@ from typing import Any
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
 from kbrl_async.sampling.canary import check_tokenizer
-from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from kbrl_async.sampling.engine import Completion, Computing, EngineStats, check_params
 from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
 from kbrl_async.sampling.vllm_drafts import Draft
 from kbrl_async.sampling.vllm_meter import Meter
@@ -81,6 +81,7 @@ class VLLMEngine:
         self._prompts_in_flight: dict[tuple[str, int], int] = {}
         self._failure: BaseException | None = None
         self._closed = False
+        self.computing: Computing = contextlib.nullcontext
 
     @property
     def policy_version(self) -> int:
@@ -123,6 +124,7 @@ class VLLMEngine:
     async def _write(self, draft: Draft, request_id: str, params: SamplingParams, adapter: str) -> str:
         """All parts of an answer; why it ended."""
         await self._open.wait()
+        self._check_alive()
         served = self._live.acquire(adapter)
         self._active += 1
         try:
@@ -135,6 +137,8 @@ class VLLMEngine:
                 await asyncio.shield(self._retire())
         if self._proof is not None and draft.spans and draft.spans[-1][0] == self._weights:
             await asyncio.shield(self._proof)
+        if self._weights >= 0:
+            self._check_alive()  # a reload that broke off may have left half of the new weights
         return reason
 
     async def _parts_of(self, draft: Draft, request_id: str, params: SamplingParams, served: Served) -> str:
@@ -166,14 +170,16 @@ class VLLMEngine:
         )
         reason = ""
         self._pausing.began(key)
-        async with self._failing(), contextlib.aclosing(outputs):
-            async for output in outputs:
-                part = output.outputs[0]
-                tokens = list(part.token_ids)
-                draft.add(tokens, chosen(part.logprobs, tokens), max(served.version, self._weights))
-                self._received += len(tokens)
-                reason = part.finish_reason or reason
-        self._pausing.ended(key)
+        try:
+            async with self._failing(), contextlib.aclosing(outputs):
+                async for output in outputs:
+                    part = output.outputs[0]
+                    tokens = list(part.token_ids)
+                    draft.add(tokens, chosen(part.logprobs, tokens), max(served.version, self._weights))
+                    self._received += len(tokens)
+                    reason = part.finish_reason or reason
+        finally:
+            self._pausing.ended(key)
         return reason or "abort"
 
     def _sampling(self, draft: Draft, params: SamplingParams) -> Any:
@@ -226,12 +232,11 @@ class VLLMEngine:
             for role in ("", *manifest.adapters):
                 await asyncio.to_thread(proven, folder, manifest, role)
             if wanted == "lora":
-                await self._load_adapters(manifest, folder)
-            else:
-                await self._load_weights(manifest, folder)
+                await self._wait_for_room()
+            async with self.computing():
+                await (self._load_adapters if wanted == "lora" else self._load_weights)(manifest, folder)
 
     async def _load_adapters(self, manifest: PolicyVersion, folder: Path) -> None:
-        await self._wait_for_room()
         places = [(role, str(folder / role)) for role in ("", *manifest.adapters)]
         named = self._live.name_adapters(manifest.version, places)
         try:
@@ -250,33 +255,42 @@ class VLLMEngine:
         new = Served(manifest.version)
         if self._live.newest < 0:
             await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
-        self._open.clear()
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            await self._pausing.hold("update", lambda: self._received)
-            await self._reload(folder)
-            self._weights, self._proof = manifest.version, proof
-            self._live.serve([new])
-            self._live.retire()
-        finally:
-            await self._pausing.let_go("update")
-            self._open.set()
-        try:
+            await self._change_weights(new, folder, proof)
             await self._prover.prove(manifest, "", self._ask_as(new), None)
         except BaseException as error:
-            self._failure = error
+            if self._proof is proof:
+                self._failure = error
             proof.set_exception(InfraError(f"the weights were not proven: {error}", "The rollout is retried elsewhere"))
             proof.exception()  # seen: there may be nobody who waits for it
             raise
         proof.set_result(None)
         self._proof = None
 
+    async def _change_weights(self, new: Served, folder: Path, proof: asyncio.Future[None]) -> None:
+        """Between two tokens of everything in flight."""
+        self._open.clear()
+        try:
+            await self._pausing.hold("update", lambda: self._received)
+            await self._reload(folder)
+            self._weights, self._proof = new.version, proof
+            self._live.serve([new])
+            self._live.retire()
+        finally:
+            try:
+                await self._pausing.let_go("update")
+            finally:
+                self._open.set()
+
     async def _reload(self, folder: Path) -> None:
         try:
             async with self._failing():
                 await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        except InfraError as error:
+        except BaseException as error:
             self._failure = error  # half of the weights may be new
+            if not isinstance(error, InfraError):
+                raise
             raise CheckpointError(
                 f"vLLM can't load the weights in {folder}: {error.cause}", "Use its base model"
             ) from error

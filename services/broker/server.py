@@ -363,12 +363,19 @@ class Broker:
             due = self._clock() + self.options.ledger.heartbeat_s
             await asyncio.sleep(self.options.ledger.heartbeat_s)
             self._meter.saw_lag(self._clock() - due)
-            self._events.append(ev.Tick())
-            if self.gate is not None:
-                self._events += [ev.PeerLost(route) for route in self.gate.poll(self._clock())]
-                self._answer_handshakes()
-            self._turn()
-            self._answer_viewers()
+            try:
+                self._look_around()
+            except Exception as error:  # as in `_turn`: `run` raises it
+                if not self._done.done():
+                    self._done.set_exception(error)
+
+    def _look_around(self) -> None:
+        self._events.append(ev.Tick())
+        if self.gate is not None:
+            self._events += [ev.PeerLost(route) for route in self.gate.poll(self._clock())]
+            self._answer_handshakes()
+        self._turn()
+        self._answer_viewers()
 
     async def _report(self) -> None:
         while not self._done.done():

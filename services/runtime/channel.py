@@ -70,6 +70,8 @@ class Channel:
 
     def send(self, message: Message, payload: list[bytes]) -> bool:
         """False where the socket can't take more now; the sessions send again what matters."""
+        if self._closed:
+            return False
         try:
             send_frames(self._socket, framing.encode(message, payload))
         except zmq.Again:

@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import msgspec
 
@@ -48,8 +48,8 @@ def shared_resources(device: str, environment: Mapping[str, str] = os.environ) -
 class Gate:
     """Stops the steps of a worker that shares a resource, between two of them.
 
-    It answers for the worker when nothing runs: at once where there is no job, else when the working thread comes
-    by `breathe`. Jobs that start meanwhile wait.
+    It answers for the worker when nothing runs: at once where there is no job or the working thread stands already,
+    else when that comes by `breathe`, and in no case before what is `unstoppable` ends. Jobs that start meanwhile wait.
     """
 
     def __init__(self, clock: Callable[[], float], send: Send, is_idle: Callable[[], bool]) -> None:
@@ -57,6 +57,7 @@ class Gate:
         self._pauses = Pauses()
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._standing = self._unstoppable = 0
         self.held_s = 0.0
         """Time that working threads stood here."""
 
@@ -77,8 +78,24 @@ class Gate:
 
     def look(self) -> None:
         """Answer if nothing runs; called whenever that may have changed."""
-        if not self.is_open and self._is_idle():
+        if not self.is_open and not self._unstoppable and (self._standing or self._is_idle()):
             self._answer()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Something runs that can't stand still."""
+        return self._unstoppable > 0
+
+    @contextlib.asynccontextmanager
+    async def unstoppable(self) -> AsyncIterator[None]:
+        """On the loop, around what can't stand still: it begins with the gate open, which then waits for its end."""
+        await self.opened()
+        self._unstoppable += 1
+        try:
+            yield
+        finally:
+            self._unstoppable -= 1
+            self.look()
 
     async def opened(self) -> None:
         """Wait before the start of a job; also the place between two steps for work that lives on the loop."""
@@ -90,11 +107,13 @@ class Gate:
         """From the working thread, between two steps: stand still while a window is open."""
         if self.is_open or self._loop is None:
             return
-        self._loop.call_soon_threadsafe(self._answer)
         begun = self._clock()
         with self._changed:
+            self._standing += 1
+            self._loop.call_soon_threadsafe(self.look)
             while not self._pauses.is_open(self._clock()):
                 self._changed.wait(self._pauses.left_s(self._clock()))
+            self._standing -= 1
         self.held_s += self._clock() - begun
 
     def _answer(self) -> None:

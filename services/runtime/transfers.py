@@ -6,8 +6,10 @@ The machines are in `protocols.transfer`; here are the waiting, the time limit a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from kbrl_async.errors import InfraError
 from protocols.messages import Chunk, Kept, Message
@@ -15,6 +17,18 @@ from protocols.transfer import Download, Upload
 
 PATIENCE_S = 180.0
 """For one artifact; then the task is given back and tried elsewhere."""
+
+
+T = TypeVar("T", Download, Upload)
+
+
+class _Shared(Generic[T]):
+    """One transfer and those who wait for it: twins of a group want the same artifact at the same time."""
+
+    def __init__(self, transfer: T) -> None:
+        self.transfer: T = transfer
+        self.waiters = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Transfers:
@@ -25,65 +39,62 @@ class Transfers:
     ) -> None:
         self._say = say
         self._clock = clock
-        self._downloads: dict[str, tuple[Download, asyncio.Future[None]]] = {}
-        self._uploads: dict[str, tuple[Upload, asyncio.Future[None]]] = {}
+        self._downloads: dict[str, _Shared[Download]] = {}
+        self._uploads: dict[str, _Shared[Upload]] = {}
 
     async def fetch(self, address: str) -> bytes:
         """The artifact with this sha256. Raises `InfraError` where it can't be had."""
-        download, done = self._downloads.get(address) or (Download(address), self._future())
-        self._downloads[address] = download, done
-        try:
-            await self._wait(done, download)
-        finally:
-            self._downloads.pop(address, None)
+        if address not in self._downloads:
+            self._downloads[address] = _Shared(Download(address))
+        download = await self._wait(self._downloads, address)
         if download.content is None:
             raise InfraError(download.failure or "an artifact did not come in time", "It is built again")
         return download.content
 
     async def send(self, content: bytes) -> str:
         """Return the address once the broker has all of it. Raises `InfraError` where it does not take it."""
-        upload = Upload(content)
-        known = self._uploads.get(upload.address)
-        upload, done = known or (upload, self._future())
-        self._uploads[upload.address] = upload, done
-        try:
-            await self._wait(done, upload)
-        finally:
-            self._uploads.pop(upload.address, None)
+        offered = Upload(content)
+        if offered.address not in self._uploads:
+            self._uploads[offered.address] = _Shared(offered)
+        upload = await self._wait(self._uploads, offered.address)
         if not upload.ended:
             raise InfraError(upload.failure or "an artifact could not be handed over in time", "It is built elsewhere")
         return upload.address
 
-    async def _wait(self, done: asyncio.Future[None], transfer: Download | Upload) -> None:
+    async def _wait(self, transfers: dict[str, _Shared[T]], address: str) -> T:
+        """The transfer, ended or out of time. It goes on until nobody waits for it any more."""
+        shared = transfers[address]
+        shared.waiters += 1
         self.tick()
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                await asyncio.shield(done)
-        except TimeoutError:
-            return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):
+                    await asyncio.shield(shared.done)
+        finally:
+            shared.waiters -= 1
+            if shared.waiters == 0:
+                del transfers[address]
+        return shared.transfer
 
     def handle(self, message: Message, payload: list[bytes]) -> None:
         if isinstance(message, Chunk) and message.address in self._downloads:
-            self._downloads[message.address][0].handle(message, b"".join(payload))
+            self._downloads[message.address].transfer.handle(message, b"".join(payload))
         elif isinstance(message, Kept) and message.address in self._uploads:
-            self._uploads[message.address][0].handle(message, self._clock())
+            self._uploads[message.address].transfer.handle(message, self._clock())
         else:
             return
         self.tick()
 
     def tick(self) -> None:
         now = self._clock()
-        for download, done in self._downloads.values():
-            for want in download.tick(now):
+        for down in self._downloads.values():
+            for want in down.transfer.tick(now):
                 self._say(want, [])
-            _resolve(done, download.ended)
-        for upload, done in self._uploads.values():
-            for offer, payload in upload.tick(now):
+            _resolve(down.done, down.transfer.ended)
+        for up in self._uploads.values():
+            for offer, payload in up.transfer.tick(now):
                 self._say(offer, payload)
-            _resolve(done, upload.ended or bool(upload.failure))
-
-    def _future(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+            _resolve(up.done, up.transfer.ended or bool(up.transfer.failure))
 
 
 def _resolve(done: asyncio.Future[None], ended: bool) -> None:

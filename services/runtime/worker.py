@@ -310,6 +310,7 @@ class Worker:
         job = self._jobs.get(lease_id)
         if job is not None:
             job.cancel()
+        self._wake.set()
 
     def _drained(self, reason: str) -> None:
         if reason.startswith("fenced"):

@@ -47,6 +47,7 @@ async def main(stop: asyncio.Event) -> None:
     )
     # `breathe` waits for its gate and so is for a thread of work; others work on this loop or in another process
     sampling.progress = worker.breathe if sampling.has_thread else worker.progress
+    sampling.share(worker.gate)
     service.watch(worker.meter)
     helpers = [
         asyncio.create_task(sampling.watch(WATCH_S)),
@@ -54,21 +55,26 @@ async def main(stop: asyncio.Event) -> None:
         asyncio.create_task(steer(service, worker, sampling.stats)),
     ]
     try:
-        work = asyncio.create_task(worker.run(stop))
-        await watched(work, helpers)
+        await watched(asyncio.create_task(worker.run(stop)), helpers)
     finally:
-        for helper in helpers:
-            helper.cancel()
         await sampling.close()
 
 
 async def watched(work: asyncio.Task[None], helpers: list[asyncio.Task[None]]) -> None:
-    """Until `work` ends; what a helper raises ends it early."""
+    """Until `work` ends; what a helper raises ends it early. All of them are over then.
+
+    So the worker has left before its engine closes: it says Bye for what it holds, and no rollout loses an attempt.
+    """
     waiting = {work, *helpers}
-    while not work.done():
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+    try:
+        while not work.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in (work, *helpers):
+            task.cancel()
+        await asyncio.gather(work, *helpers, return_exceptions=True)
 
 
 if __name__ == "__main__":

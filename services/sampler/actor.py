@@ -16,7 +16,7 @@ from kbrl_async.learning import versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.prompts import extract, kernel_span
 from kbrl_async.prompts.chat import PLAIN, chat_of
-from kbrl_async.sampling.engine import Completion, Engine, EngineStats
+from kbrl_async.sampling.engine import Completion, Computes, Engine, EngineStats
 from kbrl_async.sampling.spans import token_span
 from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
 from kbrl_async.telemetry.logs import bound
@@ -51,6 +51,7 @@ class Sampling:
         self._engine = engine
         self._follows = follows
         self._loading = asyncio.Lock()
+        self._loads: set[asyncio.Task[None]] = set()
         self._locate: Locate | None = None
         self._chat = PLAIN
         self.progress: Callable[[], None] = lambda: None
@@ -131,9 +132,18 @@ class Sampling:
         return self
 
     async def catch_up(self) -> None:
-        """Loads the newest published version unless it is served already."""
+        """Loads the newest published version unless it is served already.
+
+        Who asks may be cancelled (a rollout is revoked); the load goes on, for all the others.
+        """
         if not self._follows:
             return
+        load = asyncio.create_task(self._load_newest())
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        await asyncio.shield(load)
+
+    async def _load_newest(self) -> None:
         async with self._loading:
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
@@ -217,6 +227,11 @@ class Sampling:
         )
         return Outcome(Stage.SCORE, [msgspec.msgpack.encode(refused)], version)
 
+    def share(self, gate: Gate) -> None:
+        """From now on loads compute between quiet windows only; before, nobody could have asked for one."""
+        if isinstance(self._engine, Computes):
+            self._engine.computing = gate.unstoppable
+
     async def stand_still(self, gate: Gate) -> None:
         """For an engine that computes in a process of its own: it stands still while a bench wants quiet."""
         engine = self._engine
@@ -224,7 +239,7 @@ class Sampling:
             return
         while True:
             await asyncio.sleep(0.01)
-            if gate.is_open:
+            if gate.is_open or gate.is_held_up:
                 continue
             await engine.stand_still()
             try:
@@ -233,6 +248,9 @@ class Sampling:
                 await engine.go_on()
 
     async def close(self) -> None:
+        for load in self._loads:
+            load.cancel()
+        await asyncio.gather(*self._loads, return_exceptions=True)
         await self._engine.close()
         if self.is_remote:
             self._log_spending(self._engine.stats())

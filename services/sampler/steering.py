@@ -26,10 +26,14 @@ async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStat
     controller = Controller(ConcurrencyOptions(most=service.config.sampler.slots))
     client = None if service.is_apart else _client(service)
     clock, said = asyncio.get_running_loop().time, ""
+    asking: asyncio.Future[StatusReport | None] | None = None
     try:
         while True:
             await asyncio.sleep(PERIOD_S)
-            report = await asyncio.to_thread(client.ask, ASK_S) if client is not None else None
+            report = None
+            if client is not None:
+                asking = asyncio.ensure_future(asyncio.to_thread(client.ask, ASK_S))
+                report = await asyncio.shield(asking)
             if service.config.sampler.engine == "vllm":
                 tell(service, stats())
             seen = signals(clock(), len(worker.session.running), worker.meter.done, stats(), report)
@@ -38,6 +42,8 @@ async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStat
                 said = controller.reason
                 service.log.debug("concurrency", limit=controller.limit, bounded_by=said or "nothing")
     finally:
+        if asking is not None:
+            await asyncio.wait({asking})  # a cancelled wait leaves its thread at the socket
         if client is not None:
             client.__exit__(None, None, None)
 

@@ -23,7 +23,7 @@ from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer
-from tests.brokers import ends, until
+from tests.brokers import PATIENCE_S, beside, ends, until
 from tests.protocol.live import LEDGER, TTL_S, Run, scenario
 
 WEDGE_S = 0.6
@@ -338,3 +338,16 @@ def test_a_full_disk_stops_the_broker_and_what_it_acknowledged_is_there_afterwar
 
     assert 5 < len(acked) < 200
     asyncio.run(look())
+
+
+def test_a_broker_whose_timer_fails_ends_with_the_reason(tmp_path: Path) -> None:
+    async def play() -> None:
+        def broken() -> None:
+            raise OSError("too many open files")
+
+        broker = Broker(beside(tmp_path, ledger=LEDGER))
+        broker._answer_viewers = broken  # type: ignore[method-assign]
+        await asyncio.wait_for(broker.run(), PATIENCE_S)
+
+    with pytest.raises(OSError, match="too many open files"):
+        asyncio.run(play())

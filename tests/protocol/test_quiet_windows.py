@@ -116,3 +116,21 @@ async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(
     assert said == [msg.Paused("q1")]
     await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
     assert 0.1 <= time.monotonic() - begin < 10.0
+
+
+def test_a_thread_that_stands_still_already_is_answered_for_at_once() -> None:
+    async def play() -> None:
+        said: list[msg.Message] = []
+        gate = Gate(time.monotonic, said.append, lambda: False)
+        gate.handle(msg.Pause("q1", GPU, 600.0))
+        standing = asyncio.get_running_loop().run_in_executor(None, gate.breathe)
+        await until(lambda: said == [msg.Paused("q1")])
+        gate.handle(msg.Pause("q2", GPU, 600.0))
+        assert said == [msg.Paused("q1"), msg.Paused("q2")]
+        gate.handle(msg.Resume("q1"))
+        gate.handle(msg.Resume("q2"))
+        await standing
+        gate.handle(msg.Pause("q3", GPU, 600.0))
+        assert len(said) == 2, "it works again"
+
+    asyncio.run(asyncio.wait_for(play(), 30))

@@ -34,7 +34,7 @@ DEADLINE_S = 20.0
 
 
 def options(folder: Path) -> BrokerOptions:
-    ledger = LedgerOptions(heartbeat_s=0.05)
+    ledger = LedgerOptions(heartbeat_s=0.05, missed_beats=1000)
     return beside(folder, ledger=ledger, metrics_s=0.05, status_address=addresses(folder).status)
 
 

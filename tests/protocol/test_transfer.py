@@ -18,6 +18,7 @@ from protocols.transfer import CHUNK_BYTES, MAX_BYTES, RETRY_S, WINDOW, Download
 from services.broker.depot import MAX_UPLOADS_EACH, Depot
 from services.broker.server import Broker
 from services.runtime import Worker
+from services.runtime.transfers import Transfers
 from tests.brokers import beside, ends, serving, until, working
 
 
@@ -279,3 +280,20 @@ def test_a_download_goes_on_over_a_new_connection_and_repeats_a_window_at_most(d
     assert download.content == content
     assert broken == 1
     assert asked <= 40 + WINDOW, "what had come was not asked for again"
+
+
+def test_a_transfer_that_two_wait_for_goes_on_when_one_is_gone() -> None:
+    async def play() -> bytes:
+        content, said = content_of(10), list[msg.Message]()
+        transfers = Transfers(lambda message, _: said.append(message))
+        one, other = (asyncio.create_task(transfers.fetch(address_of(content))) for _ in range(2))
+        while not said:
+            await asyncio.sleep(0)
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
+        (wanted,) = said
+        assert isinstance(wanted, msg.Want)
+        transfers.handle(msg.Chunk(wanted.address, wanted.offset, len(content)), [content])
+        return await asyncio.wait_for(other, 30)
+
+    assert asyncio.run(play()) == content_of(10)

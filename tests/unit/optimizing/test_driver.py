@@ -203,3 +203,14 @@ def test_an_attempt_too_long_to_be_shown_again_is_started_afresh() -> None:
     failed = result(Fault.INCORRECT)
     assert "short" in tight.turn(failed, "short")
     assert tight.turn(failed, "x" * 200) == first
+
+
+def test_an_error_of_ours_in_judging_ends_the_search_instead_of_leaving_it_waiting() -> None:
+    def break_it(driver: Driver, _: Engine) -> None:
+        def broken(*_: object) -> None:
+            raise RuntimeError("ours")
+
+        driver.search.judged = broken  # type: ignore[method-assign]
+
+    with pytest.raises(RuntimeError, match="ours"):
+        drive(use=break_it)

@@ -12,6 +12,7 @@ from kbrl_async.errors import CheckpointError, InfraError
 from protocols.messages import Message, Pause, Paused, Resume
 from protocols.records import SamplingParams
 from services.runtime.quiet import Gate
+from services.sampler.__main__ import watched
 from services.sampler.actor import Sampling
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, until
@@ -120,3 +121,25 @@ def test_after_a_reload_that_broke_off_no_answer_leaves(tmp_path: Path) -> None:
             await running
 
     sampling(tmp_path, body)
+
+
+def test_a_sampler_whose_engine_fails_has_left_the_broker_before_the_engine_closes() -> None:
+    done: list[str] = []
+
+    async def works() -> None:
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        finally:
+            await asyncio.sleep(0)
+            done.append("left")
+
+    async def fails() -> None:
+        raise InfraError("no room for a version", "")
+
+    async def play() -> None:
+        work, helper = asyncio.create_task(works()), asyncio.create_task(fails())
+        with pytest.raises(InfraError):
+            await watched(work, [helper])
+        assert done == ["left"]
+
+    asyncio.run(play())
