@@ -124,7 +124,7 @@ async def main(stop: asyncio.Event) -> None:
         service.watch(worker.meter)
         if settings.shares_with:
             windows = worker.quiet_windows(shared_resources(device)[0])
-            bench.quiet = lambda: windows.open(2 * settings.cap_s + 1.0)
+            bench.quiet = lambda: windows.insist(2 * settings.cap_s + 1.0)
         service.log.info("ready", core=core, device=device, **said(zygote.isolation))
         await worker.run(stop)
 

@@ -67,7 +67,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 Computing = Callable[[], AbstractAsyncContextManager[None]]
-"""What an engine enters around the work of a load."""
+"""What an engine enters around the work of a load that can't stand still; canaries can, as rollouts do."""
 
 
 @runtime_checkable

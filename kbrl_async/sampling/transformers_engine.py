@@ -177,9 +177,9 @@ class TransformersEngine:
             await self._wait_for_room()
             async with self.computing():
                 cohort_maker = await asyncio.to_thread(self._versions.maker, manifest, folder)
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._inbox.put(_Serve(cohort_maker, future))
-            await future
+                future: asyncio.Future[None] = self._loop.create_future()
+                self._inbox.put(_Serve(cohort_maker, future))
+                await future
 
     def stats(self) -> EngineStats:
         c = self._counters

@@ -232,11 +232,12 @@ class VLLMEngine:
             for role in ("", *manifest.adapters):
                 await asyncio.to_thread(proven, folder, manifest, role)
             if wanted == "lora":
-                await self._wait_for_room()
-            async with self.computing():
-                await (self._load_adapters if wanted == "lora" else self._load_weights)(manifest, folder)
+                await self._load_adapters(manifest, folder)
+            else:
+                await self._load_weights(manifest, folder)
 
     async def _load_adapters(self, manifest: PolicyVersion, folder: Path) -> None:
+        await self._wait_for_room()
         places = [(role, str(folder / role)) for role in ("", *manifest.adapters)]
         named = self._live.name_adapters(manifest.version, places)
         try:
@@ -257,7 +258,8 @@ class VLLMEngine:
             await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            await self._change_weights(new, folder, proof)
+            async with self.computing():
+                await self._change_weights(new, folder, proof)
             await self._prover.prove(manifest, "", self._ask_as(new), None)
         except BaseException as error:
             if self._proof is proof:
@@ -298,7 +300,7 @@ class VLLMEngine:
     async def _add(self, one: Served) -> None:
         request = self._parts.lora_request(one.name, one.lora_id, one.folder)
         try:
-            async with self._failing():
+            async with self.computing(), self._failing():
                 added = await self._llm.add_lora(request)
         except InfraError as error:
             if self._failure is not None:

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 import zlib
@@ -173,8 +174,9 @@ class ArchiveWriter:
             self._db.execute("COMMIT")
         except Exception as error:  # supervisor: without this thread everybody would wait for ever
             self._stored = stored
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):  # the error before it is the one that counts
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
             for _, future in items:
                 future.set_exception(_explain(error, self._path) if isinstance(error, sqlite3.Error) else error)
         else:

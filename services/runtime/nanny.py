@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -97,7 +98,6 @@ def _own_command() -> list[str]:
 
 
 def _run_child(main: Main) -> int:
-    die_with_parent()
     try:
         _loop_runner()(_until_stopped(main))
     except BaseExceptionGroup as group:
@@ -107,9 +107,9 @@ def _run_child(main: Main) -> int:
     return 0
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies. `parent`: its pid, where it may be gone already."""
+    parent = parent or os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -259,7 +259,11 @@ class Nanny:
         with Pulse(self._clock) as pulse:
             mine = {CHILD_MARK: str(os.getpid()), PULSE: str(pulse.writer)}
             environment = {**QUIET_THREADS, **os.environ, **mine}
-            with subprocess.Popen(self._command, env=environment, pass_fds=[pulse.writer]) as child:
+            # Before its first line: Python takes a while to start, and an orphan would take itself for a nanny.
+            dies_with_us = functools.partial(die_with_parent, os.getpid())
+            with subprocess.Popen(
+                self._command, env=environment, pass_fds=[pulse.writer], preexec_fn=dies_with_us
+            ) as child:
                 self._child = child
                 if self._stop_at is not None:
                     child.send_signal(signal.SIGTERM)

@@ -57,7 +57,7 @@ class Gate:
         self._pauses = Pauses()
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._standing = self._unstoppable = 0
+        self._standing = self._at_work = self._unstoppable = 0
         self.held_s = 0.0
         """Time that working threads stood here."""
 
@@ -78,7 +78,8 @@ class Gate:
 
     def look(self) -> None:
         """Answer if nothing runs; called whenever that may have changed."""
-        if not self.is_open and not self._unstoppable and (self._standing or self._is_idle()):
+        is_idle = not self._at_work and self._is_idle()
+        if not self.is_open and not self._unstoppable and (self._standing or is_idle):
             self._answer()
 
     @property
@@ -86,16 +87,31 @@ class Gate:
         """Something runs that can't stand still."""
         return self._unstoppable > 0
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """On the loop, around work that is no job: the gate answers when somebody stands for it in `breathe`."""
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+            self.look()
+
     @contextlib.asynccontextmanager
     async def unstoppable(self) -> AsyncIterator[None]:
         """On the loop, around what can't stand still: it begins with the gate open, which then waits for its end."""
         await self.opened()
-        self._unstoppable += 1
+        self._hold_up(1)
         try:
             yield
         finally:
-            self._unstoppable -= 1
+            self._hold_up(-1)
             self.look()
+
+    def _hold_up(self, more: int) -> None:
+        with self._changed:
+            self._unstoppable += more
+            self._changed.notify_all()
 
     async def opened(self) -> None:
         """Wait before the start of a job; also the place between two steps for work that lives on the loop."""
@@ -105,13 +121,14 @@ class Gate:
 
     def breathe(self) -> None:
         """From the working thread, between two steps: stand still while a window is open."""
-        if self.is_open or self._loop is None:
+        if self._loop is None or self.is_open:
             return
         begun = self._clock()
         with self._changed:
             self._standing += 1
             self._loop.call_soon_threadsafe(self.look)
-            while not self._pauses.is_open(self._clock()):
+            # What can't stand still may need this very thread to end.
+            while not self._unstoppable and not self._pauses.is_open(self._clock()):
                 self._changed.wait(self._pauses.left_s(self._clock()))
             self._standing -= 1
         self.held_s += self._clock() - begun
@@ -161,6 +178,16 @@ class QuietWindows:
             raise InfraError(cause, "Give the bench a GPU of its own, or raise the wait") from error
         finally:
             self._loop.call_soon_threadsafe(self._done, request)
+
+    @contextlib.contextmanager
+    def insist(self, length_s: float) -> Iterator[Window]:
+        """As `open`, and once more where somebody was missing: a load of weights, say, is over by then."""
+        with self.open(length_s) as window:
+            if not window.missing:
+                yield window
+                return
+        with self.open(length_s) as window:
+            yield window
 
     async def _ask(self, request: msg.QuietRequest, wait_s: float) -> msg.QuietGrant:
         future = self._waiting[request.request_id] = self._loop.create_future()

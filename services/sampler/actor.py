@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Sampling:
         self._follows = follows
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[None]] = set()
+        self._at_work: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._locate: Locate | None = None
         self._chat = PLAIN
         self.progress: Callable[[], None] = lambda: None
@@ -140,15 +142,21 @@ class Sampling:
             return
         load = asyncio.create_task(self._load_newest())
         self._loads.add(load)
-        load.add_done_callback(self._loads.discard)
+        load.add_done_callback(self._loaded)
         await asyncio.shield(load)
+
+    def _loaded(self, load: asyncio.Task[None]) -> None:
+        self._loads.discard(load)
+        if not load.cancelled() and load.exception() is not None:  # who asked may have gone
+            self._service.log.warning("policy not loaded", reason=str(load.exception()))
 
     async def _load_newest(self) -> None:
         async with self._loading:
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
                 try:
-                    await self._engine.load(*found)
+                    with self._at_work():
+                        await self._engine.load(*found)
                 except InfraError:
                     self.check()
                     raise
@@ -159,11 +167,23 @@ class Sampling:
         told = self._engine.stats()
         while True:
             await asyncio.sleep(period_s)
-            await self.catch_up()
-            self.check()
+            await self._keep_up(period_s)
             if self.is_remote:
                 self.progress()
                 told = self._tell_spending(told)
+
+    async def _keep_up(self, period_s: float) -> None:
+        """Looks at the engine while it loads too: a call of vLLM's whose process died never ends."""
+        load = asyncio.create_task(self.catch_up())
+        try:
+            while not load.done():
+                await asyncio.wait({load}, timeout=period_s)
+                if not load.done():
+                    self.check()
+            load.result()
+            self.check()
+        finally:
+            load.cancel()
 
     def check(self) -> None:
         """EngineLost when the engine has died: a fresh process gets a fresh one."""
@@ -230,7 +250,7 @@ class Sampling:
     def share(self, gate: Gate) -> None:
         """From now on loads compute between quiet windows only; before, nobody could have asked for one."""
         if isinstance(self._engine, Computes):
-            self._engine.computing = gate.unstoppable
+            self._engine.computing, self._at_work = gate.unstoppable, gate.at_work
 
     async def stand_still(self, gate: Gate) -> None:
         """For an engine that computes in a process of its own: it stands still while a bench wants quiet."""
@@ -248,10 +268,12 @@ class Sampling:
                 await engine.go_on()
 
     async def close(self) -> None:
-        for load in self._loads:
+        loads = list(self._loads)
+        for load in loads:
             load.cancel()
-        await asyncio.gather(*self._loads, return_exceptions=True)
         await self._engine.close()
+        if loads:
+            await asyncio.wait(loads, timeout=1.0)  # what a dead engine was asked has no end
         if self.is_remote:
             self._log_spending(self._engine.stats())
 

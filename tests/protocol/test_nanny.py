@@ -211,6 +211,23 @@ def test_a_child_dies_with_its_nanny(tmp_path: Path) -> None:
     assert not _lives(child)
 
 
+def test_a_child_that_has_not_come_to_its_first_line_dies_with_it_too(tmp_path: Path) -> None:
+    slow = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(600)"
+    program = (
+        f"import sys; from services.runtime.nanny import Nanny; Nanny('demo', [sys.executable, '-c', {slow!r}]).run()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT) as nanny:
+        said = tmp_path / "pid"
+        deadline = time.monotonic() + 60
+        while not (said.exists() and said.read_text().endswith(".")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child = int(said.read_text().removesuffix("."))
+        nanny.kill()
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _lives(child)
+
+
 def test_a_nanny_whose_launcher_is_gone_drains_and_ends(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as launcher:
         environment = {**ENVIRONMENT, LAUNCHER: identity(launcher.pid)}

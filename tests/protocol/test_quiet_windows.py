@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +13,7 @@ from kbrl_async.errors import InfraError
 from protocols import messages as msg
 from protocols.messages import SHARES
 from services.runtime import Outcome, Producer
-from services.runtime.quiet import Gate, Window
+from services.runtime.quiet import Gate, QuietWindows, Window
 from tests.brokers import ends, until
 from tests.protocol.live import Run, scenario
 
@@ -134,3 +136,67 @@ def test_a_thread_that_stands_still_already_is_answered_for_at_once() -> None:
         assert len(said) == 2, "it works again"
 
     asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_could() -> None:
+    async def play() -> None:
+        said: list[msg.Message] = []
+        gate = Gate(time.monotonic, said.append, lambda: True)
+        async with gate.unstoppable():
+            gate.handle(msg.Pause("q1", GPU, 600.0))
+            await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
+            assert not said
+        assert said == [msg.Paused("q1")]
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
+    async def play() -> None:
+        gate = Gate(time.monotonic, lambda _: None, lambda: False)
+        gate.handle(msg.Pause("q1", GPU, 600.0))
+        standing = asyncio.get_running_loop().run_in_executor(None, gate.breathe)
+        loading = asyncio.create_task(_hold_up(gate, standing))
+        await until(lambda: gate._standing == 1)
+        gate.handle(msg.Resume("q1"))
+        await loading
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+async def _hold_up(gate: Gate, standing: asyncio.Future[None]) -> None:
+    async with gate.unstoppable():
+        gate.handle(msg.Pause("q2", GPU, 600.0))
+        await standing
+
+
+def test_work_that_is_no_job_is_not_taken_for_idleness() -> None:
+    said: list[msg.Message] = []
+
+    async def play() -> None:
+        gate = Gate(time.monotonic, said.append, lambda: True)
+        with gate.at_work():
+            gate.handle(msg.Pause("q1", GPU, 600.0))
+            assert not said
+        assert said == [msg.Paused("q1")]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("missing", "expected"), [([()], 0), ([("sampler.1",), ()], 1), ([("sampler.1",)] * 2, 1)])
+def test_a_window_with_somebody_missing_is_asked_for_once_more(
+    missing: list[tuple[str, ...]], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = iter(enumerate(missing))
+
+    @contextlib.contextmanager
+    def opened(_: QuietWindows, length_s: float) -> Iterator[Window]:
+        number, who = next(windows)
+        yield Window(length_s, float(number), who)
+
+    async def play() -> float:
+        monkeypatch.setattr(QuietWindows, "open", opened)
+        with QuietWindows(GPU, time.monotonic, lambda _: None).insist(2.0) as window:
+            return window.waited_s
+
+    assert asyncio.run(play()) == expected

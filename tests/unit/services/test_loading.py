@@ -13,7 +13,7 @@ from protocols.messages import Message, Pause, Paused, Resume
 from protocols.records import SamplingParams
 from services.runtime.quiet import Gate
 from services.sampler.__main__ import watched
-from services.sampler.actor import Sampling
+from services.sampler.actor import EngineLost, Sampling
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, until
 from tests.unit.services.test_sampling_vllm import ask, sampling
@@ -75,13 +75,49 @@ def test_a_bench_gets_its_quiet_when_the_load_is_done(tmp_path: Path, kind: str)
         await asyncio.sleep(0.1)
         assert not said
         held.let_go()
-        await asked
         await asyncio.wait_for(until(lambda: bool(said)), PATIENCE_S)
         assert said == [Paused("window")]
         gate.handle(Resume("window"))
+        await asked
         helper.cancel()
 
     sampling(tmp_path, body, kind)
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_canaries_that_wait_among_rollouts_stand_still_with_them(tmp_path: Path, kind: str) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
+        said: list[Message] = []
+        gate = Gate(lambda: 0.0, said.append, lambda: False)
+        one.share(gate)
+        helper = asyncio.create_task(one.stand_still(gate))
+        llm.held_at = 0  # no answer moves on, no canary either
+        learner.publish()
+        asked = asyncio.create_task(one.catch_up())
+        await asyncio.wait_for(until(lambda: bool(llm.running)), PATIENCE_S)
+        gate.handle(WINDOW)
+        await asyncio.wait_for(until(lambda: bool(said)), PATIENCE_S)
+        assert llm.paused
+        assert not asked.done()
+        llm.held_at = None
+        gate.handle(Resume("window"))
+        await asked
+        assert one.stats().policy_version == 1
+        helper.cancel()
+
+    sampling(tmp_path, body, kind)
+
+
+def test_an_engine_that_dies_in_a_load_is_noticed_though_its_answer_never_comes(tmp_path: Path) -> None:
+    async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
+        _, asked = await loading(one, llm, learner)
+        llm.die()
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(one.watch(0.01), PATIENCE_S)
+        asked.cancel()
+        await asyncio.wait_for(one.close(), PATIENCE_S)
+
+    sampling(tmp_path, body, "adapter")
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
