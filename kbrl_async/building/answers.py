@@ -20,6 +20,7 @@ from kbrl_async.sandbox import Child, Isolation, is_over
 
 _BUNDLE = "bundle"
 _MAX_MESSAGE = 1 << 16
+_STATUS_S = 1.0
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
@@ -54,6 +55,8 @@ def collect(child: Child, folder: Path, deadline_s: float) -> Collected:
         isolation = isolation_of(child)
         message = child.receive(_MAX_MESSAGE, deadline_s, lambda: is_over(folder, bundle.MAX_BYTES * 2, MAX_ENTRIES))
         data, is_late = message or b"", message is None
+        if message == b"":
+            child.result(_STATUS_S)  # raises where its zygote died under it, which is no fault of the candidate's
     finally:
         child.close()
     return Collected(isolation.level, data, is_late, _files(folder) if data else {})

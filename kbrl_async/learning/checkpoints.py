@@ -72,8 +72,8 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep: int = 2) -
         state = _State(progress, trainer.optimizer_step, file_sha256(temporary / TENSORS))
         (temporary / STATE).write_bytes(msgspec.json.encode(state))
 
+    remove_leftovers(directory, PREFIX)  # first: they may be what fills the disk
     write_folder(folder, fill)
-    remove_leftovers(directory, PREFIX)
     for _, old in numbered(directory, PREFIX)[: -max(1, keep)]:
         remove_folder(old)
     return folder

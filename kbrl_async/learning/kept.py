@@ -45,9 +45,9 @@ def keep(run_dir: Path, frames: Sequence[bytes], about: About, max_bytes: int) -
         (temporary / FRAMES).write_bytes(msgspec.msgpack.encode(list(frames)))
         (temporary / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
 
+    remove_leftovers(folder, PREFIX)
     if target not in [path for _, path in numbered(folder, PREFIX)]:
         write_folder(target, fill)
-    remove_leftovers(folder, PREFIX)
     _bound(folder, max_bytes)
     return target
 

@@ -21,7 +21,15 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from kbrl_async.durable import file_sha256, is_complete, numbered, remove_folder, write_atomically, write_folder
+from kbrl_async.durable import (
+    file_sha256,
+    is_complete,
+    numbered,
+    remove_folder,
+    remove_leftovers,
+    write_atomically,
+    write_folder,
+)
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.adapters import active, adapter_names
 from kbrl_async.learning.logprobs import sequence_logprobs
@@ -71,6 +79,7 @@ def publish(
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         made.append(manifest)
 
+    remove_leftovers(directory, PREFIX)
     write_folder(version_folder(directory, version), fill)
     if version == 0:
         write_atomically(directory / FIRST, msgspec.json.encode(made[0]).decode())

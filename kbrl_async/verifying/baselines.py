@@ -96,6 +96,7 @@ class Baselines:
         return self._libraries[key]
 
     def _compiled(self, source: str, name: str, folder: Path) -> _Library | str:
+        shutil.rmtree(folder, ignore_errors=True)  # of a compilation that failed
         folder.mkdir()
         library = folder / "reference.so"
         device = self._bench.device

@@ -98,6 +98,7 @@ def _own_command() -> list[str]:
 
 
 def _run_child(main: Main) -> int:
+    die_with_parent(int(os.environ[CHILD_MARK]))  # a nanny has seen to it; torchrun, which starts ranks itself, has not
     try:
         _loop_runner()(_until_stopped(main))
     except BaseExceptionGroup as group:

@@ -152,6 +152,8 @@ class Worker:
         helpers = [asyncio.create_task(self._pulse())]
         if stop is not None:
             helpers.append(asyncio.create_task(self._stop_when(stop)))
+        for helper in helpers:
+            helper.add_done_callback(self._helper_ended)
         try:
             await self._until(lambda: self.session.draining or self._failure is not None, None)
             await self._until(lambda: self._failure is not None or not self.session.held, self._drain_s)
@@ -216,6 +218,12 @@ class Worker:
                 while not is_true():
                     self._wake.clear()
                     await self._wake.wait()
+
+    def _helper_ended(self, helper: asyncio.Task[None]) -> None:
+        """Without its pulse a worker would be silent for ever, and look alive to its nanny."""
+        if not helper.cancelled() and (error := helper.exception()) is not None:
+            self._failure = self._failure or error
+            self._wake.set()
 
     async def _stop_when(self, stop: asyncio.Event) -> None:
         await stop.wait()

@@ -351,3 +351,14 @@ def test_a_broker_whose_timer_fails_ends_with_the_reason(tmp_path: Path) -> None
 
     with pytest.raises(OSError, match="too many open files"):
         asyncio.run(play())
+
+
+@scenario
+async def test_a_worker_whose_pulse_fails_ends_with_the_reason(run: Run) -> None:
+    def broken() -> None:
+        raise OSError("too many open files")
+
+    worker = run.worker("farm", "compile", ends)
+    worker.transfers.tick = broken  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="too many open files"):
+        await worker.run()

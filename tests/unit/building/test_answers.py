@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kbrl_async.building import answers
+from kbrl_async.building import ArtifactStore, answers
+from kbrl_async.building.workshop import BuildOptions, Workshop
+from kbrl_async.errors import InfraError
 from kbrl_async.launch import bundle
 
 
@@ -49,3 +53,15 @@ class _Said(msgspec.Struct):
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"text": 7})])
 def test_a_message_of_another_form_is_none(data: bytes) -> None:
     assert answers.read(data, _Said) is None
+
+
+def test_a_child_whose_zygote_died_under_it_is_nobody_s_compile_error(tmp_path: Path) -> None:
+    workshop = Workshop(ArtifactStore(tmp_path / "store"), BuildOptions())
+    with contextlib.closing(workshop), workshop.folder() as folder:
+        child = workshop.python("record_inline", b"", folder, deadline_s=30.0)
+        pid = workshop._python.pid if workshop._python is not None else None
+        assert pid is not None
+        child.freeze()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InfraError):
+            answers.collect(child, folder, 30.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kbrl_async.durable import MARKER, write_folder
-from kbrl_async.errors import CheckpointError
+from kbrl_async.errors import CheckpointError, DiskFull
 from kbrl_async.learning import checkpoints, versions
 from kbrl_async.learning.checkpoints import Progress
 from kbrl_async.learning.models import wrap_lora
@@ -160,3 +161,24 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path, model: torch.nn.Module) ->
     folder = checkpoints.save(tmp_path, Trainer(model, OPTIONS), Progress(version=1))
     assert sorted(p.name for p in folder.iterdir()) == [MARKER, checkpoints.STATE, checkpoints.TENSORS]
     json.loads((folder / checkpoints.STATE).read_text())
+
+
+def test_a_version_that_a_kill_left_half_written_goes_with_the_next_one(tmp_path: Path, model: torch.nn.Module) -> None:
+    (tmp_path / ".policy-v0.77.tmp").mkdir()
+    publish(tmp_path, model, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["policy-v1"]
+
+
+def test_leftovers_go_first_so_that_they_do_not_fill_the_disk(
+    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".step-000000.1.tmp"
+    left.mkdir()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(DiskFull):
+        checkpoints.save(tmp_path, Trainer(model, OPTIONS), Progress(version=1))
+    assert not left.exists()

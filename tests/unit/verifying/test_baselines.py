@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,9 @@ def test_a_timing_gets_its_speedup_over_each_baseline_that_there_is(bench: Bench
 
 def test_a_reference_that_can_not_be_compiled_says_why(baselines: Baselines) -> None:
     assert baselines.measure(Problem("L1/1", 1, "x", BROKEN), "compile") == "ValueError: no inputs"
+
+
+def test_a_compilation_that_died_is_tried_again_the_next_time(baselines: Baselines, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()  # by the one that died
+    assert baselines._compiled(BROKEN, "compile", folder) == "ValueError: no inputs"
