@@ -24,7 +24,7 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.building import ArtifactStore, check_processor
     from kbrl_async.errors import InfraError, ProblemError
     from kbrl_async.funnel import SpotChecks
-    from kbrl_async.funnel.compared import Compared
+    from kbrl_async.funnel.compared import Compared, ticking
     from kbrl_async.sandbox import Limits
     from kbrl_async.telemetry.logs import bound
     from kbrl_async.timing import Recipe, clocks, resolution, roofline
@@ -79,7 +79,8 @@ async def main(stop: asyncio.Event) -> None:
             raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
         try:
             report = bench.evaluate(request.problem, candidate, found, timing=settings.timed, tick=tick)
-            report = spot_checks.check(request.problem, candidate, found, report, device)
+            with ticking(worker.progress):  # a sanitizer on a GPU takes minutes
+                report = spot_checks.check(request.problem, candidate, found, report, device)
             return compared.add(request.problem, report, worker.progress)
         except ProblemError as error:
             raise InfraError(str(error)) from error

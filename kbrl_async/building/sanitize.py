@@ -34,7 +34,7 @@ from kbrl_async.building.sanitizer_reports import Finding
 from kbrl_async.building.store import ArtifactStore
 from kbrl_async.building.workshop import BuildOptions, ToolRun, Workshop, isolation_of
 from kbrl_async.launch import c as launch
-from kbrl_async.sandbox import Access, Limits, Zygote
+from kbrl_async.sandbox import Access, BadOutput, Limits, Zygote, read_output
 from protocols.records import Candidate, Problem
 
 _C_SANITIZERS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
@@ -47,6 +47,8 @@ _OPTIONS = {
 """Compiled into the program: the runtime reads them from /proc, which is not there for a confined process."""
 _OPTIONS_LIBRARY = "options-libasan.so"
 """Loaded before the runtime, whose own weak functions would win otherwise; it insists on being first, by name."""
+_MAX_RECORDING = 4 << 20
+"""Bytes of `calls.json`: far more than `Task.max_calls` calls with tens of arguments each."""
 _PACKAGES = [Path(protocols.__file__).resolve().parent, Path(__file__).resolve().parents[1]]
 GPU_TOOLS = ("memcheck", "racecheck", "initcheck")
 _COMPUTE_SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
@@ -112,8 +114,8 @@ class Sanitizer:
         finally:
             child.close()
         try:
-            return msgspec.json.decode((folder / CALLS_FILE).read_bytes(), type=Recording)
-        except (OSError, msgspec.DecodeError):
+            return msgspec.json.decode(read_output(folder, CALLS_FILE, _MAX_RECORDING), type=Recording)
+        except (BadOutput, msgspec.DecodeError):
             return Recording([], error="the model ended before its first kernel call")
 
 
@@ -123,11 +125,11 @@ def _sanitize_c(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
         return Sanitized(not_run=recording.error or "the model called no kernel")
     sources = _sources(task.candidate)
     findings: list[Finding] = []
-    for number, key in enumerate(dict.fromkeys(call.source_key for call in recording.calls)):
+    for key in dict.fromkeys(call.source_key for call in recording.calls):
         if key not in sources:
             continue
         calls = [call for call in recording.calls if call.source_key == key]
-        run = _build_and_run(sanitizer.workshop, folder, number, sources[key], calls)
+        run = _build_and_run(sanitizer.workshop, folder, sources[key], calls)
         if run.status is None:
             return Sanitized(tuple(findings), not_run=f"no end within {run.deadline_s:g} s under ASan")
         findings += reports.asan(run.output) + reports.ubsan(run.output)
@@ -144,26 +146,39 @@ def _sources(candidate: str) -> dict[str, str]:
     return {launch.source_key(text): text for text in texts if isinstance(text, str)}
 
 
-def _build_and_run(workshop: Workshop, folder: Path, number: int, source: str, calls: list[Call]) -> ToolRun:
-    (folder / f"kernel{number}.c").write_text(source)
-    (folder / f"main{number}.c").write_text(driver(calls, workshop.options.memory_bytes >> 20))
+def _build_and_run(workshop: Workshop, recorded: Path, source: str, calls: list[Call]) -> ToolRun:
+    """In a folder of its own: where the candidate could write, a name may be a link to any file of ours. Only the
+    confined program opens what lies in `recorded`.
+    """
     gcc = shutil.which("gcc") or "/usr/bin/gcc"
     kept = [flag for flag in launch.C_FLAGS if flag not in ("-O3", "-shared", "-fPIC")]
-    program = str(folder / f"run{number}")
-    own = [gcc, *kept, *_C_SANITIZERS, "-Dmain=kernel_main", "-c", f"kernel{number}.c", "-o", f"kernel{number}.o"]
-    link = [gcc, "-fopenmp", *_C_SANITIZERS, f"main{number}.c", f"kernel{number}.o", "-o", program]
-    for command in (own, [*link, *launch.C_LIBRARIES]):
-        built = workshop.run(command, folder)
-        if built.status != 0:
-            return built
-    return workshop.run([program], folder, memory_bytes=_ENOUGH_ADDRESSES, environment={"OMP_NUM_THREADS": "2"})
+    with workshop.folder() as folder:
+        (folder / "kernel.c").write_text(source)
+        (folder / "main.c").write_text(driver(calls, workshop.options.memory_bytes >> 20))
+        program = str(folder / "run")
+        own = [gcc, *kept, *_C_SANITIZERS, "-Dmain=kernel_main", "-c", "kernel.c", "-o", "kernel.o"]
+        link = [gcc, "-fopenmp", *_C_SANITIZERS, "main.c", "kernel.o", "-o", program]
+        for command in (own, [*link, *launch.C_LIBRARIES]):
+            built = workshop.run(command, folder)
+            if built.status != 0:
+                return built
+        return workshop.run(
+            [program, str(recorded)],
+            folder,
+            memory_bytes=_ENOUGH_ADDRESSES,
+            read=(str(recorded),),
+            environment={"OMP_NUM_THREADS": "2"},
+        )
 
 
 def driver(calls: list[Call], memory_mb: int = 2048) -> str:
-    """The C program that makes recorded calls once more, each with fresh buffers of the recorded sizes."""
+    """The C program that makes recorded calls once more, each with fresh buffers of the recorded sizes. Its argument is
+    the folder of the recording.
+    """
     head = [
         "#include <stdio.h>",
         "#include <stdlib.h>",
+        "#include <unistd.h>",
         "static void *load(const char *name, size_t size) {",
         "  void *p = 0; if (posix_memalign(&p, 64, size)) exit(3);",
         '  FILE *f = fopen(name, "rb"); if (!f || fread(p, 1, size, f) != size) exit(4);',
@@ -175,7 +190,8 @@ def driver(calls: list[Call], memory_mb: int = 2048) -> str:
     if len(prototypes) > len({call.name for call in calls}):  # one kernel launched with several shapes of arguments
         prototypes = {f"void {call.name}();" for call in calls}
     body = [line for call in calls for line in _one_call(call)]
-    return "\n".join([*head, *sorted(prototypes), "int main(void) {", *body, "  return 0;", "}", ""])
+    main = ["int main(int count, char **words) {", "  if (count != 2 || chdir(words[1])) exit(5);"]
+    return "\n".join([*head, *sorted(prototypes), *main, *body, "  return 0;", "}", ""])
 
 
 def _options(memory_mb: int) -> list[str]:

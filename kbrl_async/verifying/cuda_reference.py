@@ -78,7 +78,11 @@ class CudaReference(Reference):
         session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self.spares)
         metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
         if metas:
-            self._weights = session.fetch(metas, options.reference_deadline_s)
+            try:
+                self._weights = session.fetch(metas, options.reference_deadline_s)
+            except BaseException:
+                session.close()
+                raise
         return session
 
     def close(self) -> None:

@@ -144,8 +144,12 @@ class CudaSession(Session):
         """The tensors that the child described last, in memory of our own from now on."""
         end = max((meta.place + _bytes(meta) for meta in metas), default=0)
         arena = DeviceArena.new(end, self._where)
-        self._send_arena(wire.Export(arena.size), arena)
-        self._reply(deadline_s)
+        try:
+            self._send_arena(wire.Export(arena.size), arena)
+            self._reply(deadline_s)
+        except BaseException:
+            arena.close()
+            raise
         return arena
 
     def drawn(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena]:

@@ -49,15 +49,17 @@ class Reference:
         """The reference child, its weights published."""
         options = self._options
         self.copies = options.copy_outputs or not may_read_children()
-        self.weights_fd, self._draw_fd = memory_file("weights"), memory_file("draws")
+        self.weights_fd = self._draw_fd = -1
         setup = wire.Setup(self.problem.source, "Model", self.seed)
-        fds = (self.weights_fd, self._draw_fd)
-        try:
+        with contextlib.ExitStack() as undo:  # nobody else closes what a failure leaves open: no Reference comes to be
+            undo.callback(self._close_files)
+            self.weights_fd = memory_file("weights")
+            self._draw_fd = memory_file("draws")
+            fds = (self.weights_fd, self._draw_fd)
             session = Session(zygote, setup, fds, options.limits, options.reference_deadline_s)
-        except CandidateFault:
-            self._close_files()
-            raise
-        seal(self.weights_fd)
+            undo.callback(session.close)
+            seal(self.weights_fd)
+            undo.pop_all()
         return session
 
     @property

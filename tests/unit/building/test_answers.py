@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kbrl_async.building import ArtifactStore, answers
-from kbrl_async.building.workshop import BuildOptions, Workshop
+from kbrl_async.building import answers
 from kbrl_async.errors import InfraError
 from kbrl_async.launch import bundle
+from kbrl_async.sandbox import Isolation
 
 
 def leave(folder: Path, kind: str) -> None:
@@ -55,13 +54,28 @@ def test_a_message_of_another_form_is_none(data: bytes) -> None:
     assert answers.read(data, _Said) is None
 
 
-def test_a_child_whose_zygote_died_under_it_is_nobody_s_compile_error(tmp_path: Path) -> None:
-    workshop = Workshop(ArtifactStore(tmp_path / "store"), BuildOptions())
-    with contextlib.closing(workshop), workshop.folder() as folder:
-        child = workshop.python("record_inline", b"", folder, deadline_s=30.0)
-        pid = workshop._python.pid if workshop._python is not None else None
-        assert pid is not None
-        child.freeze()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(InfraError):
-            answers.collect(child, folder, 30.0)
+class _Ended:
+    """A child that closed its channel without a word."""
+
+    def __init__(self, status: int | None) -> None:
+        self._status = status
+
+    def receive(self, *_: object) -> bytes:
+        return b""
+
+    def result(self, _: float) -> int:
+        if self._status is None:
+            raise InfraError("the sandbox zygote died under its child", "")
+        return self._status
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("status", [None, -9, 1])
+def test_a_child_whose_zygote_died_under_it_is_nobody_s_compile_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    monkeypatch.setattr(answers, "isolation_of", lambda _: Isolation("full"))
+    with pytest.raises(InfraError) if status is None else contextlib.nullcontext():
+        found = answers.collect(_Ended(status), tmp_path, 30.0)  # type: ignore[arg-type]
+        assert (found.data, found.is_late) == (b"", False)

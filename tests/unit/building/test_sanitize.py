@@ -198,3 +198,76 @@ def test_the_gpu_command_runs_one_tool_over_the_model() -> None:
     assert command[:3] == ["/opt/compute-sanitizer", "--tool", "racecheck"]
     assert command[command.index("--error-exitcode") + 1] == str(GPU_EXIT)
     assert command[-3:] == ["-m", "kbrl_async.building.recording", "task.json"]
+
+
+TRAP = '''
+import json
+import os
+import sys
+
+import torch
+from kbrl_async.launch.c import source_key
+
+KERNEL = r"""C_SOURCE"""
+OTHER = "void g(void) {}"
+CALLS = [
+    {"index": i, "source_key": source_key(s), "name": n, "arguments": [], "buffers": []}
+    for i, (s, n) in enumerate([(KERNEL, "f"), (OTHER, "g")])
+]
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+
+    def forward(self, x):
+        frame = sys._getframe()
+        while "task" not in frame.f_locals:
+            frame = frame.f_back
+        os.chdir(frame.f_locals["task"].folder)
+        LEAVE
+        os._exit(0)
+'''
+
+
+def of_trap(folder: Path, leave: str, c_source: str = "") -> Sanitized:
+    source = TRAP.replace("LEAVE", leave).replace("C_SOURCE", c_source)
+    with Sanitizer(ArtifactStore(folder)) as sanitizer:
+        return sanitizer.run(Problem("L1/01_x", 1, "x", PROBLEM), Candidate(source, "c"), {})
+
+
+@pytest.mark.timeout(60)
+def test_a_recording_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    found = of_trap(tmp_path, 'os.mkfifo("calls.json")')
+    assert found.not_run == "the model ended before its first kernel call"
+
+
+PLANT = r"""
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+void f(void) {
+  char name[4096];
+  const char *names[] = {"kernel.c", "main.c", "kernel1.c", "main1.c"};
+  for (int i = 0; i < 4; i++) {
+    snprintf(name, sizeof name, "%s", program_invocation_name);
+    strcpy(strrchr(name, '/') + 1, names[i]);
+    unlink(name);
+    if (symlink("VICTIM", name)) *(volatile int *)0 = 0;
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("planter", ["the recorded model", "the kernel of the first program"])
+def test_no_source_is_written_through_a_link_that_a_candidate_left(tmp_path: Path, planter: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("ours")
+    names = ["kernel.c", "main.c", "kernel0.c", "main0.c"] if planter == "the recorded model" else []
+    links = f'[os.symlink("{victim}", name) for name in {names}]; '
+    write = 'open("calls.json", "w").write(json.dumps({"calls": CALLS}))'
+    c_source = "void f(void) {}" if names else PLANT.replace("VICTIM", str(victim))
+    found = of_trap(tmp_path, links + write, c_source)
+    assert victim.read_text() == "ours"
+    assert (found.findings, found.not_run, found.ran) == ((), "", ("asan", "ubsan"))

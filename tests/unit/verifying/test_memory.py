@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import weakref
 from typing import Any, cast
@@ -110,3 +111,44 @@ def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: st
         assert kept() is None
     finally:
         gc.enable()
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Refusing:
+    """A zygote whose host can't start a child."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def spawn(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [InfraError("no zygote"), OSError("its channel is closed"), KeyboardInterrupt()])
+def test_a_reference_that_can_not_begin_leaves_no_file_open(error: BaseException) -> None:
+    memory.may_read_children()
+    before = open_files()
+    with pytest.raises(type(error)):
+        module.Reference(cast(Any, Refusing(error)), Problem("p", 1, "p", "p"), BenchOptions(), random.Random(0))
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("broken", ["memory_file", "seal"])
+def test_nor_does_one_whose_files_can_not_be_made(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    calls = [getattr(module, broken)] if broken == "memory_file" else []  # the second file can't be made
+
+    def fails(*args: Any) -> Any:
+        if calls:
+            return calls.pop()(*args)
+        raise OSError("too many open files")
+
+    memory.may_read_children()
+    zygote.start()
+    monkeypatch.setattr(module, broken, fails)
+    before = open_files()
+    with pytest.raises(OSError, match="too many"):
+        module.Reference(zygote, Problem("p", 1, "p", SCALE_AND_SHIFT), patient(), random.Random(0))
+    assert open_files() == before
