@@ -77,12 +77,33 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(msgspec.json.format(msgspec.json.encode(faults)).decode())
         return 0
-    report = _own_run(args, faults) if args.train else _running(args, faults)
+    with _undone_at_signals():
+        report = _own_run(args, faults) if args.train else _running(args, faults)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         Console().print(render(report))
     return 0 if report.ok else RunError.exit_code
+
+
+@contextlib.contextmanager
+def _undone_at_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end us as Ctrl-C does: by an exception, so that every fault that is open is undone."""
+
+    def leave(number: int, _frame: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not end the undoing
+        raise SystemExit(128 + number)
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}  # nohup stays so
+    try:
+        for number in before:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def chosen(args: argparse.Namespace) -> list[Fault]:

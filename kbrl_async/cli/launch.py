@@ -3,16 +3,23 @@
 One process that ends takes all down: the reward aggregator ends when the summary is written; any other that ends
 has given up. Each is its own session, gets SIGTERM, and SIGKILL after `GRACE_S`. Each knows who we are
 (`KBRL_LAUNCHER`) and leaves by itself where we are killed without a word.
+
+Invariants
+* A line that can't be shown is lost, and nothing else: only a reader who has gone ends the run.
+* Whatever is raised, nothing is left that we would wait for at our exit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +32,8 @@ from kbrl_async.lineage import LAUNCHER, identity
 
 GRACE_S = 8.0
 START_POLL_S = 0.05
+START_S = 30.0
+"""How long we wait, once all shall end, for processes to say that they have started."""
 INTERRUPTED = (130, 143)
 ERROR = "error: "
 """How a service begins the one line that says why it gives up."""
@@ -62,10 +71,13 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
 
     def __init__(self, output: TextIO) -> None:
         super().__init__(output)
+        self.output: TextIO = output
         self.first_stopped = ""
         self.reasons: dict[str, str] = {}
         self.unread: Callable[[], None] = lambda: None
         """Called when whoever read our lines is gone."""
+        self.lost = False
+        """Whether a line could not be written: a full disk, a terminal that is gone, a pipe that would block."""
         self._killed: set[str] = set()
         self._stopping = False
 
@@ -76,7 +88,7 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
             return
         if line.startswith(ERROR):
             self.reasons[message.name] = line.removeprefix(ERROR).strip()
-        self._show(message)
+        self._show(message._replace(data=line))
 
     def _system(self, line: str, message: Message) -> None:
         if line.endswith("received"):
@@ -91,12 +103,25 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
             self._show(message)
 
     def _show(self, message: Message) -> None:
+        encoding = getattr(self.output, "encoding", None) or "utf-8"
         try:
-            super().write(message)
+            super().write(message._replace(data=message.data.encode(encoding, "replace").decode(encoding)))
         except BrokenPipeError:
             self._stopping = True
             self.output = open(os.devnull, "w")  # noqa: SIM115 - until the end
             self.unread()
+        except (OSError, ValueError, RuntimeError):  # the last: a signal's line in the middle of another's
+            self.lost = True
+
+    def close(self) -> None:
+        """Drop what still can't be written, else Python would try again at exit and fail in place of the run."""
+        if not self.lost:
+            return
+        try:
+            self.output.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.output.fileno())
 
 
 class RunManager(Manager):  # type: ignore[misc] # honcho has no types
@@ -107,6 +132,8 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         printer.unread = self._unread
         self._last_resort = threading.Timer(GRACE_S, self.kill)
         self._last_resort.daemon = True
+        self._launcher = os.getpid()
+        self._end_asked: float | None = None
 
     def _unread(self) -> None:
         """`| head`, or a `tee` that was killed: a run that nobody sees, and that no Ctrl-C reaches, must not go on."""
@@ -114,18 +141,75 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self.terminate()
 
     def terminate(self) -> None:
-        if self._terminating:
+        if self._terminating or os.getpid() != self._launcher:  # a relay that was just forked has our handlers
             return
-        if not self._all_started():
+        if not super()._all_started():
             # Ctrl-C in the first moment: honcho can't signal a process whose pid it has not been told yet.
-            threading.Timer(START_POLL_S, self.terminate).start()
+            self._end_asked = self._end_asked or time.monotonic()
+            if not self._is_overdue():  # else the loop sees to it
+                again = threading.Timer(START_POLL_S, self.terminate)
+                again.daemon = True
+                again.start()
             return
         super().terminate()
         self._last_resort.start()
 
     def loop(self) -> None:
-        super().loop()
-        self._last_resort.cancel()
+        try:
+            super().loop()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._last_resort.cancel()
+
+    def _all_started(self) -> bool:
+        """Honcho's loop asks in each round, and would wait for ever for a process that could not be started.
+
+        :raises RunError: there is one.
+        """
+        started: bool = super()._all_started()
+        if not started:
+            late = self._is_overdue()
+            for name, process in self._processes.items():
+                if "pid" not in process and (late or process["process"].exitcode):
+                    raise RunError(f"{name} could not be started", "Its own message is above; free memory or processes")
+        return started
+
+    def _is_overdue(self) -> bool:
+        return self._end_asked is not None and time.monotonic() - self._end_asked > START_S
+
+    def _abandon(self) -> None:
+        """Terminate, then kill, what runs: Python's exit waits for the relays, and these for their services."""
+        self._terminating = True  # from now on honcho's handlers do nothing
+        began = time.monotonic()
+        told: set[str] = set()
+        while relays := self._relays():
+            with contextlib.suppress(Exception):  # a queue that can't be read may be why we are here
+                self._hear()
+            late_s = time.monotonic() - began
+            for name, process in self._processes.items():
+                if "pid" not in process or "returncode" in process:
+                    continue
+                if late_s > GRACE_S:
+                    self._procmgr.kill(process["pid"])
+                elif name not in told:
+                    self._procmgr.terminate(process["pid"])
+                told.add(name)
+            for relay in relays if late_s > GRACE_S + START_S else []:
+                relay.kill()  # it never named its service, which leaves when it sees that we are gone
+            relays[0].join(START_POLL_S)
+
+    def _relays(self) -> list[BaseProcess]:
+        relays = (process.get("process") for process in self._processes.values())
+        return [relay for relay in relays if relay is not None and relay.is_alive()]
+
+    def _hear(self) -> None:
+        """What the relays have said meanwhile: who has started, and who has ended."""
+        while not self.events.empty():
+            event = self.events.get(timeout=START_POLL_S)
+            if event.type != "line":
+                self._processes[event.name].update(event.data)
 
 
 def python_service(name: str) -> str:
@@ -149,7 +233,10 @@ def start_and_wait(
             instance = f"{name}.{number}"
             shown = instance if count > 1 else name
             manager.add_process(shown, command(name), env=_environment(run_dir, instance, output))
-    manager.loop()
+    try:
+        manager.loop()
+    finally:
+        printer.close()
     first = printer.first_stopped
     return Ended(first=first, code=_exit_code(manager.returncode), reason=printer.reasons.get(first, ""))
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import ConfigError, HostError
+from kbrl_async.lineage import identity, lives
 from kbrl_async.timing.nvml import DRIVER, Nvml, opened, throttle_names
 
 FLOOR = 0.75
@@ -81,6 +82,8 @@ class Note(msgspec.Struct, frozen=True):
     uuid: str
     pid: int
     mhz: int = 0
+    owner: str = ""
+    """`lineage.identity` of that pid, which in a container that was started again is another process."""
 
 
 class ClockLock:
@@ -145,7 +148,7 @@ class ClockLock:
         raise HostError(cause, "Set timing_bench.clocks=observe, or cool the GPU")
 
     def _write(self, mhz: int) -> None:
-        note = Note(self._index, self._nvml.uuid(), os.getpid(), mhz)
+        note = Note(self._index, self._nvml.uuid(), os.getpid(), mhz, identity())
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
         with part.open("wb") as file:
@@ -221,7 +224,7 @@ def restore_notes(folder: Path, factory: str = DRIVER, index: int | None = None)
     restored = []
     for path in sorted(folder.glob("locked-clock-*.json")):
         note = _read(path)
-        if note is None or (index is not None and note.index != index) or _lives(note.pid):
+        if note is None or (index is not None and note.index != index) or _is_held(note):
             continue
         if note.mhz > 0:
             opened(factory, note.index).unlock()
@@ -234,6 +237,12 @@ def _read(path: Path) -> Note | None:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=Note)
     return None
+
+
+def _is_held(note: Note) -> bool:
+    if not note.owner:  # of a release that did not write it, or where it could not be told
+        return _lives(note.pid)
+    return note.pid != os.getpid() and lives(note.owner)
 
 
 def _lives(pid: int) -> bool:
@@ -275,7 +284,7 @@ def guard(path: Path, factory: str) -> None:
         pass
     end = time.monotonic() + _GUARD_S
     while (note := _read(path)) is not None and time.monotonic() < end:
-        if not _lives(note.pid):
+        if not _is_held(note):
             if note.mhz > 0:
                 opened(factory, note.index).unlock()
             path.unlink(missing_ok=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from kbrl_async.chaos import Kind, Link
 from kbrl_async.chaos.faults import LINKED
-from kbrl_async.cli import main, preflight
+from kbrl_async.cli import chaos, main, preflight
 from kbrl_async.config import BEHIND, Endpoints, bound, endpoints, load, plan
 
 PLAN = '[[fault]]\nat_s = 1\nkind = "partition"\ntarget = "learner"\nfor_s = 2\n'
@@ -59,6 +62,42 @@ def test_a_run_that_is_not_running_is_left_alone(tmp_path: Path, capsys: pytest.
     assert main(["chaos", "--run", str(tmp_path), "--random", "2"]) == 2
     assert "is not running here" in capsys.readouterr().err
     assert not (tmp_path / "chaos.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_undoes_what_is_open(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    undone = []
+
+    def running(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), number)  # a second one changes nothing
+            undone.append(number)
+
+    def ours(*_: object) -> None:
+        """In place of the default, which would end the tests where the command did nothing."""
+
+    monkeypatch.setattr(chaos, "_running", running)
+    before = signal.signal(number, ours)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["chaos", "--random", "2"])
+        assert signal.getsignal(number) is ours
+    finally:
+        signal.signal(number, before)
+    assert ended.value.code == 128 + number
+    assert undone == [number]
+
+
+def test_nohup_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with chaos._undone_at_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_only_a_broker_behind_a_proxy_binds_elsewhere() -> None:

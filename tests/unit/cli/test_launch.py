@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
+import pytest
 from honcho.printer import Message
 
 from kbrl_async.cli import launch
@@ -25,11 +28,36 @@ from pathlib import Path
 from honcho.printer import Message
 
 from kbrl_async.cli import launch
-from kbrl_async.cli import launch
 launch.GRACE_S = PATIENCE
 scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1) | COUNTS, command=scripts.__getitem__)
 print("ended:", ended.first or "-", ended.code, ended.interrupted)
+"""
+SPOILED = """
+import sys
+from pathlib import Path
+from kbrl_async.cli import launch
+
+launch.GRACE_S = 1.0
+scripts = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+SPOIL
+ended = launch.start_and_wait(Path(sys.argv[1]), dict.fromkeys(scripts, 1), command=scripts.__getitem__)
+sys.stdout.flush()
+sys.exit(ended.code)
+"""
+RAISES = """
+def spoiled(self, message):
+    if message.name == "learner":
+        raise ZeroDivisionError
+launch.Printer.write = spoiled
+"""
+NOT_STARTED = """
+run = launch.Manager()._process_ctor.run
+def spoiled(self, events=None, ignore_signals=False):
+    if self.name == "learner":
+        raise OSError("no more processes")
+    run(self, events, ignore_signals)
+launch.Manager()._process_ctor.run = spoiled
 """
 SERVICE = """
 import os, sys
@@ -45,6 +73,7 @@ if __name__ == "__main__":
     run_service("broker", main)
 """
 FOREVER = "exec sleep 300"
+LONG_S = 45.0
 
 
 def start(run_dir: Path, counts: str = "{}", grace_s: float = 30.0, **scripts: str) -> subprocess.Popen[str]:
@@ -52,6 +81,28 @@ def start(run_dir: Path, counts: str = "{}", grace_s: float = 30.0, **scripts: s
     program = PROGRAM.replace("COUNTS", counts).replace("PATIENCE", str(grace_s))
     command = [sys.executable, "-c", program, *argv]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+
+def spoiled(
+    run_dir: Path, spoil: str, stdout: IO[str] | int, env: dict[str, str] | None = None, **scripts: str
+) -> subprocess.Popen[str]:
+    """A launcher of its own session, so that a test that fails leaves nothing of it."""
+    argv = [str(run_dir), *(word for pair in scripts.items() for word in pair)]
+    command = [sys.executable, "-c", SPOILED.replace("SPOIL", spoil), *argv]
+    environment = {**os.environ, **(env or {})}
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, start_new_session=True
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it wrote; fails where it has not ended in time."""
+    try:
+        return process.communicate(timeout=LONG_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -156,3 +207,73 @@ def test_that_a_process_is_killed_is_said_once() -> None:
         )
         printer.write(killed)
     assert [shown.getvalue().count(name) for name in ("learner", "sampler")] == [1, 1]
+
+
+def test_a_full_disk_loses_lines_and_not_the_run(tmp_path: Path) -> None:
+    script = f"echo a; echo b; sleep 0.5; echo c; touch {tmp_path}/done; exit 4"
+    with open("/dev/full", "w") as full:
+        process = spoiled(tmp_path, "", full, learner=script, broker=FOREVER)
+        _, errors = said(process)
+    assert (process.returncode, errors) == (4, "")
+    assert (tmp_path / "done").exists()
+
+
+def test_a_character_that_can_not_be_shown_is_replaced(tmp_path: Path) -> None:
+    latin = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    process = spoiled(tmp_path, "", subprocess.PIPE, latin, learner="echo 'a → b'; exit 4", broker=FOREVER)
+    out, errors = said(process)
+    assert (process.returncode, errors) == (4, "")
+    assert "| a ? b" in out
+
+
+@pytest.mark.parametrize("raised", [OSError(5, "EIO"), BlockingIOError(11, "EAGAIN"), RuntimeError("reentrant call")])
+def test_what_an_output_raises_loses_one_line(raised: Exception) -> None:
+    class Output(io.StringIO):
+        broken = True
+
+        def flush(self) -> None:
+            if self.broken:
+                raise raised
+
+    shown = Output()
+    printer = launch.RunPrinter(shown)
+    line = Message(type="line", data=b"one\n", time=datetime.now(UTC), name="learner", colour=None)
+    printer.write(line)
+    assert printer.lost
+    shown.broken = False
+    printer.write(line._replace(data=b"two\n"))
+    assert shown.getvalue().endswith("two\n")
+
+
+def test_an_error_of_ours_leaves_nothing_running(tmp_path: Path) -> None:
+    ignores = f"trap '' TERM; echo $$ > {tmp_path}/stubborn; {FOREVER}"
+    late = f"echo $$ > {tmp_path}/polite; until [ -e {tmp_path}/stubborn ]; do sleep 0.02; done; echo now; {FOREVER}"
+    process = spoiled(tmp_path, RAISES, subprocess.PIPE, learner=late, broker=ignores)
+    _, errors = said(process)
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in errors
+    for name in ("polite", "stubborn"):
+        pid = int((tmp_path / name).read_text())
+        wait_for(lambda pid=pid: not identity(pid))  # type: ignore[misc]
+
+
+def test_a_process_that_can_not_be_started_ends_the_run(tmp_path: Path) -> None:
+    process = spoiled(tmp_path, NOT_STARTED, subprocess.PIPE, broker=FOREVER, learner=FOREVER)
+    _, errors = said(process)
+    assert process.returncode == 1
+    assert "learner could not be started" in errors
+
+
+def test_a_start_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "START_S", 0.2)
+    manager = launch.RunManager(launch.RunPrinter(io.StringIO()))
+    manager.add_process("learner", FOREVER)
+    before = set(threading.enumerate())
+    manager.terminate()
+    try:
+        assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+        wait_for(lambda: set(threading.enumerate()) <= before)
+    finally:
+        manager._terminating = True  # a timer that would go on for ever ends here
+    with pytest.raises(launch.RunError, match="learner could not be started"):
+        manager._all_started()

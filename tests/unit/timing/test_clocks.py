@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError, HostError
+from kbrl_async.lineage import identity
 from kbrl_async.timing.clocks import (
     ClockLock,
     Note,
@@ -133,6 +135,27 @@ def test_the_note_of_somebody_who_lives_is_left_alone(tmp_path: Path, gpu: Path)
     note_path(tmp_path, 0).write_text(f'{{"index": 0, "uuid": "GPU-0", "pid": {os.getppid()}, "mhz": 1755}}')
     assert restore_notes(tmp_path, FACTORY) == []
     assert state()["locked"] == 1755
+
+
+def test_a_pid_that_is_somebody_elses_now_holds_nothing(tmp_path: Path, gpu: Path) -> None:
+    """A container that was started again: the pid of the note lives, and never heard of the clock."""
+    put(gpu, locked=1755)
+    other = Note(0, "GPU-0", os.getppid(), 1755, f"{os.getppid()}:1")
+    note_path(tmp_path, 0).write_bytes(msgspec.json.encode(other))
+    with locking(tmp_path) as lock:
+        assert lock.mhz == 1755
+    assert state()["calls"] == ["unlock", "lock 1755", "unlock"]
+
+
+def test_a_note_names_its_owner_and_is_left_alone_while_that_lives(tmp_path: Path) -> None:
+    with hold(tmp_path) as holder:
+        note = msgspec.json.decode(note_path(tmp_path, 0).read_bytes(), type=Note)
+        owner = identity(holder.pid)
+        restored = restore_notes(tmp_path, FACTORY)
+        holder.terminate()
+    assert (note.pid, note.owner) == (holder.pid, owner)
+    assert restored == []
+    assert until_free()
 
 
 def test_a_nanny_restores_what_its_child_left_locked(tmp_path: Path, gpu: Path) -> None:
