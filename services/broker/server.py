@@ -170,10 +170,15 @@ class Broker:
         self._meter.enter()
         try:
             self._take_turn()
-        except Exception as error:  # the loop would swallow it; `run` raises it and the process ends
-            self._done.set_exception(error)
+        except Exception as error:  # supervisor: see `_fail`
+            self._fail(error)
         finally:
             self._meter.leave()
+
+    def _fail(self, error: Exception) -> None:
+        """The loop would swallow it; `run` raises it and the process ends."""
+        if not self._done.done():
+            self._done.set_exception(error)
 
     def _take_turn(self) -> None:
         assert self._journal is not None
@@ -365,9 +370,8 @@ class Broker:
             self._meter.saw_lag(self._clock() - due)
             try:
                 self._look_around()
-            except Exception as error:  # as in `_turn`: `run` raises it
-                if not self._done.done():
-                    self._done.set_exception(error)
+            except Exception as error:  # supervisor: see `_fail`
+                self._fail(error)
 
     def _look_around(self) -> None:
         self._events.append(ev.Tick())
@@ -386,9 +390,8 @@ class Broker:
                 self._metrics.write(self._line())
                 self.standing = self.status()
                 self._rates.add(self.standing)
-            except Exception as error:  # as in `_turn`: `run` raises it
-                if not self._done.done():
-                    self._done.set_exception(error)
+            except Exception as error:  # supervisor: see `_fail`
+                self._fail(error)
 
     def _alert(self) -> None:
         """Say once what nobody can do; it ends as `no_worker` if nobody comes."""

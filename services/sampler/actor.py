@@ -138,12 +138,14 @@ class Sampling:
 
         Who asks may be cancelled (a rollout is revoked); the load goes on, for all the others.
         """
-        if not self._follows:
-            return
+        if self._follows:
+            await asyncio.shield(self._begin_load())
+
+    def _begin_load(self) -> asyncio.Task[None]:
         load = asyncio.create_task(self._load_newest())
         self._loads.add(load)
         load.add_done_callback(self._loaded)
-        await asyncio.shield(load)
+        return load
 
     def _loaded(self, load: asyncio.Task[None]) -> None:
         self._loads.discard(load)
@@ -167,23 +169,19 @@ class Sampling:
         told = self._engine.stats()
         while True:
             await asyncio.sleep(period_s)
-            await self._keep_up(period_s)
+            if self._follows:
+                await self._keep_up(period_s)
+            self.check()
             if self.is_remote:
                 self.progress()
                 told = self._tell_spending(told)
 
     async def _keep_up(self, period_s: float) -> None:
         """Looks at the engine while it loads too: a call of vLLM's whose process died never ends."""
-        load = asyncio.create_task(self.catch_up())
-        try:
-            while not load.done():
-                await asyncio.wait({load}, timeout=period_s)
-                if not load.done():
-                    self.check()
-            load.result()
+        load = self._begin_load()
+        while not (await asyncio.wait({load}, timeout=period_s))[0]:
             self.check()
-        finally:
-            load.cancel()
+        load.result()
 
     def check(self) -> None:
         """EngineLost when the engine has died: a fresh process gets a fresh one."""

@@ -48,6 +48,14 @@ async def loading(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> tuple[H
     return held, task
 
 
+def shared(one: Sampling, *, is_idle: bool) -> tuple[Gate, list[Message], asyncio.Task[None]]:
+    """A gate before the sampler, what it says to the broker, and the sampler's ear for it."""
+    said: list[Message] = []
+    gate = Gate(lambda: 0.0, said.append, lambda: is_idle)
+    one.share(gate)
+    return gate, said, asyncio.create_task(one.stand_still(gate))
+
+
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_rollout_that_is_revoked_takes_no_load_with_it(tmp_path: Path, kind: str) -> None:
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
@@ -66,10 +74,7 @@ def test_a_rollout_that_is_revoked_takes_no_load_with_it(tmp_path: Path, kind: s
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_bench_gets_its_quiet_when_the_load_is_done(tmp_path: Path, kind: str) -> None:
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
-        said: list[Message] = []
-        gate = Gate(lambda: 0.0, said.append, lambda: True)
-        one.share(gate)
-        helper = asyncio.create_task(one.stand_still(gate))
+        gate, said, helper = shared(one, is_idle=True)
         held, asked = await loading(one, llm, learner)
         gate.handle(WINDOW)
         await asyncio.sleep(0.1)
@@ -87,10 +92,7 @@ def test_a_bench_gets_its_quiet_when_the_load_is_done(tmp_path: Path, kind: str)
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_canaries_that_wait_among_rollouts_stand_still_with_them(tmp_path: Path, kind: str) -> None:
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
-        said: list[Message] = []
-        gate = Gate(lambda: 0.0, said.append, lambda: False)
-        one.share(gate)
-        helper = asyncio.create_task(one.stand_still(gate))
+        gate, said, helper = shared(one, is_idle=False)
         llm.held_at = 0  # no answer moves on, no canary either
         learner.publish()
         asked = asyncio.create_task(one.catch_up())

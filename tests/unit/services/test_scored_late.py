@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.config import Config, load
+from kbrl_async.config import Config
 from kbrl_async.rewards.events import Admitted
 from kbrl_async.rewards.groups import rollout_ids
 from kbrl_async.rewards.turns import turn_id
@@ -23,6 +23,7 @@ from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.planning import plan_of
 from tests.records import packed, record
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
+from tests.unit.services.test_limits import settings
 
 Meanwhile = Callable[[Aggregator, Campaign], None]
 
@@ -35,11 +36,6 @@ class Slow(Archiving):
     async def scored(self, *given: Any, **named: Any) -> None:
         await super().scored(*given, **named)
         self.meanwhile()
-
-
-def settings(**values: object) -> Config:
-    small = {"tensorboard.enabled": "false", "level": 1, "batch_size": 2, "group_size": 2, "eval_samples": 0}
-    return load(overrides=[f"{key}={value}" for key, value in {**small, **values}.items()])
 
 
 async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tuple[Campaign, str]:
