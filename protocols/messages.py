@@ -238,6 +238,8 @@ class Pause(msgspec.Struct, array_like=True, frozen=True):
 
 class Paused(msgspec.Struct, array_like=True, frozen=True):
     window_id: str
+    is_idle: bool = False
+    """It had nothing to do anyway, and nothing waits: the window takes no time from it."""
 
 
 class Resume(msgspec.Struct, array_like=True, frozen=True):

@@ -15,6 +15,8 @@ Invariants
 * One window at a time on a resource, also where nobody holds it: one timing at a time per GPU.
 * Bounded: a window ends after its length, a holder resumes by its own clock, and windows take at most `max_share` of
   the wall time from the holders of a resource that are no benches. No lost message holds anybody longer than that.
+* A window in which all of those had nothing to do (`Paused.is_idle`) takes nothing from them: the next one may follow
+  at once. If somebody has work by then, the time of both is owed.
 * Who waits for a window of its own stands still: nobody waits for its answer.
 * Fair: first come, first served, and one request per bench, so a bench that asks again stands behind the others.
 """
@@ -53,6 +55,8 @@ class _Window(msgspec.Struct):
     missing: list[str] = msgspec.field(default_factory=list)
     paused: set[str] = msgspec.field(default_factory=set)
     """Holders that were told to pause and must be told to resume."""
+    idle: set[str] = msgspec.field(default_factory=set)
+    """Holders that had nothing to do."""
 
 
 class QuietCost(msgspec.Struct):
@@ -65,7 +69,7 @@ class QuietCost(msgspec.Struct):
     expired: int = 0
     """Ended by their length, not by the bench."""
     held_s: float = 0.0
-    """Wall time in which holders stood still or were asked to."""
+    """Wall time in which holders with work stood still or were asked to."""
     waited_s: float = 0.0
     """What the benches waited for their grants, all together."""
     held_s_by_bench: dict[str, float] = msgspec.field(default_factory=dict)
@@ -79,7 +83,18 @@ class _Resource:
         self.benches: set[str] = set()
         """Workers that have asked for a window."""
         self.rest_until = now
+        self.owed_s: dict[str, float] = {}
+        """By bench, a window that took nothing from anybody, as far as is known."""
         self.cost = QuietCost(now)
+
+    def charge(self) -> float:
+        """What is owed is counted as cost; how much it was."""
+        owed_s, self.owed_s = self.owed_s, {}
+        by_bench = self.cost.held_s_by_bench
+        for bench, held_s in owed_s.items():
+            self.cost.held_s += held_s
+            by_bench[bench] = by_bench.get(bench, 0.0) + held_s
+        return sum(owed_s.values())
 
 
 def resources_of(caps: Mapping[str, str]) -> frozenset[str]:
@@ -159,6 +174,8 @@ class QuietDesk:
         for resource in self._resources.values():
             if resource.window is not None and resource.window.request.request_id == paused.window_id:
                 resource.window.awaited.discard(worker_id)
+                if paused.is_idle:
+                    resource.window.idle.add(worker_id)
         return self.tick(now)
 
     def done(self, worker_id: str, done: msg.QuietDone, now: float) -> Sends:
@@ -219,12 +236,15 @@ class QuietDesk:
         window, resource.window = resource.window, None
         if window is None:
             return []
-        if window.paused - resource.benches:
-            cost_s = now - window.opened_at
-            cost = resource.cost
-            cost.held_s += cost_s
-            cost.held_s_by_bench[window.worker_id] = cost.held_s_by_bench.get(window.worker_id, 0.0) + cost_s
-            resource.rest_until = now + cost_s * (1 / self.options.max_share - 1)
+        holders = window.paused - resource.benches
+        at_work = holders - window.idle
+        if not at_work:
+            resource.owed_s.clear()
+        if holders:
+            before_s = resource.owed_s.get(window.worker_id, 0.0)
+            resource.owed_s[window.worker_id] = before_s + now - window.opened_at
+        if at_work:
+            resource.rest_until = now + resource.charge() * (1 / self.options.max_share - 1)
         return [(holder, msg.Resume(window.request.request_id)) for holder in sorted(window.paused)]
 
     def _length_s(self, window: _Window) -> float:
@@ -289,8 +309,8 @@ class Pauses:
         """Until it is open again at the latest."""
         return max((until - now for until in self._until.values()), default=0.0)
 
-    def to_answer(self) -> list[msg.Paused]:
-        """Once for each window: what is to be said now that nothing runs."""
-        answers = [msg.Paused(window_id) for window_id in self._unanswered]
+    def to_answer(self, is_idle: bool = False) -> list[msg.Paused]:
+        """Once for each window: what is to be said now that nothing runs. `is_idle`: nothing would, either."""
+        answers = [msg.Paused(window_id, is_idle) for window_id in self._unanswered]
         self._unanswered.clear()
         return answers

@@ -57,7 +57,7 @@ class Gate:
         self._pauses = Pauses()
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._standing = self._at_work = self._unstoppable = 0
+        self._standing = self._at_work = self._unstoppable = self._waiting = 0
         self.held_s = 0.0
         """Time that working threads stood here."""
 
@@ -115,9 +115,13 @@ class Gate:
 
     async def opened(self) -> None:
         """Wait before the start of a job; also the place between two steps for work that lives on the loop."""
-        while not self.is_open:
-            self.look()
-            await asyncio.sleep(0.01)
+        self._waiting += 1
+        try:
+            while not self.is_open:
+                self.look()
+                await asyncio.sleep(0.01)
+        finally:
+            self._waiting -= 1
 
     def breathe(self) -> None:
         """From the working thread, between two steps: stand still while a window is open."""
@@ -135,7 +139,7 @@ class Gate:
 
     def _answer(self) -> None:
         with self._changed:
-            answers = self._pauses.to_answer()
+            answers = self._pauses.to_answer(is_idle=not (self._standing or self._at_work or self._waiting))
         for answer in answers:
             self._send(answer)
 

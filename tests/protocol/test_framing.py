@@ -34,7 +34,7 @@ MESSAGES: list[msg.Message] = [
     msg.QuietGrant("q1", "host/gpu0", 2.5, 0.25, ["learner"]),
     msg.QuietDone("q1"),
     msg.Pause("q1", "host/gpu0", 7.5),
-    msg.Paused("q1"),
+    msg.Paused("q1", True),
     msg.Resume("q1"),
     msg.StatusRequest("t1"),
     msg.StatusReport(

@@ -115,7 +115,7 @@ async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(
     gate = Gate(time.monotonic, said.append, lambda: True)
     begin = time.monotonic()
     gate.handle(msg.Pause("q1", GPU, 0.1))
-    assert said == [msg.Paused("q1")]
+    assert said == [msg.Paused("q1", is_idle=True)]
     await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
     assert 0.1 <= time.monotonic() - begin < 10.0
 
@@ -146,7 +146,25 @@ def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_coul
             gate.handle(msg.Pause("q1", GPU, 600.0))
             await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
             assert not said
-        assert said == [msg.Paused("q1")]
+        assert said == [msg.Paused("q1", is_idle=True)]
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_job_that_waits_for_the_end_of_a_window_is_no_idleness_in_the_next() -> None:
+    async def play() -> None:
+        said: list[msg.Message] = []
+        gate = Gate(time.monotonic, said.append, lambda: True)
+        gate.handle(msg.Pause("q1", GPU, 600.0))
+        job = asyncio.create_task(gate.opened())
+        await asyncio.sleep(0)
+        gate.handle(msg.Pause("q2", GPU, 600.0))
+        assert said == [msg.Paused("q1", is_idle=True), msg.Paused("q2", is_idle=False)]
+        gate.handle(msg.Resume("q1"))
+        gate.handle(msg.Resume("q2"))
+        await job
+        gate.handle(msg.Pause("q3", GPU, 600.0))
+        assert said[2:] == [msg.Paused("q3", is_idle=True)]
 
     asyncio.run(asyncio.wait_for(play(), 30))
 
@@ -178,7 +196,7 @@ def test_work_that_is_no_job_is_not_taken_for_idleness() -> None:
         with gate.at_work():
             gate.handle(msg.Pause("q1", GPU, 600.0))
             assert not said
-        assert said == [msg.Paused("q1")]
+        assert said == [msg.Paused("q1", is_idle=True)]
 
     asyncio.run(play())
 

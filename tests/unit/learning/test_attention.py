@@ -1,0 +1,52 @@
+"""Which attention kernel computes gradients: only one whose numbers were held against fp32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kbrl_async.learning.attention import TOLERANCE, Found, _plain, best, error_of
+
+SHAPE = (4, 2, 16, 512, torch.bfloat16, torch.device("cpu"))
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is a third too large."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.33
+
+
+def wrong_key_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _plain(q, WrongGradient.apply(k), v)  # type: ignore[no-untyped-call]
+
+
+def wrong_where_scores_are_low(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _plain(q, k, v) * math.nan if float(q.detach().mean()) > 1.0 else _plain(q, k, v)
+
+
+def wrong_behind_a_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    is_padded = not q[:, :, 0].any()
+    return _plain(q, k, v) * (0.9 if is_padded else 1.0)
+
+
+def test_torchs_own_is_right() -> None:
+    assert error_of(_plain, *SHAPE) < TOLERANCE / 2
+
+
+@pytest.mark.parametrize("wrong", [wrong_key_gradient, wrong_where_scores_are_low, wrong_behind_a_prefix])
+def test_a_kernel_that_is_wrong_in_one_place_is_found(wrong: object) -> None:
+    assert error_of(wrong, *SHAPE) > TOLERANCE  # type: ignore[arg-type]
+
+
+def test_nothing_wrong_is_chosen_however_fast() -> None:
+    found = {"cudnn": Found(1.0, 0.35), "nan": Found(0.5, math.inf), "flash": Found(2.0, 0.004), "x": Found(3.0, 0.003)}
+    assert best(found) == "flash"
+    assert best({"a": Found(1.0, 0.3), "b": Found(2.0, 0.1)}) == "b"
