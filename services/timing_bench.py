@@ -48,6 +48,7 @@ async def main(stop: asyncio.Event) -> None:
     hardware, on_gpu = hardware_of(device), device != "cpu"
     options = BenchOptions(
         device=device,
+        memory_share=1 / service.config.processes.timing_bench if shares else 1.0,
         cores=(core,),
         limits=Limits(cores=(core,)),
         deadline_s=settings.deadline_s,

@@ -251,6 +251,7 @@ def _environment(threads: int) -> dict[str, str]:
             "OMP_WAIT_POLICY": "passive",
             "HOME": "/",
             "USER": "kbrl",
+            "TORCHINDUCTOR_CACHE_DIR": "/",  # importing torch's compiler makes this folder, and nothing can be made
         }
     )
 

@@ -22,7 +22,7 @@ from kbrl_async.timing.roofline import RULE, Peaks
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.floor import Floor
 from kbrl_async.verifying.memory import Surplus
-from kbrl_async.verifying.options import BenchOptions, options_for_gpu, options_for_interpreter
+from kbrl_async.verifying.options import BenchOptions, Tick, no_tick, options_for_gpu, options_for_interpreter
 from kbrl_async.verifying.reference import Reference, References
 from kbrl_async.verifying.report import verdict_of
 from kbrl_async.verifying.session import CandidateFault, Session
@@ -46,10 +46,6 @@ def zygote_for(device: str) -> Zygote:
         return Zygote(ZYGOTE_PRELOAD)
     triton = ("kbrl_async.launch.triton_preload",) if find_spec("triton") else ()
     return Zygote((*CUDA_PRELOAD, *triton), profile="gpu")
-
-
-def _nothing() -> None:
-    pass
 
 
 class Bench:
@@ -96,7 +92,7 @@ class Bench:
         artifacts: dict[str, Path],
         *,
         timing: bool = True,
-        tick: Callable[[], None] = _nothing,
+        tick: Tick = no_tick,
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the
         options' cores.
@@ -111,7 +107,7 @@ class Bench:
         if self._health is not None:
             self._health.enter()
         with pinned(self._options.cores), _without_gradients():
-            reference = self._references.get(problem)
+            reference = self._references.get(problem, tick)
             clock.ends("reference")
             try:
                 verdict, timed = self._judge(reference, candidate, artifacts, timing, tick, clock)
@@ -137,7 +133,7 @@ class Bench:
         candidate: Candidate,
         artifacts: dict[str, Path],
         timing: bool,
-        tick: Callable[[], None],
+        tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
         options = self._options
@@ -183,7 +179,7 @@ class Bench:
         candidate: Candidate,
         artifacts: dict[str, Path],
         verdict: Verdict,
-        tick: Callable[[], None],
+        tick: Tick,
     ) -> tuple[Verdict, Timing | None]:
         timed = self._measure(checker, tick)
         if checker.fault is not None:
@@ -201,7 +197,7 @@ class Bench:
             return verdict_of(checker), None
         return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
 
-    def _measure(self, checker: Checker, tick: Callable[[], None]) -> Timing | None:
+    def _measure(self, checker: Checker, tick: Tick) -> Timing | None:
         reference = checker.reference
         twin = reference.twin(self._zygote)
         stopwatch = self._stopwatch(checker, twin, tick)
@@ -213,7 +209,7 @@ class Bench:
             stopwatch.close()
             reference.release(twin)
 
-    def _stopwatch(self, checker: Checker, twin: Session, tick: Callable[[], None]) -> Stopwatch | CudaStopwatch:
+    def _stopwatch(self, checker: Checker, twin: Session, tick: Tick) -> Stopwatch | CudaStopwatch:
         if self._health is None:
             return Stopwatch(checker, twin, self._options, self._rng, tick)
         from kbrl_async.verifying.cuda_stopwatch import CudaStopwatch
@@ -221,7 +217,7 @@ class Bench:
         health = self._health
         return CudaStopwatch(checker, twin, self._options, self._rng, tick, health.nvml, health.calibration)
 
-    def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Callable[[], None]) -> Verdict:
+    def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Tick) -> Verdict:
         stopwatch = self._stopwatch(checker, checker.reference.session, tick)
         assert not isinstance(stopwatch, Stopwatch)
         stopwatch.prove(candidate)

@@ -21,7 +21,7 @@ from kbrl_async.verifying import values, wire
 from kbrl_async.verifying.cuda_session import CudaSession
 from kbrl_async.verifying.cuda_spares import Spares
 from kbrl_async.verifying.device_arena import DeviceArena
-from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.options import BenchOptions, Tick, no_tick
 from kbrl_async.verifying.reference import Reference
 from kbrl_async.verifying.session import Session
 from protocols.records import Problem
@@ -30,9 +30,11 @@ BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
 MAX_BATCH = 32
 _ARENA_SHARE = 0.06
-"""Of the GPU's memory, for one arena with more slots than the checks need."""
+"""Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4
-"""Of the GPU's memory that must be free before another reference is made."""
+"""As much as this of the bench's memory must be free before another reference is made."""
+_KEPT_SHARE = 0.25
+"""Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -57,7 +59,13 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Plan:
 
 class CudaReference(Reference):
     def __init__(
-        self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random, spares: Spares
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        spares: Spares,
+        tick: Tick = no_tick,
     ) -> None:
         self.spares = spares
         self._where = torch.device(options.device)
@@ -67,7 +75,7 @@ class CudaReference(Reference):
         self._outs: list[wire.TensorMeta] = []
         self.plan = Plan(options.slots, 1)
         try:
-            super().__init__(zygote, problem, options, rng)
+            super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
             raise ProblemError(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
 
@@ -164,17 +172,33 @@ class CudaReference(Reference):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         a_slot = sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
-        memory = torch.cuda.get_device_properties(self._where).total_memory
-        self.plan = plan(elapsed, a_slot, memory, self._options.slots)
+        self.plan = plan(elapsed, a_slot, memory_of(self._options), self._options.slots)
         self.attach(session)
 
+    @property
+    def device_bytes(self) -> int:
+        session = self.session
+        assert isinstance(session, CudaSession)
+        arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
+        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in (*one.blocks, *one.expected))
 
-def make_room(kept: OrderedDict[str, Reference]) -> None:
+
+def memory_of(options: BenchOptions) -> int:
+    """Bytes of the GPU that this bench may plan with."""
+    return int(options.memory_share * torch.cuda.get_device_properties(torch.device(options.device)).total_memory)
+
+
+def room_kept(options: BenchOptions) -> float:
+    """Bytes that its references may take together."""
+    return _KEPT_SHARE * memory_of(options)
+
+
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
     """Close the references used longest ago until the GPU has room for another."""
     while kept:
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        if free >= _ROOM_SHARE * total:
+        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
+        if free >= _ROOM_SHARE * memory_of(options):
             return
         kept.popitem(last=False)[1].close()
 

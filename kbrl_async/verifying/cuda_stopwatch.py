@@ -42,7 +42,7 @@ from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.cuda_reference import CudaReference
 from kbrl_async.verifying.cuda_session import CudaSession, Sample
 from kbrl_async.verifying.device_arena import DeviceArena
-from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.options import BenchOptions, Tick
 from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Session
 from protocols.records import Candidate, Timing
@@ -85,7 +85,7 @@ class CudaStopwatch:
         twin: Session,
         options: BenchOptions,
         rng: random.Random,
-        tick: Callable[[], None],
+        tick: Tick,
         nvml: Nvml | None = None,
         calibration: Calibration | None = None,
     ) -> None:
@@ -118,6 +118,7 @@ class CudaStopwatch:
         """Whether the candidate's own kernels make its outputs; sets `checker.fault` and `checker.evidence`."""
         try:
             captured = self._capture()
+            self._tick()
             if candidate.backend not in proof.OWN_KERNELS:
                 return
             finding = self._own_kernels(captured, candidate)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kbrl_async.sandbox import Limits
 from kbrl_async.timing import Recipe
 from kbrl_async.timing.roofline import Peaks
 
+Tick = Callable[[], None]
+"""Called between two steps of what takes long."""
+
 _INTERPRETER_S = 60.0
 _GPU_CANDIDATE_S, _GPU_CALL_S = 15.0, 2.0
 _GPU_HOST_BYTES = 8 << 30
+
+
+def no_tick() -> None:
+    """Nobody waits."""
 
 
 class BenchOptions(msgspec.Struct, frozen=True):
@@ -30,6 +39,8 @@ class BenchOptions(msgspec.Struct, frozen=True):
     """Problems whose reference child is kept."""
     reference_bytes: int = 256 * 2**20
     """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
+    memory_share: float = 1.0
+    """Of the GPU's memory, what this bench may plan with: a third where three benches are on it."""
     reuse: int = 64
     """Candidates that see the same secret input sets before new ones are drawn."""
     pool: int = 4

@@ -18,7 +18,7 @@ from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import inputs, values, wire
 from kbrl_async.verifying.inputs import host_bytes
 from kbrl_async.verifying.memory import give_back, may_read_children, memory_file, seal
-from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.options import BenchOptions, Tick, no_tick
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from kbrl_async.verifying.sets import InputSet, SetMaker
 from protocols.records import Problem
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 class Reference:
     """A living reference child and everything derived from it."""
 
-    def __init__(self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random) -> None:
-        self.problem, self._options, self._rng = problem, options, rng
+    def __init__(
+        self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random, tick: Tick = no_tick
+    ) -> None:
+        self.problem, self._options, self._rng, self.tick = problem, options, rng, tick
         self.seed = rng.getrandbits(31)
         self.uses = 0
         try:
@@ -66,6 +68,11 @@ class Reference:
     def host_bytes(self) -> int:
         """Host memory of its secrets: input sets with what is expected of them, and draws."""
         return self.pool.host_bytes + sum(host_bytes([*one.blocks, *one.expected]) for one in self.sets)
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a GPU that it holds, its child's own aside."""
+        return 0
 
     def close(self) -> None:
         self.session.close()
@@ -134,7 +141,7 @@ class Reference:
         self._attach_own(draws)
         self.pool = inputs.Pool(draws)
         maker = SetMaker(self, self.problem.problem_id, self._rng)
-        self.sets: list[InputSet] = maker.make(draws, self._draw)
+        self.sets: list[InputSet] = maker.make(draws, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
 
@@ -164,9 +171,11 @@ class References:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, problem: Problem) -> Reference:
+    def get(self, problem: Problem, tick: Tick = no_tick) -> Reference:
+        """`tick` is called between the steps of making one, which takes seconds."""
         reference = self._kept.pop(problem.source, None)
         if reference is not None and reference.uses >= self._options.reuse:
+            reference.tick = tick
             try:
                 reference.refresh()
             except (ProblemError, InfraError):
@@ -177,7 +186,7 @@ class References:
                 cause = f"the reference of {problem.problem_id} is gone ({error})"
                 raise InfraError(cause, "It is made anew for the next candidate") from error
         if reference is None:
-            reference = self._make(problem)
+            reference = self._make(problem, tick)
         reference.uses += 1
         self._kept[problem.source] = reference
         while self._are_too_many():
@@ -189,19 +198,28 @@ class References:
         """By number, or by what they take: problems differ by a factor of a thousand."""
         if len(self._kept) <= 1:
             return False
-        taken = sum(reference.host_bytes for reference in self._kept.values())
-        return len(self._kept) > self._options.references or taken > self._options.reference_bytes
+        if len(self._kept) > self._options.references:
+            return True
+        if sum(reference.host_bytes for reference in self._kept.values()) > self._options.reference_bytes:
+            return True
+        on_device = sum(reference.device_bytes for reference in self._kept.values())
+        return on_device > 0 and on_device > self._device_room()
 
-    def _make(self, problem: Problem) -> Reference:
+    def _device_room(self) -> float:
+        from kbrl_async.verifying.cuda_reference import room_kept
+
+        return room_kept(self._options)
+
+    def _make(self, problem: Problem, tick: Tick) -> Reference:
         if self._options.device == "cpu":
-            return Reference(self._zygote, problem, self._options, self._rng)
+            return Reference(self._zygote, problem, self._options, self._rng, tick)
         from kbrl_async.verifying.cuda_reference import CudaReference, make_room
         from kbrl_async.verifying.cuda_spares import Spares
 
-        make_room(self._kept)
+        make_room(self._kept, self._options)
         if self._spares is None:
             self._spares = Spares(self._zygote, self._options.limits, self._options.device)
-        return CudaReference(self._zygote, problem, self._options, self._rng, self._spares)
+        return CudaReference(self._zygote, problem, self._options, self._rng, self._spares, tick)
 
     def drop(self, reference: Reference) -> None:
         """Its child is in doubt: forget it."""

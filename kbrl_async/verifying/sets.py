@@ -21,6 +21,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.verifying import compare, inputs, values, wire
+from kbrl_async.verifying.options import Tick, no_tick
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 
 
@@ -60,9 +61,12 @@ class SetMaker:
         """An output of the reference shares memory with an input."""
         self._nominal_scales: list[float] = []
 
-    def make(self, draws: list[list[torch.Tensor]], redraw: Callable[[], list[torch.Tensor]]) -> list[InputSet]:
-        """`draws`: flat blocks of at least two secret draws; `redraw` makes one more."""
+    def make(
+        self, draws: list[list[torch.Tensor]], redraw: Callable[[], list[torch.Tensor]], tick: Tick = no_tick
+    ) -> list[InputSet]:
+        """`draws`: flat blocks of at least two secret draws; `redraw` makes one more. `tick` is called for each set."""
         for number, kind in enumerate(inputs.kinds_for(draws[0])):
+            tick()
             made = self._repeated() if kind.repeats else None
             for milder in () if made else inputs.attempts(kind):
                 draw = draws[number % len(draws)] if milder is kind else redraw()

@@ -16,7 +16,6 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -34,7 +33,7 @@ from kbrl_async.timing.host import (
 from kbrl_async.timing.load import Snapshot, Watch, snapshot
 from kbrl_async.verifying import wire
 from kbrl_async.verifying.checks import Checker
-from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.options import BenchOptions, Tick
 from kbrl_async.verifying.report import timing_of
 from kbrl_async.verifying.session import CandidateFault, Outcome, Session
 from protocols.records import Timing
@@ -48,9 +47,7 @@ _POLLUTED_NS = 5_000
 class Stopwatch:
     """Measures one candidate; `run` gives None and sets `checker.fault` where a timed call fails or is wrong."""
 
-    def __init__(
-        self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Callable[[], None]
-    ) -> None:
+    def __init__(self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick) -> None:
         assert checker.session is not None
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
         self._reference = twin

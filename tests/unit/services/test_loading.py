@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kbrl_async.errors import CheckpointError, InfraError
-from protocols.messages import Message, Pause, Paused, Resume
+from protocols.messages import Message, Pause, Resume
 from protocols.records import SamplingParams
 from services.runtime.quiet import Gate
 from services.sampler.__main__ import watched

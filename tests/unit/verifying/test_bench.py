@@ -14,6 +14,7 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.sandbox import Zygote
 from kbrl_async.verifying import Bench, BenchOptions
 from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+from kbrl_async.verifying.inputs import KINDS
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
 Evaluate = Callable[..., BenchReport]
@@ -175,6 +176,13 @@ def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
     assert timing.n >= 1
     assert timing.hardware
     assert timing.method
+
+
+def test_a_reference_is_made_in_steps_between_which_others_may_time(zygote: Zygote) -> None:
+    ticks: list[int] = []
+    with contextlib.closing(Bench(zygote, patient())) as bench:
+        bench._references.get(Problem("L1/1", 1, "x", WEIGHTS), lambda: ticks.append(1))
+    assert len(ticks) == len(KINDS)
 
 
 def test_timing_calls_the_tick(bench: Bench) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.sandbox import Zygote
-from kbrl_async.verifying import memory
+from kbrl_async.verifying import cuda_reference, memory
 from kbrl_async.verifying import reference as module
 from kbrl_async.verifying.bench import Bench
 from kbrl_async.verifying.options import BenchOptions
@@ -40,13 +40,26 @@ class Idle:
     """A reference without a child."""
 
     uses = 0
-    host_bytes = 0
+    host_bytes = device_bytes = 0
 
     def __init__(self, *_: object) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize(("room", "kept"), [(100.0, 4), (20.0, 2), (1.0, 1)])
+def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPatch, room: float, kept: int) -> None:
+    class OnDevice(Idle):
+        device_bytes = 10
+
+    monkeypatch.setattr(module, "Reference", OnDevice)
+    monkeypatch.setattr(cuda_reference, "room_kept", lambda options: options.memory_share * room)
+    references = References(cast(Any, None), BenchOptions(), random.Random(0))
+    for name in "abcd":
+        references.get(Problem(name, 1, name, name))
+    assert len(references) == kept
 
 
 def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
