@@ -16,17 +16,25 @@ from kbrl_async.sampling.guards import Tokenizer
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_meter import Meter
 from kbrl_async.sampling.vllm_options import VLLMOptions, arguments, import_parts, set_environment
+from kbrl_async.sampling.vllm_room import wait_for_room
 
 
 async def start(
-    options: VLLMOptions, tokenizer: Tokenizer, eos_ids: Iterable[int] = (), tick: Callable[[], None] = lambda: None
+    options: VLLMOptions,
+    tokenizer: Tokenizer,
+    eos_ids: Iterable[int] = (),
+    tick: Callable[[], None] = lambda: None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> VLLMEngine:
     """Takes half a minute to two. MissingTool without vLLM, HostError where it can't start.
 
-    `eos_ids`: further end-of-text tokens beside the tokenizer's. `tick` is called after every step.
+    `eos_ids`: further end-of-text tokens beside the tokenizer's. `tick` is called after every step, `told` with what
+    keeps it waiting.
     """
     set_environment(options)
     parts = await asyncio.to_thread(import_parts)
+    if options.device != "cpu" and not options.kv_bytes:
+        await wait_for_room(options.memory_share, told)
     meter = Meter(tick)
     llm, guarded = await asyncio.to_thread(_make, options, meter)
     if guarded:

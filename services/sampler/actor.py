@@ -102,7 +102,8 @@ class Sampling:
         tokenizer = load_tokenizer(manifest.base_model)
         sampling: Sampling
         options = options_of(service, manifest, rank_of(folder))
-        engine = await start(options, tokenizer, end_ids(manifest.base_model), tick=lambda: sampling.progress())
+        ends = end_ids(manifest.base_model)
+        engine = await start(options, tokenizer, ends, tick=lambda: sampling.progress(), told=service.log.info)
         sampling = cls(service, engine)
         return await sampling._begin(tokenizer)
 
