@@ -7,11 +7,13 @@ what follows from it (to be journaled, sent or dispatched) into `out`.
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import msgspec
 
 from protocols import events as ev
 from protocols import messages as msg
+from protocols.affinity import LOOK, Affinity
 from protocols.auth import Seal
 from protocols.checking import CheckDesk
 from protocols.leases import Lease, LiveTask, Worker, WorkerPool, lease_id, seal_lease
@@ -38,6 +40,7 @@ class Moves:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.tasks = TaskTable(options.finished_limit)
         self.pool = WorkerPool(STAGES)
+        self.affinity = Affinity()
         self.quiet = QuietDesk(options.quiet)
         self.checks = CheckDesk(options.checks, rng)
         self.stages = {stage: options.stage(stage) for stage in STAGES}
@@ -69,7 +72,7 @@ class Moves:
                 elif (worker := self.pool.take(task)) is None:
                     passed_over.append(task)
                 else:
-                    self._lease(task, worker)
+                    self._lease(self._together(task, worker), worker)
             for task in reversed(passed_over):
                 self.tasks.give_back(task)
         return moved
@@ -78,6 +81,23 @@ class Moves:
         """The oldest task among those that some free worker can do."""
         queue = self.tasks.queues[stage]
         return queue.oldest(needs for needs in queue.lanes if self.pool.has_free(stage, needs))
+
+    def _together(self, oldest: LiveTask, worker: Worker) -> LiveTask:
+        """What a free worker gets: at a bench rather a task of a group whose reference it has, see `affinity`."""
+        if oldest.stage != Stage.BENCH:
+            return oldest
+        lanes = self.tasks.queues[oldest.stage].lanes
+        waiting = (t for name, lane in lanes.items() if worker.covers(name) for t in islice(lane.values(), LOOK))
+        able = (task for task in waiting if self._may_have(worker, task))
+        chosen = self.affinity.choose(oldest, able, worker.worker_id)
+        if chosen is not oldest:
+            self.tasks.take_out(chosen)
+            self.tasks.give_back(oldest)
+        return chosen
+
+    def _may_have(self, worker: Worker, task: LiveTask) -> bool:
+        is_refused = worker.worker_id in task.excluded or worker.principal in task.barred
+        return not is_refused and not self._is_stale(task)
 
     def _is_stale(self, task: LiveTask) -> bool:
         if task.stage not in _AGED_STAGES or task.max_lag < 0 or task.version < 0:
@@ -109,6 +129,8 @@ class Moves:
         if task.stage == Stage.BENCH and self.tasks.pins.pin(task.group_id, worker.hardware):
             task.hardware = worker.hardware
             self.tasks.repin(task.group_id, worker.hardware)
+        if task.stage == Stage.BENCH:
+            self.affinity.served(worker.worker_id, task.group_id)
         lease = Lease(held, task, worker, self.now, self.now + self.stages[task.stage].ttl_s)
         task.lease = lease
         self.pool.hold(worker, lease)
@@ -182,6 +204,7 @@ class Moves:
     def remove(self, worker: Worker, *, fenced: bool = False) -> None:
         """The worker is gone: its leases are lost, and where it was replaced their results are refused for good."""
         self.pool.remove(worker)
+        self.affinity.gone(worker.worker_id)
         self.say(self.quiet.gone(worker.worker_id, self.now))
         for lease in sorted(worker.leases.values(), key=lambda lease: -lease.task.order):
             self.lose(lease)

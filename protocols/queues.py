@@ -2,7 +2,8 @@
 
 Invariants
 * A live task is in exactly one place: its stage's queue, a lease, or in grace after a restart.
-* A queue is first in, first out by the time a task entered the stage; a task that is given back goes to the front.
+* A queue is first in, first out by the time a task entered the stage (at a bench but for `affinity`); a task that is
+  given back goes to the front.
 * Tasks of different needs wait in lanes of their own, so that one that nobody can do stands in nobody's way.
 * Ended ids are remembered up to a limit, oldest forgotten first (I10); a retired group is forgotten at once.
 """

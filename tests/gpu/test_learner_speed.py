@@ -89,7 +89,7 @@ def gradients(
     """Metrics of an update, and its gradient as one vector."""
     found: list[torch.Tensor] = []
     step = trainer_module.guarded_step
-    trainer = Trainer(model, TrainerOptions(loss="grpo", epochs=1, minibatches=1, **options), "cuda")  # type: ignore[arg-type]
+    trainer = Trainer(model, TrainerOptions(loss="reinforce", epochs=1, minibatches=1, **options), "cuda")  # type: ignore[arg-type]
 
     def spy(*arguments: object) -> float:
         found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
