@@ -51,7 +51,7 @@ from services.reward_aggregator.campaign import (
     batch_frames,
     is_evaluation,
 )
-from services.reward_aggregator.futility import Futility
+from services.reward_aggregator.futility import ADVICE, Futility
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.lessons import Lessons
 from services.reward_aggregator.planning import preset_for, presets_of
@@ -232,7 +232,8 @@ class Aggregator:
         for group in change.closed:
             self._service.log.debug("group ended", group=group.group_id, outcome=group.outcome, reason=group.reason)
             self._submissions.begin(self._producer.retire(group.group_id))
-        self._futility.note(change.closed)
+        if untaught := self._futility.note(change.closed):
+            self._service.log.warning("no group teaches anything", in_a_row=untaught, advice=ADVICE)
 
     # ── what goes out ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,6 +11,7 @@ from protocols.records import GroupOutcome
 from services.reward_aggregator.futility import Futility
 
 FAILED = Closed("g1", "L1/01_x", GroupOutcome.FAILED, "worker_lost: the GPU is gone")
+FILTERED = Closed("g3", "L1/01_x", GroupOutcome.FILTERED, "zero_variance")
 TRAINED = Closed("g2", "L1/01_x", GroupOutcome.TRAINED, "")
 
 
@@ -30,3 +31,10 @@ def test_one_group_that_did_not_fail_is_enough_to_go_on() -> None:
 def test_groups_that_the_end_of_training_closes_do_not_fail_a_good_run() -> None:
     """With large batches and a staleness of several versions there are more of them than a run may fail."""
     Futility(most=3).note([FAILED._replace(reason=RUN_ENDED)] * 100)
+
+
+def test_groups_that_teach_nothing_are_told_of_now_and_then_and_end_nothing() -> None:
+    futility = Futility(most=3)
+    assert [futility.note([FILTERED]) for _ in range(7)] == [0, 0, 3, 0, 0, 6, 0]
+    assert futility.note([TRAINED]) == 0
+    assert [futility.note([FILTERED]) for _ in range(3)] == [0, 0, 3]
