@@ -36,12 +36,11 @@ class Affinity:
         """By worker, newest last."""
         self._homes: Counter[str] = Counter()
         """How many workers have a group."""
-        self._passed_over = ("", 0)
 
     def choose(self, oldest: LiveTask, others: Iterable[LiveTask], worker_id: str) -> LiveTask:
         """The task for this worker: `oldest`, or one of `others`."""
         own: OrderedDict[str, None] = self._groups.get(worker_id, OrderedDict())
-        if not oldest.group_id or oldest.group_id in own or self._has_waited(oldest):
+        if not oldest.group_id or oldest.group_id in own or oldest.passed_over >= PATIENCE:
             return oldest
 
         def cost(task: LiveTask) -> tuple[int, int]:
@@ -49,13 +48,8 @@ class Affinity:
             return 0 if group in own else 1 if group not in self._homes else 2, task.order
 
         chosen = min((oldest, *others), key=cost)
-        if chosen is not oldest:
-            task_id, times = self._passed_over
-            self._passed_over = (oldest.task_id, times + 1 if task_id == oldest.task_id else 1)
+        oldest.passed_over += chosen is not oldest
         return chosen
-
-    def _has_waited(self, oldest: LiveTask) -> bool:
-        return self._passed_over == (oldest.task_id, PATIENCE)
 
     def served(self, worker_id: str, group_id: str) -> None:
         """The worker has got a task of this group."""

@@ -77,6 +77,8 @@ class LiveTask(msgspec.Struct, eq=False):
     """Principals that may not do it at all: they have given an opinion on it."""
     opinions: tuple[str, ...] = ()
     """Where the opinions on it, which wait, would send it."""
+    passed_over: int = 0
+    """Younger tasks that went before it at this stage, see `affinity`."""
 
     @property
     def lane(self) -> str:

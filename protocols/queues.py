@@ -112,7 +112,7 @@ class TaskTable:
         task.entered_at = now
         task.order = self._next_order
         self._next_order += 1
-        task.losses = 0
+        task.losses = task.passed_over = 0
         task.excluded = task.fenced = task.barred = frozenset()
         task.opinions = ()
         if stage == Stage.BENCH:

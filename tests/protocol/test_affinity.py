@@ -90,6 +90,16 @@ def test_the_oldest_task_is_passed_over_a_bounded_number_of_times() -> None:
     assert chosen[-1] is oldest
 
 
+def test_two_that_are_oldest_in_turn_are_each_passed_over_a_bounded_number_of_times() -> None:
+    affinity = Affinity()
+    affinity.served("slow", "old")
+    affinity.served("fast", "new")
+    heads, others = [task("old", 0), task("old", 1)], [task("new", 2)]
+    for _ in range(PATIENCE):
+        assert all(affinity.choose(head, others, "fast") is others[0] for head in heads)
+    assert [affinity.choose(head, others, "fast") for head in heads] == heads
+
+
 def test_groups_of_a_bench_that_is_gone_are_free_again() -> None:
     affinity = Affinity()
     affinity.served("b1", "g1")
