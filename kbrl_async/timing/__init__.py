@@ -17,7 +17,7 @@ Invariants
 """
 
 from kbrl_async.timing.recipe import Measured, Pair, Point, Recipe, measure, share_at
-from kbrl_async.timing.statistics import Interval, Sequential, median_interval, stop_reason, widened
+from kbrl_async.timing.statistics import Interval, Sequential, median_interval, ready, stop_reason, widened
 
 __all__ = [
     "Interval",
@@ -28,6 +28,7 @@ __all__ = [
     "Sequential",
     "measure",
     "median_interval",
+    "ready",
     "share_at",
     "stop_reason",
     "widened",

@@ -41,6 +41,11 @@ class Interval(msgspec.Struct, frozen=True):
         return self.lo > value or self.hi < value
 
 
+def ready() -> None:
+    """Imports what the first interval needs, a second or two: before a measurement, not within it."""
+    import scipy.stats  # noqa: F401
+
+
 @functools.lru_cache(maxsize=1024)
 def rank(n: int, confidence: float) -> int:
     """Largest 0-based k such that [x(k), x(n−1−k)] covers the median with at least `confidence`; −1: none does."""

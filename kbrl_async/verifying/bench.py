@@ -17,6 +17,7 @@ from kbrl_async import launch
 from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.sandbox import Zygote
 from kbrl_async.telemetry.stages import StageClock
+from kbrl_async.timing import ready
 from kbrl_async.timing.host import pinned
 from kbrl_async.timing.roofline import RULE, Peaks
 from kbrl_async.verifying.checks import Checker
@@ -202,7 +203,8 @@ class Bench:
         twin = reference.twin(self._zygote)
         stopwatch = self._stopwatch(checker, twin, tick)
         try:
-            reference.settle()  # not in the window: others stand still in it
+            ready()  # not in the window, nor what follows: others stand still in it
+            reference.settle()
             with self.quiet():
                 return stopwatch.run()
         finally:

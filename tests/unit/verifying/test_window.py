@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 
 from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying import bench as module
 
 
 class Told:
@@ -35,5 +38,19 @@ def test_what_was_started_for_later_candidates_has_settled_before_the_window(mon
     bench = Bench(cast(Any, told), BenchOptions())
     bench.quiet = told.window
     monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
+    monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
     bench._measure(cast(Any, told), lambda: None)
-    assert told.heard == ["twin", "settle", "window opens", "run", "window closes", "close", "release"]
+    assert told.heard == ["twin", "imports", "settle", "window opens", "run", "window closes", "close", "release"]
+
+
+def test_what_the_first_interval_needs_can_be_imported_before() -> None:
+    """It takes longer than a window lasts: the first timing of each bench went on after its end."""
+    found = """
+import sys
+from kbrl_async.timing import median_interval, ready
+ready()
+before = set(sys.modules)
+median_interval([1.0 + n / 100 for n in range(30)])
+print(sorted(set(sys.modules) - before))
+"""
+    assert subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout == "[]\n"
