@@ -137,7 +137,10 @@ class Reference:
         return [values.flat(tensor) for tensor in tensors]
 
     def _prepare(self) -> None:
-        draws = [self._draw() for _ in range(max(2, self._options.pool))]
+        draws = []
+        for _ in range(max(2, self._options.pool)):
+            self.tick()
+            draws.append(self._draw())
         self._attach_own(draws)
         self.pool = inputs.Pool(draws)
         maker = SetMaker(self, self.problem.problem_id, self._rng)
