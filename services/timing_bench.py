@@ -10,9 +10,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
+
+if TYPE_CHECKING:
+    from kbrl_async.verifying import Bench
+    from services.runtime.quiet import Gate
+
+
+def stand_aside(gate: Gate, bench: Bench) -> None:
+    """Where another bench times, what was started for the next candidate has to end before this one stands still."""
+    if not gate.is_open:
+        bench.settle()
 
 
 async def main(stop: asyncio.Event) -> None:
@@ -66,7 +77,9 @@ async def main(stop: asyncio.Event) -> None:
 
     def tick() -> None:
         """Other benches of this device may be timing."""
-        (worker.breathe if shares else worker.progress)()
+        if shares:
+            stand_aside(worker.gate, bench)
+        worker.breathe()
 
     def evaluate(frames: list[bytes]) -> BenchReport:
         request = msgspec.msgpack.decode(frames[0], type=RolloutRequest)

@@ -77,6 +77,10 @@ class Bench:
     def close(self) -> None:
         self._references.close()
 
+    def settle(self) -> None:
+        """Returns when nothing that was started for later candidates is on the device any more."""
+        self._references.settle()
+
     @property
     def device(self) -> str:
         return self._options.device

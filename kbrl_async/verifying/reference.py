@@ -224,6 +224,11 @@ class References:
             self._spares = Spares(self._zygote, self._options.limits, self._options.device)
         return CudaReference(self._zygote, problem, self._options, self._rng, self._spares, tick)
 
+    def settle(self) -> None:
+        """Returns when no child that waits for its candidate is still making its context."""
+        if self._spares is not None:
+            self._spares.settle()
+
     def drop(self, reference: Reference) -> None:
         """Its child is in doubt: forget it."""
         self._kept.pop(reference.problem.source, None)

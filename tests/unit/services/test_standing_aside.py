@@ -1,0 +1,45 @@
+"""A bench that stands still for another one leaves nothing at work on their GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.verifying.options import BenchOptions
+from kbrl_async.verifying.reference import References
+from protocols import messages as msg
+from services.runtime.quiet import Gate
+from services.timing_bench import stand_aside
+
+
+class Settling:
+    """Counts how often it was asked to settle."""
+
+    times = 0
+
+    def settle(self) -> None:
+        self.times += 1
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_what_was_started_for_the_next_candidate_ends_before_another_bench_times(is_paused: bool) -> None:
+    async def play() -> int:
+        bench, gate = Settling(), Gate(time.monotonic, lambda _: None, lambda: False)
+        if is_paused:
+            gate.handle(msg.Pause("q1", "gpu0", 600.0))
+        stand_aside(gate, cast(Any, bench))
+        return bench.times
+
+    assert asyncio.run(play()) == int(is_paused)
+
+
+def test_references_settle_the_children_that_wait() -> None:
+    references = References(cast(Any, None), BenchOptions(), random.Random(0))
+    references.settle()
+    waiting = references._spares = cast(Any, Settling())
+    references.settle()
+    assert waiting.times == 1
