@@ -70,7 +70,7 @@ def updates_per_hour(costs: tuple[float, float, float], lag: int, updates: int, 
         max_lag=lag,
         mean_s=(generate, 0.01, verify / BATCH),
         train_s=train,
-        lifetime_s=1e12,
+        lifetime_s=float("inf"),
         wrong=0.0,
         refused=0.0,
     )

@@ -152,7 +152,7 @@ class Simulation:
             self._by_route[worker.route] = worker
             self._at(self.rng.uniform(0.0, STARTS_S), self._living(worker, partial(self._beat, worker)))
             if worker.name not in ("aggregator", "learner"):
-                self._at(self.rng.expovariate(1 / self.scenario.lifetime_s), partial(self._die, worker))
+                self._at(self.scenario.lifetime_s * self.rng.expovariate(1.0), partial(self._die, worker))
         self._at(0.0, self._tick)
         self._at(STARTS_S, self._admit)
         while self.now < self.scenario.limit_s and not self.is_over:
@@ -313,7 +313,7 @@ class Simulation:
         worker.deaths += 1
         worker.is_alive, worker.is_silent = False, self.rng.random() < 0.5
         self._at(self.now + self.rng.uniform(0.5, 10.0), lambda: self._reborn(worker))
-        self._at(self.now + 10.0 + self.rng.expovariate(1 / self.scenario.lifetime_s), lambda: self._die(worker))
+        self._at(self.now + 10.0 + self.scenario.lifetime_s * self.rng.expovariate(1.0), lambda: self._die(worker))
 
     def _reborn(self, worker: SimulatedWorker) -> None:
         del self._by_route[worker.route]

@@ -34,7 +34,8 @@ TOLERANCE = 0.02
 CHECKED_LENGTH = 1024
 """Longest segment that is held against fp32: all its scores are written out, beside whatever the learner holds."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Prefix = tuple[torch.Tensor, torch.Tensor]
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""k and v [P, kv heads, D]."""
 
 
 def attend(
@@ -42,7 +43,7 @@ def attend(
     k_TND: torch.Tensor,
     v_TND: torch.Tensor,
     lengths: Sequence[int],
-    prefix: Prefix | None = None,
+    prefix: KeysValues | None = None,
 ) -> torch.Tensor:
     """[T, heads · D]. `lengths` of the segments add up to T; `prefix` is k and v [P, kv heads, D], seen by all."""
     split = [torch.split(x, list(lengths)) for x in (q_TND, k_TND, v_TND)]
@@ -54,7 +55,7 @@ def _segment(
     q_LND: torch.Tensor,
     k_LND: torch.Tensor,
     v_LND: torch.Tensor,
-    prefix: Prefix | None,
+    prefix: KeysValues | None,
     by: Attend | None = None,
 ) -> torch.Tensor:
     length = len(q_LND)

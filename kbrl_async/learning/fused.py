@@ -28,14 +28,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning import elementwise as e
-from kbrl_async.learning.attention import attend
+from kbrl_async.learning.attention import KeysValues, attend
 
 JOINT_OUTPUTS = False
 """The adapter's narrow product as further columns of the wide one, where it shares its input; else a product of its
 own: a few columns more can cost a whole wave of tiles."""
 FAMILIES = frozenset({"llama", "mistral", "qwen2"})
-Prefix = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""k and v [P, kv heads, D] of a shared prompt, one pair a layer."""
+Prefix = Sequence[KeysValues]
+"""Of a shared prompt, one pair a layer."""
 
 
 class _Joint:
@@ -266,7 +266,7 @@ class FusedDecoder:
         prefix: Prefix | None = None,
         kept: int | None = None,
         whole: int | None = None,
-        collect: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        collect: list[KeysValues] | None = None,
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, H] before the last norm; [N, H] of the rows `wanted_N`, where given: the last layer
@@ -303,7 +303,7 @@ def _run(
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
     lengths: tuple[int, ...],
-    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    prefix: KeysValues | None,
     keep: bool,
     wanted_N: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -208,7 +208,7 @@ class Bench:
         stopwatch = self._stopwatch(checker, twin, tick)
         try:
             ready()  # not in the window, nor what follows: others stand still in it
-            reference.settle()
+            self.settle()
             with self.quiet():
                 return stopwatch.run()
         finally:

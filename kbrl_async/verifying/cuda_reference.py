@@ -129,9 +129,6 @@ class CudaReference(Reference):
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
         self.spares.refill()  # gets ready while this one is being checked
 
-    def settle(self) -> None:
-        self.spares.settle()
-
     def twin(self, zygote: Zygote) -> Session:
         return self.session
 

@@ -97,9 +97,6 @@ class Reference:
     def attach(self, session: Session) -> None:
         session.attach(self.tree, self.examples, self._options.slots, self.copies)
 
-    def settle(self) -> None:
-        """Returns when nothing that was started for later candidates disturbs a measurement any more."""
-
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
         twin.close()

@@ -36,6 +36,7 @@ class Told:
 def test_what_was_started_for_later_candidates_has_settled_before_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     bench = Bench(cast(Any, told), BenchOptions())
+    bench._references = cast(Any, told)
     bench.quiet = told.window
     monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
     monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
