@@ -16,7 +16,8 @@ from kbrl_async.sampling.guards import Tokenizer
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_meter import Meter
 from kbrl_async.sampling.vllm_options import VLLMOptions, arguments, import_parts, set_environment
-from kbrl_async.sampling.vllm_room import wait_for_room
+from kbrl_async.sampling.vllm_room import memory_now, wait_for_room
+from kbrl_async.sampling.vllm_size import fitted
 
 
 async def start(
@@ -34,6 +35,8 @@ async def start(
     set_environment(options)
     parts = await asyncio.to_thread(import_parts)
     if options.device != "cpu" and not options.kv_bytes:
+        memory = memory_now()
+        options = options if memory is None else fitted(options, memory.total)
         await wait_for_room(options.memory_share, told)
     meter = Meter(tick)
     llm, guarded = await asyncio.to_thread(_make, options, meter)

@@ -1,0 +1,71 @@
+"""What vLLM needs of a GPU follows from a small model's shape; a large one measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbrl_async.sampling.vllm_options import VLLMOptions, arguments
+from kbrl_async.sampling.vllm_size import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
+
+GIB = 1 << 30
+SMALL = {"num_hidden_layers": 6, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 1024}
+# Qwen2.5-7B: grouped keys and values.
+LARGE = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "max_position_embeddings": 32768,
+}
+
+
+def model(folder: Path, shape: dict[str, Any] | None, weights: int = 1000) -> str:
+    if shape is not None:
+        (folder / "config.json").write_text(json.dumps(shape))
+    if weights:
+        (folder / "model.safetensors").write_bytes(bytes(weights))
+    return str(folder)
+
+
+def options(name: str, **given: Any) -> VLLMOptions:
+    return VLLMOptions(name, dtype="float32", slots=64, memory_share=0.2, **given)
+
+
+def test_a_token_holds_keys_and_values_of_all_layers() -> None:
+    assert token_bytes(SMALL, 4) == 2 * 6 * 384 * 4
+    assert token_bytes(LARGE, 2) == 2 * 28 * 4 * 128 * 2
+    assert token_bytes({**LARGE, "head_dim": 256}, 2) == 2 * 28 * 4 * 256 * 2
+
+
+def test_a_small_model_gets_a_cache_for_every_slot_and_measures_nothing(tmp_path: Path) -> None:
+    found = fitted(options(model(tmp_path, SMALL), update="full"), 141 * GIB)
+    assert found.kv_bytes == 18432 * (1024 + BLOCK_TOKENS) * 65
+    assert found.memory_share == pytest.approx((found.kv_bytes + 2000 + BESIDE_BYTES) / (141 * GIB))
+    given = arguments(found, frozenset(["logprobs_mode", "skip_tokenizer_init", "kv_cache_memory_bytes"]))
+    assert given["kv_cache_memory_bytes"] == found.kv_bytes
+
+
+def test_a_shorter_context_takes_less(tmp_path: Path) -> None:
+    found = fitted(options(model(tmp_path, SMALL), max_model_len=512), 141 * GIB)
+    assert found.kv_bytes == 18432 * (512 + BLOCK_TOKENS) * 65
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [(LARGE, 1000), (None, 1000), (SMALL, 0), ({**SMALL, "mamba_d_state": 16}, 1000), ({"hidden_size": 1}, 1000)],
+    ids=["too much for its share", "no config", "no weights", "with states", "of another kind"],
+)
+def test_what_does_not_follow_from_the_shape_is_measured(
+    tmp_path: Path, shape: dict[str, Any] | None, weights: int
+) -> None:
+    given = options(model(tmp_path, shape, weights))
+    assert fitted(given, 141 * GIB) == given
+
+
+def test_a_name_of_the_hub_is_measured() -> None:
+    given = options("Qwen/Qwen2.5-7B")
+    assert fitted(given, 141 * GIB) == given
