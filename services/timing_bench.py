@@ -56,14 +56,13 @@ async def main(stop: asyncio.Event) -> None:
     cache = resolution.cache_folder(service.config.cache_path)
     device = bench_device(settings.device, service.config.backend, service.instance)
     shares = {SHARES: shared_resources(device)[0]} if "timing_bench" in settings.shares_with else {}
-    hardware, on_gpu = hardware_of(device), device != "cpu"
+    hardware = hardware_of(device)
     options = BenchOptions(
         device=device,
         memory_share=1 / service.config.processes.timing_bench if shares else 1.0,
         cores=(core,),
         limits=Limits(cores=(core,)),
         deadline_s=settings.deadline_s,
-        peaks=roofline.peaks(cache, hardware, roofline.cuda_peaks if on_gpu else roofline.cpu_peaks),
         recipe=Recipe(
             min_pairs=settings.min_pairs,
             max_pairs=settings.max_pairs,
@@ -140,6 +139,7 @@ async def main(stop: asyncio.Event) -> None:
         if settings.shares_with:
             windows = worker.quiet_windows(shared_resources(device)[0])
             bench.quiet = lambda: windows.insist(2 * settings.cap_s + 1.0)
+        bench.probe = lambda: roofline.measured(cache, hardware, device)
         service.log.info("ready", core=core, device=device, **said(zygote.isolation))
         await worker.run(stop)
 

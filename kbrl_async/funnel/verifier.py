@@ -30,6 +30,7 @@ from kbrl_async.problems import find_problem, parse_problem
 from kbrl_async.problems.precision import in_precision
 from kbrl_async.sandbox import Limits, Zygote
 from kbrl_async.telemetry.stages import StageClock
+from kbrl_async.timing import resolution, roofline
 from kbrl_async.verifying import Bench, BenchOptions, zygote_for
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, StageReport
 
@@ -208,7 +209,10 @@ def open_bench(device: str, options: VerifyOptions, zygote: Zygote | None = None
     chosen = msgspec.structs.replace(options.bench or default_bench(options.cores), device=device)
     with contextlib.ExitStack() as stack:
         used = zygote or stack.enter_context(zygote_for(device))
-        yield stack.enter_context(contextlib.closing(Bench(used, chosen)))
+        bench = stack.enter_context(contextlib.closing(Bench(used, chosen)))
+        if peaks := chosen.peaks:
+            bench.probe = lambda: roofline.measured(resolution.cache_folder(), peaks.hardware, device)
+        yield bench
 
 
 def has_device(device: str) -> bool:

@@ -8,7 +8,8 @@
 
 Invariants
 * `least_ms` is never above what an honest kernel can do: bytes count once, at cache speed where they may be cached;
-  flops count a quarter, as Winograd and causal masks save that much; peaks are measured again before an accusation.
+  flops count a quarter, as Winograd and causal masks save that much; peaks are measured again before an accusation,
+  while nobody else uses the hardware. Where a trusted reference seems impossible too, the peaks are wrong.
 * It holds where the output depends on all inputs: a problem that an audit found degenerate is not judged by it.
 * One impossible time is a reason to measure again in a fresh process; two are evidence.
 """
@@ -32,6 +33,8 @@ SLACK = 0.25
 SAVED = 4.0
 """Flops that an honest algorithm may save: Winograd's convolutions 2.25–4×, masks 2×."""
 RULE = "impossible_time"
+_L2_OVER_MEMORY = 4.0
+"""More than a GPU's L2 is faster than its memory. A copy within it takes less than a launch, so it is not measured."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -74,7 +77,8 @@ def floor_ms(work: Work, peaks: Peaks) -> float:
     inputs that were flushed must be read from memory but a bench can't always flush them. So it errs to the low side.
     """
     from_memory = max(0, work.bytes - peaks.cache_bytes)
-    moving = (from_memory / peaks.memory_gbs + (work.bytes - from_memory) / peaks.cache_gbs) / 1e6
+    cache_gbs = max(peaks.cache_gbs, peaks.memory_gbs)
+    moving = (from_memory / peaks.memory_gbs + (work.bytes - from_memory) / cache_gbs) / 1e6
     rate = peaks.half_gflops if work.half and peaks.half_gflops > 0 else peaks.fp32_gflops
     return max(moving, work.flops / rate / 1e6)
 
@@ -206,6 +210,21 @@ def peaks(folder: Path, hardware: str, probe: Callable[[str], Peaks], *, again: 
     return found
 
 
+def measured(folder: Path, hardware: str, device: str) -> Peaks | None:
+    """Measured now, and kept where they are better than those in `folder`; None where the device has no room for it.
+
+    For a moment in which nobody else uses the device: a GPU that two processes compute on gave a tenth of its peaks.
+    """
+    on_gpu = device.startswith("cuda")
+    try:
+        return peaks(folder, hardware, cuda_peaks if on_gpu else cpu_peaks, again=True)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
 def better(a: Peaks, b: Peaks | None) -> Peaks:
     """The higher of each."""
     if b is None:
@@ -239,15 +258,15 @@ def cpu_peaks(hardware: str, *, cache_bytes: int | None = None, budget_s: float 
     )
 
 
-def cuda_peaks(hardware: str, *, budget_s: float = 0.3) -> Peaks:
+def cuda_peaks(hardware: str, *, budget_s: float = 0.15) -> Peaks:
     """Of the current GPU. TF32 stays as the user set it; half precision is that of the tensor cores."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    cache = int(getattr(properties, "L2_cache_size", 0))
+    memory_gbs = _copy_gbs("cuda", 1 << 29, budget_s)
     return Peaks(
         hardware,
-        _copy_gbs("cuda", 1 << 30, budget_s),
-        _copy_gbs("cuda", max(cache // 8, 1 << 20), budget_s / 3),
-        cache,
+        memory_gbs,
+        _L2_OVER_MEMORY * memory_gbs,
+        int(getattr(properties, "L2_cache_size", 0)),
         _gemm_gflops("cuda", torch.float32, 8192, budget_s),
         _gemm_gflops("cuda", torch.bfloat16, 8192, budget_s),
         made_at=time.time(),

@@ -19,7 +19,7 @@ from kbrl_async.sandbox import Zygote
 from kbrl_async.telemetry.stages import StageClock
 from kbrl_async.timing import ready
 from kbrl_async.timing.host import pinned
-from kbrl_async.timing.roofline import RULE, Peaks
+from kbrl_async.timing.roofline import RULE, Peaks, better
 from kbrl_async.verifying.checks import Checker
 from kbrl_async.verifying.floor import Floor
 from kbrl_async.verifying.memory import Surplus
@@ -71,8 +71,12 @@ class Bench:
         self._health = _health(self._options.device)
         self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
-        self.peaks_again: Callable[[], Peaks] | None = None
-        """Measures the host's peaks once more, before a time is called impossible."""
+        self.probe: Callable[[], Peaks | None] | None = None
+        """Measures the host's peaks, see `timing.roofline.measured`: before the first timing where none are known, and
+        once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
+        fast kernels would seem impossible.
+        """
+        self._peaks = self._options.peaks
 
     def close(self) -> None:
         self._references.close()
@@ -186,11 +190,12 @@ class Bench:
         verdict: Verdict,
         tick: Tick,
     ) -> tuple[Verdict, Timing | None]:
+        peaks = self._peaks or self._probed()
         timed = self._measure(checker, tick)
         if checker.fault is not None:
             return verdict_of(checker), None
         assert timed is not None
-        floor = Floor(checker.reference, self._options.peaks, self.peaks_again)
+        floor = Floor(checker.reference, peaks, None if self.probe is None else self._probed)
         if timed.speedup <= self._options.recipe.suspicious and not floor.is_beaten_by(timed):
             return verdict, floor.noted(timed)
         checker.restart(candidate, artifacts)
@@ -201,6 +206,16 @@ class Bench:
             checker.fault = CandidateFault("cheating", proof, RULE)
             return verdict_of(checker), None
         return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
+
+    def _probed(self) -> Peaks | None:
+        """The best that was ever measured here; None where nothing can be measured now."""
+        if self.probe is None:
+            return None
+        self.settle()
+        with self.quiet():
+            found = self.probe()
+        self._peaks = self._peaks if found is None else better(found, self._peaks)
+        return None if found is None else self._peaks
 
     def _measure(self, checker: Checker, tick: Tick) -> Timing | None:
         reference = checker.reference

@@ -49,9 +49,14 @@ def counted(problem: Problem, deadline_s: float = 60.0) -> Work | None:
 
 
 class Floor:
-    """Judges times of one problem. Without peaks, or for a problem that an audit found degenerate, it says nothing."""
+    """Judges times of one problem. Without peaks, or for a problem that an audit found degenerate, it says nothing.
 
-    def __init__(self, reference: Reference, peaks: Peaks | None, again: Callable[[], Peaks] | None = None) -> None:
+    `again` measures the peaks once more; None where that can't be done now, and then nobody is accused.
+    """
+
+    def __init__(
+        self, reference: Reference, peaks: Peaks | None, again: Callable[[], Peaks | None] | None = None
+    ) -> None:
         self._again = again
         self._peaks = None if reference.problem.flags else peaks
         self._work = work_of(reference) if peaks is not None else Work(0, 0)
@@ -61,12 +66,21 @@ class Floor:
         return self._peaks is not None and roofline.is_impossible(self._work, self._peaks, timing.candidate_ms)
 
     def evidence(self, first: Timing, second: Timing) -> str:
-        """Of two independent measurements, if both are impossible, by peaks that were just measured once more."""
+        """Of two independent measurements, if both are impossible by peaks that were just measured once more, and
+        the trusted reference's times are not.
+        """
         times = (first.candidate_ms, second.candidate_ms)
         if self._peaks is None or not roofline.evidence(self._work, self._peaks, times):
             return ""
-        peaks = self._peaks if self._again is None else roofline.better(self._peaks, self._again())
+        peaks: Peaks | None = self._peaks
+        if self._again is not None:
+            peaks = self._again()
+        if peaks is None or self._is_beaten_by_reference(peaks, first, second):
+            return ""
         return roofline.evidence(self._work, peaks, times)
+
+    def _is_beaten_by_reference(self, peaks: Peaks, *timings: Timing) -> bool:
+        return any(roofline.is_impossible(self._work, peaks, timing.reference_ms) for timing in timings)
 
     def noted(self, timing: Timing) -> Timing:
         if self._all_peaks is None:

@@ -51,7 +51,9 @@ class BenchOptions(msgspec.Struct, frozen=True):
     a child.
     """
     peaks: Peaks | None = None
-    """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating."""
+    """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating. None: see
+    `Bench.probe`.
+    """
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     limits: Limits = msgspec.field(default_factory=Limits)
 

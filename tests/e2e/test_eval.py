@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kbrl_async.telemetry.archive import Archive
+from protocols.records import BenchReport, Timing
 from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run
 
@@ -82,6 +84,12 @@ class Evaluation(Run):
         return loaded
 
 
+def timings(path: Path) -> list[Timing]:
+    with Archive(path) as archive:
+        records = [record for row in archive.rows() for record in archive.record(row.task_id)]
+    return [record.timing for record in records if isinstance(record, BenchReport) and record.timing]
+
+
 def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_path: Path, address: str) -> None:
     level = tmp_path / "problems" / "level1"
     level.mkdir(parents=True)
@@ -110,3 +118,6 @@ def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_pa
     assert [entry["correctness"] for entry in results["1"] + results["2"]] == [True, True, False, False]
     assert list((evaluation.path / "tensorboard" / "eval").glob("events.out.*"))
     assert "2 × 2" in evaluation.output.read_text()
+    rooflines = [timing.roofline for timing in timings(evaluation.path / "rollouts.sqlite")]
+    assert len(rooflines) == 2
+    assert None not in rooflines, "the bench knows no peaks of its host"

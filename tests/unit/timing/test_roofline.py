@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kbrl_async.timing import roofline
 from kbrl_async.timing.roofline import (
     Peaks,
     Work,
@@ -19,6 +20,7 @@ from kbrl_async.timing.roofline import (
     fraction,
     is_impossible,
     llc_bytes,
+    measured,
     peaks,
     size_of,
 )
@@ -113,6 +115,30 @@ def test_before_an_accusation_they_are_measured_again_and_the_better_counts(tmp_
     found = peaks(tmp_path, "chip", lambda _: CHIP, again=True)
     assert (found.memory_gbs, found.cache_gbs, found.fp32_gflops) == (100.0, 2000.0, 1000.0)
     assert better(CHIP, None) is CHIP
+
+
+def test_a_cache_is_never_slower_than_memory() -> None:
+    """A GPU that somebody else used gave 45 GB/s for its L2, and 3,465 for its memory: fast kernels were accused."""
+    disturbed = Peaks("H200", memory_gbs=3465.0, cache_gbs=45.0, cache_bytes=60 << 20, fp32_gflops=5e4)
+    softmax = Work(128 << 20, 128 << 20)
+    assert not is_impossible(softmax, disturbed, 0.0802)
+    assert is_impossible(softmax, disturbed, 0.04)
+
+
+def test_measured_peaks_are_kept_with_those_from_before(tmp_path: Path) -> None:
+    peaks(tmp_path, "chip", lambda _: Peaks("chip", 1e9, 0.0, 1, 0.0))
+    found = measured(tmp_path, "chip", "cpu")
+    assert found is not None
+    assert (found.memory_gbs, found.fp32_gflops > 0) == (1e9, True)
+    assert peaks(tmp_path, "chip", lambda _: CHIP) == found
+
+
+def test_a_device_without_room_has_no_peaks_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> Peaks:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(roofline, "cpu_peaks", full)
+    assert measured(tmp_path, "chip", "cpu") is None
 
 
 def test_this_core_has_peaks() -> None:

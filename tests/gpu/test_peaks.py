@@ -1,0 +1,65 @@
+"""A GPU's peaks, and whom they accuse: nobody who is honest, whatever was going on when they were first measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.timing import roofline
+from kbrl_async.timing.roofline import Peaks
+from kbrl_async.verifying import Bench, BenchOptions
+from kbrl_async.verifying.bench import zygote_for
+from protocols.records import Candidate, Fault, Problem
+
+pytestmark = pytest.mark.gpu
+DISTURBED = Peaks("gpu", memory_gbs=100.0, cache_gbs=45.0, cache_bytes=50 << 20, fp32_gflops=1000.0)
+"""As a GPU gave them that three benches and an engine were starting on."""
+CHAIN = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        for _ in range(40):
+            x = torch.relu(x)
+        return x
+
+def get_inputs():
+    return [torch.randn(8192, 8192)]
+
+def get_init_inputs():
+    return []
+"""
+ONCE = "import torch\nimport torch.nn as nn\nclass ModelNew(nn.Module):\n    def forward(self, x):\n        return torch.relu(x)\n"
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    options = BenchOptions(device="cuda:0", peaks=DISTURBED)
+    with zygote_for("cuda:0") as zygote, contextlib.closing(Bench(zygote, options)) as made:
+        yield made
+
+
+def test_peaks_are_those_of_a_gpu(tmp_path: Path) -> None:
+    found = roofline.measured(tmp_path, "gpu", "cuda:0")
+    assert found is not None
+    assert 200 < found.memory_gbs < 20_000
+    assert found.cache_gbs == pytest.approx(4 * found.memory_gbs)
+    assert 5_000 < found.fp32_gflops < found.half_gflops
+
+
+def test_a_fast_kernel_is_not_accused_by_peaks_of_a_busy_gpu(bench: Bench, tmp_path: Path) -> None:
+    bench.probe = lambda: roofline.measured(tmp_path, "gpu", "cuda:0")
+    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, ""), {})
+    assert report.verdict.fault is Fault.OK, report.verdict
+    assert report.timing is not None
+    assert report.timing.speedup > 10
+    assert report.timing.roofline == pytest.approx(0.85, abs=0.3)
+
+
+def test_without_another_measurement_it_would_be(bench: Bench) -> None:
+    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, ""), {})
+    assert report.verdict.rule == roofline.RULE
