@@ -72,10 +72,11 @@ class Floor:
         times = (first.candidate_ms, second.candidate_ms)
         if self._peaks is None or not roofline.evidence(self._work, self._peaks, times):
             return ""
-        peaks: Peaks | None = self._peaks
-        if self._again is not None:
-            peaks = self._again()
-        if peaks is None or self._is_beaten_by_reference(peaks, first, second):
+        peaks = self._peaks if self._again is None else self._again()
+        if peaks is None:
+            return ""
+        self._all_peaks = peaks
+        if self._is_beaten_by_reference(peaks, first, second):
             return ""
         return roofline.evidence(self._work, peaks, times)
 

@@ -48,7 +48,10 @@ def test_peaks_that_the_reference_beats_too_accuse_nobody(zygote: Zygote) -> Non
 
 
 def test_peaks_that_were_measured_on_a_busy_host_accuse_nobody(zygote: Zygote) -> None:
-    assert judge(zygote, BETWEEN, DETOUR, lambda: FAST_MEMORY).verdict.fault is Fault.OK
+    report = judge(zygote, BETWEEN, DETOUR, lambda: FAST_MEMORY)
+    assert report.verdict.fault is Fault.OK
+    assert report.timing is not None
+    assert report.timing.roofline == pytest.approx(BYTES / 1e12 / report.timing.candidate_ms, rel=0.01)
 
 
 def test_where_peaks_can_not_be_measured_again_nobody_is_accused(zygote: Zygote) -> None:
