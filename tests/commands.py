@@ -69,8 +69,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs GPUs and a model": (
         "kbrl train --config model.yaml name=one-gpu",
         "kbrl train --config configs/gpu.yaml",
-        "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600 processes.timing_bench=3"
-        " timing_bench.shares_with=[sampler,learner,timing_bench]",
+        "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600",
         "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c sampler=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
         "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",

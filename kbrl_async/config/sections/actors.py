@@ -40,7 +40,7 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     update: Literal["auto", "adapter", "full"] = "auto"
     """engine=vllm: versions are adapters beside each other, or weights replaced in flight; auto: by lora_rank."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """engine=vllm: most of the GPU's memory for weights and KV cache, less for a small model; the rest: learner, bench."""
+    """engine=vllm: most of the GPU's memory for weights and KV cache; a small model takes less, others the rest."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """engine=vllm: number format; auto: bfloat16 on a GPU, float32 on a CPU."""
     deadline_s: Positive = 600.0
