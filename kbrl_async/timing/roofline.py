@@ -215,13 +215,14 @@ def measured(folder: Path, hardware: str, device: str) -> Peaks | None:
 
     For a moment in which nobody else uses the device: a GPU that two processes compute on gave a tenth of its peaks.
     """
-    on_gpu = device.startswith("cuda")
-    try:
-        return peaks(folder, hardware, cuda_peaks if on_gpu else cpu_peaks, again=True)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        if on_gpu:
+    if not device.startswith("cuda"):
+        return peaks(folder, hardware, cpu_peaks, again=True)
+    with torch.cuda.device(device):
+        try:
+            return peaks(folder, hardware, cuda_peaks, again=True)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
             torch.cuda.empty_cache()
 
 

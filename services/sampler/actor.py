@@ -76,10 +76,11 @@ class Sampling:
         """The engine that the configuration names, serving its first policy; None when the run stops before."""
         if service.config.sampler.engine == "openai":
             return await cls._open_endpoint(service)
+        if service.config.sampler.engine == "vllm":
+            first, _ = await asyncio.gather(first_policy(service, stop), imported(service))
+            return None if first is None else await cls._open_vllm(service, *first)
         first = await first_policy(service, stop)
-        if first is None:
-            return None
-        return await (cls._open_vllm if service.config.sampler.engine == "vllm" else cls._open_model)(service, *first)
+        return None if first is None else await cls._open_model(service, *first)
 
     @classmethod
     async def _open_endpoint(cls, service: Service) -> Sampling:
@@ -275,6 +276,16 @@ class Sampling:
             await asyncio.wait(loads, timeout=1.0)  # what a dead engine was asked has no end
         if self.is_remote:
             self._log_spending(self._engine.stats())
+
+
+async def imported(service: Service) -> None:
+    """vLLM, while the learner makes the first version."""
+    from kbrl_async.sampling.vllm_options import VLLMOptions
+    from kbrl_async.sampling.vllm_start import preload
+
+    settings = service.config.sampler
+    threads = settings.threads or len(service.layout.sampler)
+    await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=threads))
 
 
 async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path] | None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from kbrl_async.config import available_cores, cpu_layout, endpoints, load
-from kbrl_async.errors import CheckpointError, ConfigError
+from kbrl_async.errors import CheckpointError, ConfigError, MissingTool
+from kbrl_async.sampling import vllm_start
+from kbrl_async.sampling.vllm_options import VLLMOptions
 from protocols.messages import Pause, Resume, Stage, Task
 from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
 from services.runtime.quiet import Gate
@@ -141,3 +143,39 @@ def test_end_of_text_tokens_are_those_of_the_model_s_folder(tmp_path: Path) -> N
 
 
 torch.set_num_threads(1)
+
+
+def test_vllm_is_imported_while_the_learner_makes_the_first_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as a learner's start, and a missing vLLM is said before."""
+    seen: list[str] = []
+
+    async def main() -> None:
+        stop = asyncio.Event()
+
+        def preload(options: VLLMOptions) -> None:
+            seen.append(options.device)
+            loop.call_soon_threadsafe(stop.set)
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(vllm_start, "preload", preload)
+        # There is no version, and there will be none: it ends because the import ended it.
+        assert await asyncio.wait_for(Sampling.open(service(tmp_path), stop), 30) is None
+
+    asyncio.run(main())
+    assert seen == ["cpu"]
+
+
+def test_a_missing_vllm_ends_the_sampler_before_there_is_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preload(_: VLLMOptions) -> None:
+        raise MissingTool("sampler.engine=vllm needs vLLM, and it is not installed here", "Install it")
+
+    async def main() -> None:
+        monkeypatch.setattr(vllm_start, "preload", preload)
+        with pytest.raises(MissingTool):
+            await asyncio.wait_for(Sampling.open(service(tmp_path), asyncio.Event()), 30)
+
+    asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,9 @@ def test_a_device_without_room_has_no_peaks_now(tmp_path: Path, monkeypatch: pyt
     def full(_: str) -> Peaks:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(roofline, "cpu_peaks", full)
-    assert measured(tmp_path, "chip", "cpu") is None
+    monkeypatch.setattr(roofline, "cuda_peaks", full)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    assert measured(tmp_path, "chip", "cuda:1") is None
 
 
 def test_this_core_has_peaks() -> None:
