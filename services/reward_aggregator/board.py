@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -27,6 +28,8 @@ from services.rollouts.scoring import Scored
 from services.runtime.service import Service
 
 KERNELS = "kernels"
+CHEATING_TOLD = 0.1
+"""Share of an update's rollouts caught cheating above which it is said: the policy cheats, or a defence is wrong."""
 
 
 class Board:
@@ -72,11 +75,13 @@ class Board:
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard."""
         rates = training_metrics.outcome_rates(rollouts)
-        shown = {name: round(value, 3) for name, value in rates.items() if name not in ("format_rate", "cheat_rate")}
+        hidden = {"format_rate"} | ({"cheat_rate"} if not rates.get("cheat_rate") else set())
+        shown = {name: round(value, 3) for name, value in rates.items() if name not in hidden}
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
+        self._tell_of_cheating(rollouts)
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
             training_metrics.scalars(rollouts, per_level=settings.per_level)
@@ -92,6 +97,18 @@ class Board:
             for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
                 self._training.histogram(f"histogram/{tag}", values, step)
         self._training.flush()
+
+    def _tell_of_cheating(self, rollouts: list[RolloutStats]) -> None:
+        caught = [r for r in rollouts if r.cheated]
+        if len(caught) > CHEATING_TOLD * len(rollouts):
+            problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
+            example = next(r.rollout_id for r in caught if r.problem_id == problem)
+            self._service.log.warning(
+                "many are caught cheating, or a defence is wrong",
+                share=round(len(caught) / len(rollouts), 3),
+                most=f"{problem} ×{times}",
+                look=f"kbrl inspect {example}",
+            )
 
     def _tell(self, rates: dict[str, float], age: int, updates: int, scalars: dict[str, float]) -> None:
         config = self._service.config
