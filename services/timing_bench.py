@@ -139,7 +139,7 @@ async def main(stop: asyncio.Event) -> None:
         if settings.shares_with:
             windows = worker.quiet_windows(shared_resources(device)[0])
             bench.quiet = lambda: windows.insist(2 * settings.cap_s + 1.0)
-        bench.probe = lambda: roofline.measured(cache, hardware, device)
+        bench.probe = lambda: roofline.peaks_of(device, cache, hardware, again=True)
         service.log.info("ready", core=core, device=device, **said(zygote.isolation))
         await worker.run(stop)
 

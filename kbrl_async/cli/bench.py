@@ -223,8 +223,7 @@ def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOpti
     report = resolution.load(folder / resolution.file_name(hardware), hardware)
     if report is not None:
         recipe = msgspec.structs.replace(recipe, resolved=report.points())
-    probe = roofline.cuda_peaks if device.startswith("cuda") else roofline.cpu_peaks
-    peaks = roofline.peaks(folder, hardware, probe)
+    peaks = roofline.peaks_of(device, folder, hardware)
     made = default_bench(_cores(args, device))
     return msgspec.structs.replace(made, device=device, recipe=recipe, peaks=peaks)
 

@@ -211,7 +211,7 @@ def open_bench(device: str, options: VerifyOptions, zygote: Zygote | None = None
         used = zygote or stack.enter_context(zygote_for(device))
         bench = stack.enter_context(contextlib.closing(Bench(used, chosen)))
         if peaks := chosen.peaks:
-            bench.probe = lambda: roofline.measured(resolution.cache_folder(), peaks.hardware, device)
+            bench.probe = lambda: roofline.peaks_of(device, resolution.cache_folder(), peaks.hardware, again=True)
         yield bench
 
 

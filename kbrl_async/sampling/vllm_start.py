@@ -19,8 +19,6 @@ from kbrl_async.sampling.vllm_options import VLLMOptions, arguments, import_part
 from kbrl_async.sampling.vllm_room import memory_now, wait_for_room
 from kbrl_async.sampling.vllm_size import fitted
 
-_ARGUMENTS, _ASYNC_LLM = "vllm.engine.arg_utils", "vllm.v1.engine.async_llm"
-
 
 def preload(options: VLLMOptions) -> None:
     """Imports vLLM: half of what a start takes, and it needs no model yet. `options`: device and threads count here.
@@ -29,8 +27,7 @@ def preload(options: VLLMOptions) -> None:
     """
     set_environment(options)
     import_parts()
-    for name in (_ARGUMENTS, _ASYNC_LLM):
-        importlib.import_module(name)
+    _classes()
 
 
 async def start(
@@ -62,10 +59,15 @@ async def start(
     )
 
 
+def _classes() -> tuple[Any, Any]:
+    """`AsyncEngineArgs` and `AsyncLLM`."""
+    arguments_of = importlib.import_module("vllm.engine.arg_utils")
+    return arguments_of.AsyncEngineArgs, importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+
+
 def _make(options: VLLMOptions, meter: Meter) -> tuple[Any, bool]:
     """The AsyncLLM, and whether its workers can be told to die with this process."""
-    args_class = importlib.import_module(_ARGUMENTS).AsyncEngineArgs
-    async_llm = importlib.import_module(_ASYNC_LLM).AsyncLLM
+    args_class, async_llm = _classes()
     known = frozenset(inspect.signature(args_class).parameters)
     given = arguments(options, known)
     try:

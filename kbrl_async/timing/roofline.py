@@ -210,16 +210,16 @@ def peaks(folder: Path, hardware: str, probe: Callable[[str], Peaks], *, again: 
     return found
 
 
-def measured(folder: Path, hardware: str, device: str) -> Peaks | None:
-    """Measured now, and kept where they are better than those in `folder`; None where the device has no room for it.
+def peaks_of(device: str, folder: Path, hardware: str, *, again: bool = False) -> Peaks | None:
+    """`peaks` of a device by its own probe; None where a GPU has no room for it.
 
-    For a moment in which nobody else uses the device: a GPU that two processes compute on gave a tenth of its peaks.
+    To be measured while nobody else uses the device: a GPU that several processes computed on gave a hundredth of some.
     """
     if not device.startswith("cuda"):
-        return peaks(folder, hardware, cpu_peaks, again=True)
+        return peaks(folder, hardware, cpu_peaks, again=again)
     with torch.cuda.device(device):
         try:
-            return peaks(folder, hardware, cuda_peaks, again=True)
+            return peaks(folder, hardware, cuda_peaks, again=again)
         except torch.OutOfMemoryError:
             return None
         finally:

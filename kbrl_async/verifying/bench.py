@@ -72,7 +72,7 @@ class Bench:
         self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe: Callable[[], Peaks | None] | None = None
-        """Measures the host's peaks, see `timing.roofline.measured`: before the first timing where none are known, and
+        """Measures the host's peaks, see `timing.roofline.peaks_of`: before the first timing where none are known, and
         once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
         fast kernels would seem impossible.
         """
@@ -214,8 +214,9 @@ class Bench:
         self.settle()
         with self.quiet():
             found = self.probe()
-        self._peaks = self._peaks if found is None else better(found, self._peaks)
-        return None if found is None else self._peaks
+        if found is not None:
+            self._peaks = found = better(found, self._peaks)
+        return found
 
     def _measure(self, checker: Checker, tick: Tick) -> Timing | None:
         reference = checker.reference

@@ -57,34 +57,31 @@ class Floor:
     def __init__(
         self, reference: Reference, peaks: Peaks | None, again: Callable[[], Peaks | None] | None = None
     ) -> None:
-        self._again = again
-        self._peaks = None if reference.problem.flags else peaks
+        self._peaks, self._again = peaks, again
+        self._is_degenerate = bool(reference.problem.flags)
         self._work = work_of(reference) if peaks is not None else Work(0, 0)
-        self._all_peaks = peaks
 
     def is_beaten_by(self, timing: Timing) -> bool:
-        return self._peaks is not None and roofline.is_impossible(self._work, self._peaks, timing.candidate_ms)
+        if self._peaks is None or self._is_degenerate:
+            return False
+        return roofline.is_impossible(self._work, self._peaks, timing.candidate_ms)
 
     def evidence(self, first: Timing, second: Timing) -> str:
         """Of two independent measurements, if both are impossible by peaks that were just measured once more, and
         the trusted reference's times are not.
         """
-        times = (first.candidate_ms, second.candidate_ms)
-        if self._peaks is None or not roofline.evidence(self._work, self._peaks, times):
+        if not (self.is_beaten_by(first) and self.is_beaten_by(second)):
             return ""
         peaks = self._peaks if self._again is None else self._again()
         if peaks is None:
             return ""
-        self._all_peaks = peaks
-        if self._is_beaten_by_reference(peaks, first, second):
+        self._peaks = peaks
+        if any(roofline.is_impossible(self._work, peaks, timing.reference_ms) for timing in (first, second)):
             return ""
-        return roofline.evidence(self._work, peaks, times)
-
-    def _is_beaten_by_reference(self, peaks: Peaks, *timings: Timing) -> bool:
-        return any(roofline.is_impossible(self._work, peaks, timing.reference_ms) for timing in timings)
+        return roofline.evidence(self._work, peaks, (first.candidate_ms, second.candidate_ms))
 
     def noted(self, timing: Timing) -> Timing:
-        if self._all_peaks is None:
+        if self._peaks is None:
             return timing
-        share = roofline.fraction(self._work, self._all_peaks, timing.candidate_ms)
+        share = roofline.fraction(self._work, self._peaks, timing.candidate_ms)
         return msgspec.structs.replace(timing, roofline=share)

@@ -75,13 +75,16 @@ class Board:
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard."""
         rates = training_metrics.outcome_rates(rollouts)
-        hidden = {"format_rate"} | ({"cheat_rate"} if not rates.get("cheat_rate") else set())
-        shown = {name: round(value, 3) for name, value in rates.items() if name not in hidden}
+        told = {
+            name: value for name, value in rates.items() if name != "format_rate" and (value or name != "cheat_rate")
+        }
+        shown = {name: round(value, 3) for name, value in told.items()}
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
-        self._tell_of_cheating(rollouts)
+        if rates.get("cheat_rate", 0.0) > CHEATING_TOLD:
+            self._tell_of_cheating(rates["cheat_rate"], [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
             training_metrics.scalars(rollouts, per_level=settings.per_level)
@@ -98,17 +101,15 @@ class Board:
                 self._training.histogram(f"histogram/{tag}", values, step)
         self._training.flush()
 
-    def _tell_of_cheating(self, rollouts: list[RolloutStats]) -> None:
-        caught = [r for r in rollouts if r.cheated]
-        if len(caught) > CHEATING_TOLD * len(rollouts):
-            problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
-            example = next(r.rollout_id for r in caught if r.problem_id == problem)
-            self._service.log.warning(
-                "many are caught cheating, or a defence is wrong",
-                share=round(len(caught) / len(rollouts), 3),
-                most=f"{problem} ×{times}",
-                look=f"kbrl inspect {example}",
-            )
+    def _tell_of_cheating(self, share: float, caught: list[RolloutStats]) -> None:
+        problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
+        example = next(r.rollout_id for r in caught if r.problem_id == problem)
+        self._service.log.warning(
+            "many are caught cheating, or a defence is wrong",
+            share=round(share, 3),
+            most=f"{problem} ×{times}",
+            look=f"kbrl inspect {example}",
+        )
 
     def _tell(self, rates: dict[str, float], age: int, updates: int, scalars: dict[str, float]) -> None:
         config = self._service.config

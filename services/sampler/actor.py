@@ -77,6 +77,8 @@ class Sampling:
         if service.config.sampler.engine == "openai":
             return await cls._open_endpoint(service)
         if service.config.sampler.engine == "vllm":
+            from services.sampler.vllm import imported
+
             first, _ = await asyncio.gather(first_policy(service, stop), imported(service))
             return None if first is None else await cls._open_vllm(service, *first)
         first = await first_policy(service, stop)
@@ -276,16 +278,6 @@ class Sampling:
             await asyncio.wait(loads, timeout=1.0)  # what a dead engine was asked has no end
         if self.is_remote:
             self._log_spending(self._engine.stats())
-
-
-async def imported(service: Service) -> None:
-    """vLLM, while the learner makes the first version."""
-    from kbrl_async.sampling.vllm_options import VLLMOptions
-    from kbrl_async.sampling.vllm_start import preload
-
-    settings = service.config.sampler
-    threads = settings.threads or len(service.layout.sampler)
-    await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=threads))
 
 
 async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path] | None:

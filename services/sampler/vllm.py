@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -36,9 +37,20 @@ def options_of(service: Service, manifest: PolicyVersion, rank: int) -> VLLMOpti
         deadline_s=settings.deadline_s,
         temperature=config.temperature,
         eager=settings.eager,
-        threads=settings.threads or len(service.layout.sampler),
+        threads=_threads(service),
         seed=config.seed + 1000 * service.instance,
     )
+
+
+async def imported(service: Service) -> None:
+    """vLLM, while the learner makes the first version."""
+    from kbrl_async.sampling.vllm_start import preload
+
+    await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=_threads(service)))
+
+
+def _threads(service: Service) -> int:
+    return service.config.sampler.threads or len(service.layout.sampler)
 
 
 def rank_of(folder: Path) -> int:

@@ -21,8 +21,8 @@ from kbrl_async.timing.roofline import (
     fraction,
     is_impossible,
     llc_bytes,
-    measured,
     peaks,
+    peaks_of,
     size_of,
 )
 
@@ -128,7 +128,7 @@ def test_a_cache_is_never_slower_than_memory() -> None:
 
 def test_measured_peaks_are_kept_with_those_from_before(tmp_path: Path) -> None:
     peaks(tmp_path, "chip", lambda _: Peaks("chip", 1e9, 0.0, 1, 0.0))
-    found = measured(tmp_path, "chip", "cpu")
+    found = peaks_of("cpu", tmp_path, "chip", again=True)
     assert found is not None
     assert (found.memory_gbs, found.fp32_gflops > 0) == (1e9, True)
     assert peaks(tmp_path, "chip", lambda _: CHIP) == found
@@ -140,7 +140,7 @@ def test_a_device_without_room_has_no_peaks_now(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(roofline, "cuda_peaks", full)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    assert measured(tmp_path, "chip", "cuda:1") is None
+    assert peaks_of("cuda:1", tmp_path, "chip", again=True) is None
 
 
 def test_this_core_has_peaks() -> None:
