@@ -1,9 +1,10 @@
 """Updates an hour with overlap (S=2) against the synchronous baseline (S=0), same machine, same policy, in turn.
 
-    python benchmarks/async_vs_sync.py [--steps 10] [--repeats 2] [processes.timing_bench=2 ...]
+    python -m benchmarks.async_vs_sync [--steps 10] [--repeats 2] [--step-ms 300] [processes.timing_bench=2 ...]
 
 Each repeat runs both once, in alternating order. The last line is JSON: updates an hour, how busy each process was, and
-the ratio. Overlap gains where processes have cores of their own and generating costs about what verifying does.
+the ratio. Overlap gains where processes have cores of their own and generating costs about what verifying does: with
+`--step-ms` a token of all answers under way takes so long, as a larger model's does (`paced_sampler`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.paced_sampler import STEP_MS
+from kbrl_async.cli.launch import gave_up, python_service, start_and_wait
+from kbrl_async.config import SUMMARY_FILE, is_finished, load, prepare, process_counts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAGS = (0, 2)
@@ -25,17 +30,21 @@ LAGS = (0, 2)
 
 def run(folder: Path, name: str, lag: int, steps: int, seed: int, settings: list[str]) -> dict[str, Any]:
     """One whole run; returns its summary."""
-    command = [sys.executable, "-m", "kbrl_async", "train", "--config", str(REPOSITORY / "configs" / "default.yaml")]
-    overrides = [f"log_path={folder}", f"name={name}", f"max_staleness={lag}", f"max_steps={steps}", f"seed={seed}"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(
-        [*command, *overrides, "max_minutes=null", "eval_samples=0", *settings],
-        check=True,
-        env=environment,
-        stdout=sys.stderr,
-    )
-    loaded: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
+    own = [f"log_path={folder}", f"name={name}", f"max_staleness={lag}", f"max_steps={steps}", f"seed={seed}"]
+    defaults = [REPOSITORY / "configs" / "default.yaml"]
+    config = load(defaults, [*own, "max_minutes=null", "eval_samples=0", *settings])
+    made = prepare(config).path
+    ended = start_and_wait(made, process_counts(config), command=service, output=sys.stderr)
+    if not is_finished(made):
+        raise gave_up(ended, "run", f"See {made / 'logs'}")
+    loaded: dict[str, Any] = json.loads((made / SUMMARY_FILE).read_text())
     return loaded
+
+
+def service(name: str) -> str:
+    """The command of a service: the sampler's is paced where that was asked for."""
+    is_paced = name == "sampler" and STEP_MS in os.environ
+    return f"exec {shlex.quote(sys.executable)} -m benchmarks.paced_sampler" if is_paced else python_service(name)
 
 
 def busy(summaries: list[dict[str, Any]]) -> dict[str, float]:
@@ -47,8 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="updates of each run")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each kind")
+    parser.add_argument("--step-ms", type=float, help="least time of a decode step; default: what it takes")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of both")
     args = parser.parse_args()
+    if args.step_ms is not None:
+        os.environ[STEP_MS] = str(args.step_ms)
     found: dict[int, list[dict[str, Any]]] = {lag: [] for lag in LAGS}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
@@ -60,6 +72,7 @@ def main() -> None:
         "benchmark": "async_vs_sync",
         "steps": args.steps,
         "repeats": args.repeats,
+        "step_ms": args.step_ms,
         "settings": args.settings,
         "cores": len(os.sched_getaffinity(0)),
         "updates_per_hour": {f"S={lag}": round(rate[lag], 1) for lag in LAGS},

@@ -129,25 +129,36 @@ def prepare(config: Config) -> Run:
 
 
 def ensure_run(env: Mapping[str, str] | None = None) -> Path:
-    """The run that a service belongs to: `KBRL_RUN_DIR`, else the unfinished latest run, else a new default one.
+    """The run that a service belongs to: `KBRL_RUN_DIR`, else the one that the variables describe.
+
+    Where they name a file, a run or one to resume, that is what `kbrl train` would make or continue. Else it is the
+    unfinished latest run with what the variables may change of it, or a new default one.
 
     Safe to call from many processes at once: all get the same folder. A service calls it once and hands
     `KBRL_RUN_DIR` on to its children, so that a child that starts after the run has ended opens no new run.
+
+    :raises ConfigError: the variables describe another experiment than the unfinished run that they lead to.
     """
     env = os.environ if env is None else env
     if given := env.get("KBRL_RUN_DIR"):
         load_run(given)
         return Path(given)
     files = [env["KBRL_CONFIG"]] if env.get("KBRL_CONFIG") else []
-    config = load(files, env=environment(env))
+    variables = environment(env)
+    config = load(files, env=variables)
     root = _root(config)
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / ".lock"):
-            latest = root / LATEST
-            if (latest / CONFIG_FILE).is_file() and not is_finished(latest):
-                return latest.resolve()
-            return _carry_out(plan(config)).path.resolve()
+            is_named = bool(files or config.name or config.resume)
+            return _carry_out(plan(config) if is_named else _plan_latest(config, variables)).path.resolve()
+
+
+def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
+    latest = (Path(config.log_path) / LATEST).resolve()
+    if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
+        return plan(config)
+    return _continued(latest, load([latest / CONFIG_FILE], env=variables))
 
 
 def _root(config: Config) -> Path:

@@ -166,6 +166,29 @@ def test_a_new_run_of_a_service_is_made_from_the_named_file(runs: Path, tmp_path
     assert ensure_run({"KBRL_CONFIG": str(file)}).name == "mine"
 
 
+def test_services_that_are_told_a_run_do_not_continue_another_one(runs: Path, tmp_path: Path) -> None:
+    prepare(config(runs, "name=other", "batch_size=2"))
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"name: mine\nlog_path: {runs}\n")
+    mine = ensure_run({"KBRL_CONFIG": str(file)})
+    assert mine.name == "mine"
+    assert ensure_run({"KBRL_CONFIG": str(file), "KBRL_NAME": "named"}).name == "named"
+    assert ensure_run({"KBRL_CONFIG": str(file)}) == mine
+
+
+def test_variables_that_may_change_do_so_in_the_run_that_services_continue(runs: Path) -> None:
+    run = prepare(config(runs, "name=mine", "batch_size=2"))
+    assert ensure_run({"KBRL_LOG_PATH": str(runs), "KBRL_LOG_LEVEL": "debug"}) == run.path.resolve()
+    assert load_run(run.path).log_level == "debug"
+    assert load_run(run.path).batch_size == 2
+
+
+def test_services_refuse_variables_of_another_experiment_than_the_run_they_continue(runs: Path) -> None:
+    prepare(config(runs, "name=mine", "batch_size=2"))
+    with pytest.raises(ConfigError, match="mine is an unfinished run with batch_size=2, not 4"):
+        ensure_run({"KBRL_LOG_PATH": str(runs), "KBRL_BATCH_SIZE": "4"})
+
+
 def _ensure(log_path: str) -> str:
     return str(ensure_run({"KBRL_LOG_PATH": log_path}))
 
