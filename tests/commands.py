@@ -70,7 +70,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train --config model.yaml name=one-gpu",
         "kbrl train --config configs/gpu.yaml",
         "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600",
-        "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c sampler=2",
+        "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c timing_bench=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
         "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",
         "torchrun --nproc-per-node 2 --max-restarts 5 -m services.learner",

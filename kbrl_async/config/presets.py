@@ -54,8 +54,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "device": "cuda",
         "timing_bench.shares_with": [],
         "sampler.memory_share": 0.9,
-        "processes.sampler": 2,
-        "processes.timing_bench": 1,
+        "processes.sampler": 1,
+        "processes.timing_bench": 2,
     },
 }
 """What each `placement` stands for beside the GPUs themselves, for which see `config.placement`."""

@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,7 +156,8 @@ class Bench:
             tick()
 
         try:
-            checker.start(candidate, artifacts)
+            with clock.part("its process"):
+                checker.start(candidate, artifacts)
             tick()
             checker.run(after_a_set)
             verdict = verdict_of(checker)
@@ -164,9 +165,10 @@ class Bench:
             clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
             timed = None
             if verdict.fault is Fault.OK and self._health is not None:
-                verdict = self._prove_on_gpu(checker, candidate, tick)
+                with clock.part("proof"):
+                    verdict = self._prove_on_gpu(checker, candidate, tick)
             if verdict.fault is Fault.OK and timing:
-                verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick)
+                verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
                 clock.ends("timing", verdict.fault)
             if verdict.fault is Fault.OK:
                 checker.prove()
@@ -189,9 +191,10 @@ class Bench:
         artifacts: dict[str, Path],
         verdict: Verdict,
         tick: Tick,
+        clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
         peaks = self._peaks or self._probed()
-        timed = self._measure(checker, tick)
+        timed = self._measure(checker, tick, clock)
         if checker.fault is not None:
             return verdict_of(checker), None
         assert timed is not None
@@ -199,7 +202,7 @@ class Bench:
         if timed.speedup <= self._options.recipe.suspicious and not floor.is_beaten_by(timed):
             return verdict, floor.noted(timed)
         checker.restart(candidate, artifacts)
-        again = None if checker.fault else self._measure(checker, tick)
+        again = None if checker.fault else self._measure(checker, tick, clock)
         if again is None:
             return verdict_of(checker), None
         if proof := floor.evidence(timed, again):
@@ -218,15 +221,19 @@ class Bench:
             self._peaks = found = better(found, self._peaks)
         return found
 
-    def _measure(self, checker: Checker, tick: Tick) -> Timing | None:
+    def _measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
         reference = checker.reference
-        twin = reference.twin(self._zygote)
+        with clock.part("a twin of the reference"):
+            twin = reference.twin(self._zygote)
         stopwatch = self._stopwatch(checker, twin, tick)
         try:
-            ready()  # not in the window, nor what follows: others stand still in it
-            self.settle()
-            with self.quiet():
-                return stopwatch.run()
+            with ExitStack() as window:
+                with clock.part("until all is quiet"):
+                    ready()  # not in the window, nor what follows: others stand still in it
+                    self.settle()
+                    window.enter_context(self.quiet())
+                with clock.part("measuring"):
+                    return stopwatch.run()
         finally:
             stopwatch.close()
             reference.release(twin)

@@ -13,7 +13,8 @@ from services.runtime.placing import place
 
 H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
 CONFIGS = Path(__file__).parents[3] / "configs"
-PROCESSES = ("broker", "learner.1", "sampler.1", "sampler.2", "compile_farm.1", "timing_bench.1", "reward_aggregator.1")
+PLACED = ("learner.1", "sampler.1", "sampler.2", "timing_bench.1", "timing_bench.2")
+PROCESSES = (*PLACED, "broker", "compile_farm.1", "reward_aggregator.1")
 
 
 def seen(*words: str, gpus: list[Gpu] = H100) -> dict[str, str]:
@@ -26,19 +27,15 @@ def test_without_a_placement_nothing_is_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "learner", "first", "second", "bench"),
-    [("one_gpu", "0", "0", "0", "0"), ("two_gpus", "0", "0", "0", "1"), ("split", "0", "1", "2", "3")],
+    ("placement", "learner", "sampler", "first", "second"),
+    [("one_gpu", "0", "0", "0", "0"), ("two_gpus", "0", "0", "1", "1"), ("split", "0", "1", "2", "3")],
 )
 def test_each_process_gets_the_gpu_of_its_preset_and_the_others_none(
-    placement: str, learner: str, first: str, second: str, bench: str
+    placement: str, learner: str, sampler: str, first: str, second: str
 ) -> None:
     got = seen(f"placement={placement}")
-    assert (got["learner.1"], got["sampler.1"], got["sampler.2"], got["timing_bench.1"]) == (
-        learner,
-        first,
-        second,
-        bench,
-    )
+    names = ("learner.1", "sampler.1", "timing_bench.1", "timing_bench.2")
+    assert tuple(got[name] for name in names) == (learner, sampler, first, second)
     assert got["broker"] == got["compile_farm.1"] == got["reward_aggregator.1"] == "as it was"
 
 
@@ -91,7 +88,7 @@ def test_a_key_of_ones_own_wins_over_the_preset() -> None:
         (
             ["placement=split"],
             H100[:3],
-            r"takes 4 GPUs \(learner.processes=1 \+ processes.sampler=2 \+ processes.timing_bench=1\)",
+            r"takes 4 GPUs \(learner.processes=1 \+ processes.sampler=1 \+ processes.timing_bench=2\)",
         ),
         (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
         (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from kbrl_async.telemetry.stages import StageClock
 from kbrl_async.verifying import Bench, BenchOptions
 from kbrl_async.verifying import bench as module
 
@@ -40,8 +42,14 @@ def test_what_was_started_for_later_candidates_has_settled_before_the_window(mon
     bench.quiet = told.window
     monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
     monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
-    bench._measure(cast(Any, told), lambda: None)
+    clock = StageClock()
+    bench._measure(cast(Any, told), lambda: None, clock)
+    clock.ends("timing")
     assert told.heard == ["twin", "imports", "settle", "window opens", "run", "window closes", "close", "release"]
+    assert (
+        re.sub(r"[\d.]+ s", "…", clock.reports[0].detail)
+        == "a twin of the reference …; until all is quiet …; measuring …"
+    )
 
 
 def test_what_the_first_interval_needs_can_be_imported_before() -> None:

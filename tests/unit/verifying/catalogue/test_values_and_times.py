@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, MutableSequence
+from collections.abc import MutableSequence
 from typing import Any
 
 import pytest
@@ -245,7 +245,7 @@ def test_a_verdict_says_that_its_problem_proves_nothing(run: Run) -> None:
 def test_a_speedup_above_ten_is_measured_again_and_the_lower_one_counts(
     run: Run, zygote: Zygote, monkeypatch: Patch
 ) -> None:
-    def measure(self: Bench, checker: Checker, tick: Callable[[], None]) -> Timing:
+    def measure(self: Bench, checker: Checker, *_: Any) -> Timing:
         speedup = speedups.pop(0)
         seen.append(checker.session)
         return Timing(9, speedup, speedup, speedup, 1.0, speedup)
