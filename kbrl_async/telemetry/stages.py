@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from protocols.records import Fault, StageReport
 
 
+_SHOWN_S = 0.005
+
+
 class StageClock:
     """Each stage begins where the one before it ended; what in it took how long stands in its detail::
 
@@ -35,7 +38,7 @@ class StageClock:
 
     def ends(self, name: str, fault: Fault = Fault.OK, detail: str = "") -> None:
         mark = self._now()
-        parts = [f"{part} {seconds:.2f} s" for part, seconds in self._parts.items()]
+        parts = [f"{part} {seconds:.2f} s" for part, seconds in self._parts.items() if seconds >= _SHOWN_S]
         said = "; ".join([*([detail] if detail else []), *parts])
         self._reports.append(StageReport(name, fault, mark - self._mark, said))
         self._mark = mark

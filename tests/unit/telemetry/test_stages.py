@@ -14,7 +14,9 @@ def test_a_stage_begins_where_the_last_one_ended_and_says_what_in_it_took_how_lo
     for _ in range(2):
         with clock.part("its process"):
             now[0] += 0.25
-    now[0] += 1.0
+    with clock.part("nothing to speak of"):
+        now[0] += 0.001
+    now[0] += 0.999
     clock.ends("small_inputs", Fault.INCORRECT, "one set")
     clock.ends("timing")
     assert clock.reports == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_what_was_started_for_later_candidates_has_settled_before_the_window(mon
     bench.quiet = told.window
     monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
     monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
-    clock = StageClock()
+    clock = StageClock(itertools.count().__next__)
     bench._measure(cast(Any, told), lambda: None, clock)
     clock.ends("timing")
     assert told.heard == ["twin", "imports", "settle", "window opens", "run", "window closes", "close", "release"]
