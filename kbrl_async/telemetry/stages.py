@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from protocols.records import Fault, StageReport
 
-
 _SHOWN_S = 0.005
 
 
