@@ -112,11 +112,15 @@ def _candidates(root: Path, name: str) -> Iterator[Path]:
 
 def _continued(path: Path, config: Config) -> Plan:
     wanted = replace(config, name=path.name, log_path=str(path.parent))
+    _refuse_another_experiment(path, wanted)
+    return Plan(path=path, config=wanted, resumed=True)
+
+
+def _refuse_another_experiment(path: Path, wanted: Config) -> None:
     if changes := forbidden_changes(load_run(path), wanted):
         key, (old, new) = next(iter(changes.items()))
         cause = f"{path} is an unfinished run with {key}={shown(old)}, not {shown(new)}"
         raise ConfigError(cause, f"Continue it with {key}={shown(old)}, or start another run with name=…")
-    return Plan(path=path, config=wanted, resumed=True)
 
 
 def prepare(config: Config) -> Run:
@@ -158,7 +162,10 @@ def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
     latest = (Path(config.log_path) / LATEST).resolve()
     if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
         return plan(config)
-    return _continued(latest, load([latest / CONFIG_FILE], env=variables))
+    wanted = load([latest / CONFIG_FILE], env=variables)
+    _refuse_another_experiment(latest, wanted)
+    stored = load_run(latest)  # where it lies stays: services may see the folder by different paths
+    return Plan(latest, replace(wanted, name=stored.name, log_path=stored.log_path), resumed=True)
 
 
 def _root(config: Config) -> Path:

@@ -183,6 +183,18 @@ def test_variables_that_may_change_do_so_in_the_run_that_services_continue(runs:
     assert load_run(run.path).batch_size == 2
 
 
+def test_services_that_continue_the_latest_run_by_another_path_leave_its_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = prepare(load(overrides=["log_path=runs", "name=mine"]))
+    before = (run.path / "config.yaml").read_text()
+    (tmp_path / "mounted").symlink_to(tmp_path / "runs")
+    for seen_as in ("runs", "mounted"):
+        assert ensure_run({"KBRL_LOG_PATH": seen_as}) == run.path.resolve()
+    assert (run.path / "config.yaml").read_text() == before
+
+
 def test_services_refuse_variables_of_another_experiment_than_the_run_they_continue(runs: Path) -> None:
     prepare(config(runs, "name=mine", "batch_size=2"))
     with pytest.raises(ConfigError, match="mine is an unfinished run with batch_size=2, not 4"):
