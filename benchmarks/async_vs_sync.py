@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paced_sampler import STEP_MS
-from kbrl_async.cli.launch import gave_up, python_service, start_and_wait
+from kbrl_async.cli.launch import gave_up, python_module, python_service, start_and_wait
 from kbrl_async.config import SUMMARY_FILE, is_finished, load, prepare, process_counts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -44,7 +43,7 @@ def run(folder: Path, name: str, lag: int, steps: int, seed: int, settings: list
 def service(name: str) -> str:
     """The command of a service: the sampler's is paced where that was asked for."""
     is_paced = name == "sampler" and STEP_MS in os.environ
-    return f"exec {shlex.quote(sys.executable)} -m benchmarks.paced_sampler" if is_paced else python_service(name)
+    return python_module("benchmarks.paced_sampler") if is_paced else python_service(name)
 
 
 def busy(summaries: list[dict[str, Any]]) -> dict[str, float]:

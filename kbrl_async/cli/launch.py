@@ -213,8 +213,13 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
 
 
 def python_service(name: str) -> str:
-    """The shell command of a service; `exec` makes the shell the service, so that signals reach it."""
-    return f"exec {shlex.quote(sys.executable)} -m services.{name}"
+    """The shell command of a service."""
+    return python_module(f"services.{name}")
+
+
+def python_module(name: str) -> str:
+    """The shell command of a module; `exec` makes the shell the module's process, so that signals reach it."""
+    return f"exec {shlex.quote(sys.executable)} -m {name}"
 
 
 def start_and_wait(

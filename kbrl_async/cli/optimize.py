@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from kbrl_async.config import Config, available_cores, cpu_layout
+from kbrl_async.config import Config, available_cores, cpu_layout, sampler_threads
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 
@@ -103,10 +103,10 @@ def _output(given: Path | None, target: Target) -> Path:
 def pinned(config: Config) -> Iterator[int]:
     """The engine keeps off the bench's core, as in a run; yields how many threads it may use."""
     before = os.sched_getaffinity(0)
-    cores = cpu_layout(config, available_cores()).sampler
-    os.sched_setaffinity(0, cores)
+    layout = cpu_layout(config, available_cores())
+    os.sched_setaffinity(0, layout.sampler)
     try:
-        yield config.sampler.threads or len(cores)
+        yield sampler_threads(config, layout)
     finally:
         os.sched_setaffinity(0, before)
 

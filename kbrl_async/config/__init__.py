@@ -19,7 +19,9 @@ from kbrl_async.config.layout import (
     compile_slots,
     cpu_layout,
     endpoints,
+    learner_threads,
     process_counts,
+    sampler_threads,
 )
 from kbrl_async.config.loading import CONFIG_FILE, config_hash, environment, load, to_yaml
 from kbrl_async.config.rundir import (
@@ -81,11 +83,13 @@ __all__ = [
     "ensure_run",
     "environment",
     "is_finished",
+    "learner_threads",
     "load",
     "load_run",
     "plan",
     "prepare",
     "process_counts",
+    "sampler_threads",
     "to_yaml",
     "writing",
 ]

@@ -87,6 +87,16 @@ def compile_slots(config: Config, layout: CpuLayout) -> int:
     return config.compile_farm.slots or math.ceil(1.1 * len(layout.compile))
 
 
+def sampler_threads(config: Config, layout: CpuLayout) -> int:
+    """Threads of torch, or of vLLM on a CPU, in one sampler."""
+    return config.sampler.threads or len(layout.sampler)
+
+
+def learner_threads(config: Config, layout: CpuLayout) -> int:
+    """Threads of torch in one of the learner's processes."""
+    return config.learner.threads or len(layout.learner)
+
+
 def endpoints(config: Config, run_dir: Path) -> Endpoints:
     """The configured addresses; by default sockets in a folder of the run, or in the temporary folder if too long.
 

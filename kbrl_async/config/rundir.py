@@ -112,12 +112,12 @@ def _candidates(root: Path, name: str) -> Iterator[Path]:
 
 def _continued(path: Path, config: Config) -> Plan:
     wanted = replace(config, name=path.name, log_path=str(path.parent))
-    _refuse_another_experiment(path, wanted)
+    _refuse_another_experiment(path, load_run(path), wanted)
     return Plan(path=path, config=wanted, resumed=True)
 
 
-def _refuse_another_experiment(path: Path, wanted: Config) -> None:
-    if changes := forbidden_changes(load_run(path), wanted):
+def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> None:
+    if changes := forbidden_changes(stored, wanted):
         key, (old, new) = next(iter(changes.items()))
         cause = f"{path} is an unfinished run with {key}={shown(old)}, not {shown(new)}"
         raise ConfigError(cause, f"Continue it with {key}={shown(old)}, or start another run with name=…")
@@ -162,10 +162,11 @@ def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
     latest = (Path(config.log_path) / LATEST).resolve()
     if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
         return plan(config)
-    wanted = load([latest / CONFIG_FILE], env=variables)
-    _refuse_another_experiment(latest, wanted)
-    stored = load_run(latest)  # where it lies stays: services may see the folder by different paths
-    return Plan(latest, replace(wanted, name=stored.name, log_path=stored.log_path), resumed=True)
+    stored, asked = load_run(latest), load([latest / CONFIG_FILE], env=variables)
+    # Where it lies stays: services may see the folder by different paths.
+    wanted = replace(asked, name=stored.name, log_path=stored.log_path)
+    _refuse_another_experiment(latest, stored, wanted)
+    return Plan(path=latest, config=wanted, resumed=True)
 
 
 def _root(config: Config) -> Path:

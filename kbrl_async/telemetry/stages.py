@@ -38,8 +38,8 @@ class StageClock:
     def ends(self, name: str, fault: Fault = Fault.OK, detail: str = "") -> None:
         mark = self._now()
         parts = [f"{part} {seconds:.2f} s" for part, seconds in self._parts.items() if seconds >= _SHOWN_S]
-        said = "; ".join([*([detail] if detail else []), *parts])
-        self._reports.append(StageReport(name, fault, mark - self._mark, said))
+        said = filter(None, [detail, *parts])
+        self._reports.append(StageReport(name, fault, mark - self._mark, "; ".join(said)))
         self._mark = mark
         self._parts.clear()
 

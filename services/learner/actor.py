@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kbrl_async import origins
-from kbrl_async.config import Config
+from kbrl_async.config import Config, learner_threads
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
 from kbrl_async.learning import checkpoints, efficiency, kept, versions
 from kbrl_async.learning.losses import LossOptions
@@ -61,7 +61,7 @@ class Learning:
         base = base_model(service, is_stopped)
         if base is None:
             return None
-        torch.set_num_threads(config.learner.threads or len(service.layout.learner))
+        torch.set_num_threads(learner_threads(config, service.layout))
         team = ranks.join(service.device)
         if team is not None:
             team.tell(str(base))

@@ -144,10 +144,11 @@ def _follow() -> None:
     check_launcher(service.config.learner.processes)
     import torch
 
+    from kbrl_async.config import learner_threads
     from services.learner.actor import make_trainer
 
     service.pin(service.layout.learner)
-    torch.set_num_threads(service.config.learner.threads or max(1, len(service.layout.learner)))
+    torch.set_num_threads(learner_threads(service.config, service.layout))
     team = join(service.device)
     assert team is not None
     base = team.told()

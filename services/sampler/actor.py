@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from kbrl_async.config import sampler_threads
 from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning import versions
 from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
@@ -117,7 +118,7 @@ class Sampling:
         model = load_model(ModelOptions(manifest.base_model, device=service.device, quantisation=quantisation))
         options = TransformersOptions(
             max_rows=settings.slots,
-            threads=settings.threads or len(service.layout.sampler),
+            threads=sampler_threads(service.config, service.layout),
             seed=service.config.seed + 1000 * service.instance,
         )
         tokenizer = load_tokenizer(manifest.base_model)

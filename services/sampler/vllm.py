@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+from kbrl_async.config import sampler_threads
 from kbrl_async.errors import ConfigError
 from kbrl_async.sampling.vllm_options import VLLMOptions
 from protocols.records import PolicyVersion
@@ -37,7 +38,7 @@ def options_of(service: Service, manifest: PolicyVersion, rank: int) -> VLLMOpti
         deadline_s=settings.deadline_s,
         temperature=config.temperature,
         eager=settings.eager,
-        threads=_threads(service),
+        threads=sampler_threads(config, service.layout),
         seed=config.seed + 1000 * service.instance,
     )
 
@@ -46,11 +47,8 @@ async def imported(service: Service) -> None:
     """vLLM, while the learner makes the first version."""
     from kbrl_async.sampling.vllm_start import preload
 
-    await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=_threads(service)))
-
-
-def _threads(service: Service) -> int:
-    return service.config.sampler.threads or len(service.layout.sampler)
+    threads = sampler_threads(service.config, service.layout)
+    await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=threads))
 
 
 def rank_of(folder: Path) -> int:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.config import Config, compile_slots, cpu_layout, endpoints, load, process_counts
+from kbrl_async.config import (
+    Config,
+    compile_slots,
+    cpu_layout,
+    endpoints,
+    learner_threads,
+    load,
+    process_counts,
+    sampler_threads,
+)
 from kbrl_async.errors import ConfigError
 
 
@@ -51,6 +60,13 @@ def test_the_farm_has_a_little_more_slots_than_cores() -> None:
     assert compile_slots(Config(), cpu_layout(Config(), [0, 1])) == 2
     assert compile_slots(Config(), cpu_layout(Config(), list(range(12)))) == 11
     assert compile_slots(load(overrides=["compile_farm.slots=5"]), cpu_layout(Config(), [0, 1])) == 5
+
+
+def test_threads_are_those_that_are_asked_for_or_one_for_each_core() -> None:
+    layout = cpu_layout(Config(), list(range(4)))
+    assert (sampler_threads(Config(), layout), learner_threads(Config(), layout)) == (3, 3)
+    asked = load(overrides=["sampler.threads=2", "learner.threads=1"])
+    assert (sampler_threads(asked, layout), learner_threads(asked, layout)) == (2, 1)
 
 
 def test_sockets_lie_in_the_run_folder() -> None:
