@@ -1,9 +1,9 @@
-"""GPU children that wait for their work: a CUDA context is made while another candidate is being checked.
+"""A GPU child that waits for its work: its CUDA context is made while another candidate is being checked.
 
 ::
 
-    take ─▶ the child that waits longest, or a new one      refill ─▶ start what is missing (returns at once)
-    settle ─▶ wait until all have their contexts: nothing may disturb a measurement
+    take ─▶ the waiting child, or a new one        refill ─▶ start the next one (returns at once)
+    settle ─▶ wait until it has its context: nothing may disturb a measurement
 
 A child is still used once: it waits before any candidate code, confined already. What it gets to read comes as sealed
 files in memory, because its file rules were fixed before its candidate was known.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections import deque
 from pathlib import Path
 
 from kbrl_async.errors import InfraError
@@ -25,43 +24,39 @@ ENTRY = "kbrl_async.verifying.cuda_runner:main"
 BYTES_ONLY = ("triton:", "cubin:")
 """Artifacts that a launcher reads as bytes; others are loaded by path and need a child of their own."""
 _SETTLE_S = 10.0
-COUNT = 1
-"""Children that wait, of one bench."""
 
 
 class Spares:
-    """:param count: children that wait."""
-
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, count: int = COUNT) -> None:
-        self._zygote, self._limits, self._device, self._count = zygote, limits, device, count
-        self._waiting: deque[Child] = deque()
+    def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
+        self._zygote, self._limits, self._device = zygote, limits, device
+        self._child: Child | None = None
         self._generation = -1
 
     def take(self) -> Child:
         self._forget_the_dead()
-        return self._waiting.popleft() if self._waiting else self._spawn()
+        child, self._child = self._child, None
+        return child or self._spawn()
 
     def refill(self) -> None:
         self._forget_the_dead()
-        with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
-            while len(self._waiting) < self._count:
-                self._waiting.append(self._spawn())
+        if self._child is None:
+            with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
+                self._child = self._spawn()
                 self._generation = self._zygote.generation
 
     def settle(self) -> None:
-        for child in self._waiting:
-            select.select([child.channel], [], [], _SETTLE_S)
+        if self._child is not None:
+            select.select([self._child.channel], [], [], _SETTLE_S)
 
     def close(self) -> None:
-        while self._waiting:
-            self._waiting.pop().close()
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
     def _forget_the_dead(self) -> None:
-        """They die with their zygote, too."""
-        is_new = self._generation != self._zygote.generation
-        for child in [child for child in self._waiting if is_new or child.has_ended()]:
-            self._waiting.remove(child)
-            child.close()
+        """It dies with its zygote, too."""
+        if self._child is not None and (self._generation != self._zygote.generation or self._child.has_ended()):
+            self.close()
 
     def _spawn(self) -> Child:
         return self._zygote.spawn(ENTRY, self._device.encode(), (), self._limits)

@@ -1,4 +1,4 @@
-"""Children that wait for their candidates, without a GPU."""
+"""The child that waits for its candidate, without a GPU."""
 
 from __future__ import annotations
 
@@ -52,45 +52,58 @@ def zygote() -> Iterator[Zygote]:
         child.close()
 
 
-def spares(zygote: Zygote, count: int) -> Spares:
-    return Spares(cast(Any, zygote), Limits(), "cuda:0", count)
+def spares(zygote: Zygote) -> Spares:
+    return Spares(cast(Any, zygote), Limits(), "cuda:0")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_child_that_waits_longest_is_taken_and_replaced(zygote: Zygote, count: int) -> None:
-    waiting = spares(zygote, count)
+def test_the_waiting_child_is_taken_once_and_replaced(zygote: Zygote) -> None:
+    waiting = spares(zygote)
     for _ in range(2):
         waiting.refill()
-    assert len(zygote.children) == count
+    assert len(zygote.children) == 1
     assert cast(Any, waiting.take()) is zygote.children[0]
-    waiting.refill()
-    assert len(zygote.children) == count + 1
-    assert cast(Any, waiting.take()) is zygote.children[1]
-
-
-def test_the_dead_and_those_of_another_zygote_are_not_taken(zygote: Zygote) -> None:
-    waiting = spares(zygote, 2)
-    waiting.refill()
-    zygote.children[0].is_dead = True
     assert cast(Any, waiting.take()) is zygote.children[1]
     waiting.refill()
-    zygote.generation += 1
-    assert cast(Any, waiting.take()) is zygote.children[-1]
-    assert [child.is_closed for child in zygote.children] == [True, False, True, True, False]
+    assert cast(Any, waiting.take()) is zygote.children[2]
+    assert not any(child.is_closed for child in zygote.children)
+
+
+@pytest.mark.parametrize("refills", [False, True])
+@pytest.mark.parametrize("has_new_zygote", [False, True])
+def test_the_dead_and_those_of_another_zygote_are_not_taken(
+    zygote: Zygote, refills: bool, has_new_zygote: bool
+) -> None:
+    waiting = spares(zygote)
+    waiting.refill()
+    if has_new_zygote:
+        zygote.generation += 1
+    else:
+        zygote.children[0].is_dead = True
+    if refills:
+        waiting.refill()
+    assert cast(Any, waiting.take()) is zygote.children[1]
+    assert [child.is_closed for child in zygote.children] == [True, False]
 
 
 def test_a_zygote_that_refuses_is_met_when_a_child_is_needed(zygote: Zygote) -> None:
-    waiting = spares(zygote, 1)
+    waiting = spares(zygote)
     zygote.refuses = True
     waiting.refill()
     with pytest.raises(InfraError):
         waiting.take()
 
 
-def test_settling_waits_for_every_context(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = spares(zygote, 2)
+def test_settling_waits_for_the_context(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = spares(zygote)
     waiting.refill()
     seen: list[Any] = []
     monkeypatch.setattr("select.select", lambda channels, *_: seen.extend(channels))
     waiting.settle()
-    assert seen == [child.channel for child in zygote.children]
+    assert seen == [zygote.children[0].channel]
+
+
+def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
+    waiting = spares(zygote)
+    waiting.refill()
+    waiting.close()
+    assert zygote.children[0].is_closed
