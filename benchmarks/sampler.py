@@ -1,6 +1,6 @@
 """Tokens per second through the whole sampler service against bare vLLM, on one engine, in turns.
 
-    python -m benchmarks.sampler [--shape 7b] [--at-once 64,256] [--leg-s 14] [--swap-s 62] [--every-s 30]
+    python -m benchmarks.sampler [--shape 7b] [--update full] [--at-once 64,256] [--swap-s 62] [--every-s 30]
 
 ::
 
@@ -11,6 +11,8 @@
 Weights are random, so that nobody stops early, and adapters too: their canaries are taken from the engine beforehand.
 All legs are of the same adapter rank, answer length and groups of 8 that share a prompt. Tokens are those that the
 engine wrote in the second part of each leg, when it is full; legs of a kind alternate and their medians are compared.
+A pause is the longest time in there without a token of anybody. With --update full the weights themselves are replaced
+while everybody writes: two sets of them are made in the temporary folder, 31 GB for the shape 7b.
 On a CPU: --shape tiny. The last line is JSON.
 """
 
@@ -37,7 +39,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.sampler_clients import work
-from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adapter, write_config
+from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adapter, write_config, write_weights
 from kbrl_async.config import Config, available_cores, cpu_layout, load, prepare
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_options import VLLMOptions
@@ -45,6 +47,7 @@ from kbrl_async.sampling.vllm_proof import COMPARED
 from kbrl_async.sampling.vllm_reading import rows
 from kbrl_async.sampling.vllm_start import start
 from kbrl_async.sampling.vllm_versions import Served
+from kbrl_async.weights import FILES
 from protocols.messages import Stage
 from protocols.records import PolicyVersion
 from services.runtime import Worker, addresses
@@ -74,9 +77,10 @@ class Bench:
     def __init__(self, asked: argparse.Namespace, folder: Path, engine: VLLMEngine, shape: Shape) -> None:
         self.asked, self.folder, self.engine, self.shape = asked, folder, engine, shape
         words = [f"log_path={folder / 'runs'}", f"sampler.slots={max(asked.at_once)}", "sampler.engine=vllm"]
-        run = prepare(load(overrides=[*words, f"lora_rank={asked.rank}", f"max_tokens={asked.max_tokens}"]))
+        run = prepare(load(overrides=[*words, f"lora_rank={rank_of(asked)}", f"max_tokens={asked.max_tokens}"]))
         self.run_dir, self.config = run.path, run.config
         self.swaps: list[float] = []
+        self.pauses: dict[str, float] = {}
         self._legs = itertools.count()
 
     @property
@@ -109,7 +113,7 @@ class Bench:
 
         callers = [asyncio.create_task(caller(name)) for name in range(at_once)]
         try:
-            rate = await self._rate(self.asked.leg_s)
+            rate = await self._rate(f"bare {at_once}", self.asked.leg_s)
             for task in callers:
                 if task.done():
                     task.result()  # a caller never ends by itself
@@ -125,7 +129,7 @@ class Bench:
         async with self._service(at_once):
             publisher = asyncio.create_task(self._publish()) if swapping else None
             try:
-                return await self._rate(seconds)
+                return await self._rate(f"{'swap' if swapping else 'service'} {at_once}", seconds)
             finally:
                 if publisher is not None:
                     publisher.cancel()
@@ -158,12 +162,26 @@ class Bench:
             await tasks[0]
             tasks[1].cancel()
 
-    async def _rate(self, seconds: float) -> float:
-        """Tokens per second in the later part of a leg."""
-        await asyncio.sleep(WARM * seconds if seconds < 30 else 10.0)
+    async def _rate(self, leg: str, seconds: float) -> float:
+        """Tokens per second in the later part of a leg, whose longest pause is noted."""
+        warming = WARM * seconds if seconds < 30 else 10.0
+        await asyncio.sleep(warming)
         tokens, since = self.meter.generated_tokens, time.monotonic()
-        await asyncio.sleep(seconds - (WARM * seconds if seconds < 30 else 10.0))
+        pause = await self._longest_pause(seconds - warming)
+        self.pauses[leg] = round(max(pause, self.pauses.get(leg, 0.0)), 3)
         return float((self.meter.generated_tokens - tokens) / (time.monotonic() - since))
+
+    async def _longest_pause(self, seconds: float) -> float:
+        """Returns after so many seconds; the longest time meanwhile in which nobody got a token, to 10 ms."""
+        begun = last = now = time.monotonic()
+        tokens, longest = self.meter.generated_tokens, 0.0
+        while now < begun + seconds:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            if self.meter.generated_tokens != tokens:
+                tokens, last = self.meter.generated_tokens, now
+            longest = max(longest, now - last)
+        return longest
 
     async def _publish(self) -> None:
         """A new version at once, and then every so often: as a learner would."""
@@ -183,18 +201,24 @@ def make_service(run_dir: Path, config: Config) -> Service:
     return Service("sampler", "sampler.1", run_dir, config, addresses(run_dir, config), layout, Quiet())
 
 
+def rank_of(asked: argparse.Namespace) -> int:
+    """Of the adapters; 0 where the weights themselves are replaced."""
+    return int(asked.rank) if asked.update == "adapter" else 0
+
+
 async def publish(engine: VLLMEngine, policies: Path, prepared: Path, version: int, base: str) -> None:
-    """Two prepared adapters take turns; the manifest holds what the engine itself gave for them before."""
-    source = prepared / f"adapter{version % 2}"
+    """Two prepared sets of weights take turns; the manifest holds what the engine itself gave for them before."""
+    source = prepared / f"weights{version % 2}"
     facts = json.loads((source / "facts.json").read_text())
     folder = policies / f"policy-v{version}"
 
     def fill() -> None:
         folder.mkdir(parents=True)
-        for name in ("adapter_model.safetensors", "adapter_config.json"):
-            os.link(source / name, folder / name)
+        for file in source.iterdir():
+            if file.name != "facts.json":
+                os.link(file, folder / file.name)
         manifest = PolicyVersion(
-            version, version - 1, version, "lora", facts["sha256"], CANARY, facts["logprobs"], base_model=base
+            version, version - 1, version, facts["kind"], facts["sha256"], CANARY, facts["logprobs"], base_model=base
         )
         (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
         (folder / "COMPLETE").touch()
@@ -202,19 +226,38 @@ async def publish(engine: VLLMEngine, policies: Path, prepared: Path, version: i
     await asyncio.to_thread(fill)
 
 
-async def prepare_adapters(engine: VLLMEngine, folder: Path, shape: Shape, rank: int) -> None:
-    """Two adapters with their digests, and their canaries as this engine gives them."""
+def make_weights(folder: Path, shape: Shape, rank: int) -> None:
+    """The base, and two adapters or, with `rank` 0, two sets of whole weights, of which the base has the first."""
+    write_config(folder / "base", shape)
     for number in range(2):
-        place = folder / f"adapter{number}"
-        await asyncio.to_thread(write_adapter, place, shape, rank, number)
-        served = Served(1_000_000 + number, "", 1_000_000 + number, str(place))
-        await engine._add(served)
-        settings = {"temperature": 1.0, "prompt_logprobs": 0, "logprobs": COMPARED}
-        output = await engine._ask_as(served)(CANARY, settings)
-        logprobs = [row[token] for row, token in zip(rows(output.prompt_logprobs)[1:], CANARY[1:], strict=True)]
-        await engine._remove(served)
-        digest = hashlib.sha256((place / "adapter_model.safetensors").read_bytes()).hexdigest()
-        (place / "facts.json").write_text(json.dumps({"sha256": digest, "logprobs": logprobs}))
+        place = folder / f"weights{number}"
+        if rank:
+            write_adapter(place, shape, rank, number)
+        else:
+            write_weights(place, shape, number)
+    if not rank:
+        os.link(folder / "weights0" / FILES["full"], folder / "base" / FILES["full"])
+
+
+async def note_facts(engine: VLLMEngine, folder: Path, rank: int) -> None:
+    """Beside each of the two: kind, digest, and canaries as this engine gives them."""
+    kind = "lora" if rank else "full"
+    for number in range(2):
+        place = folder / f"weights{number}"
+        served = Served(1_000_000 + number, "", 1_000_000 + number, str(place)) if rank else Served(-1)
+        await (engine._add(served) if rank else engine._reload(place))
+        logprobs = await canary_logprobs(engine, served)
+        if rank:
+            await engine._remove(served)
+        with (place / FILES[kind]).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        (place / "facts.json").write_text(json.dumps({"kind": kind, "sha256": digest, "logprobs": logprobs}))
+
+
+async def canary_logprobs(engine: VLLMEngine, served: Served) -> list[float]:
+    """Of the canary's tokens from the second on."""
+    output = await engine._ask_as(served)(CANARY, {"temperature": 1.0, "prompt_logprobs": 0, "logprobs": COMPARED})
+    return [row[token] for row, token in zip(rows(output.prompt_logprobs)[1:], CANARY[1:], strict=True)]
 
 
 async def alternate(legs: dict[str, Callable[[], Awaitable[float]]], rounds: int) -> dict[str, list[float]]:
@@ -229,20 +272,22 @@ async def alternate(legs: dict[str, Callable[[], Awaitable[float]]], rounds: int
 
 async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = shape_of(asked.shape)
-    write_config(folder / "base", shape)
+    rank = rank_of(asked)
+    make_weights(folder, shape, rank)
     asked.base = str(folder / "base")
-    device = "cuda" if asked.shape != "tiny" or asked.gpu else "cpu"
+    say("weights are made")
+    device = asked.device or ("cpu" if asked.shape == "tiny" else "cuda")
     options = VLLMOptions(
         asked.base, device=device, dtype="float32" if device == "cpu" else "bfloat16", slots=max(asked.at_once),
-        max_model_len=shape.context, update="adapter", lora_rank=asked.rank, load_format="dummy", eager=asked.eager,
-        memory_share=asked.memory_share, threads=1,
+        max_model_len=shape.context, update=asked.update, lora_rank=rank, load_format="dummy" if rank else "auto",
+        eager=asked.eager, memory_share=asked.memory_share, threads=1,
     )  # fmt: skip
     begun = time.monotonic()
     engine = await start(options, make_tokenizer(shape))
     start_s = time.monotonic() - begun
     say(f"vLLM has started in {start_s:.0f} s")
     bench = Bench(asked, folder, engine, shape)
-    await prepare_adapters(engine, folder, shape, asked.rank)
+    await note_facts(engine, folder, rank)
     await publish(engine, bench.run_dir / "policies", folder, 0, asked.base)
     environment = {**os.environ, "KBRL_RUN_DIR": str(bench.run_dir), "HONCHO_PROCESS_NAME": "broker.1"}
     broker = subprocess.Popen([sys.executable, "-m", "services.broker"], env=environment)
@@ -267,11 +312,13 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name in middle
         if "bare" not in name
     }
+    least = {"service": 0.97, "swap": 0.95} if asked.update == "adapter" else {"service": 0.97, "swap": 0.0}
     return {
-        "ok": all(ratio >= (0.97 if name.startswith("service") else 0.95) for name, ratio in ratios.items()),
+        "ok": all(ratio >= least[name.split()[0]] for name, ratio in ratios.items()),
         "ratios": ratios,
         "tokens_per_s": {name: [round(value) for value in values] for name, values in rates.items()},
         "swap_s": bench.swaps,
+        "longest_pause_s": bench.pauses,
         "start_s": round(start_s, 1),
         "preemptions": stats.preemptions,
         "prefix_cached_tokens": stats.cached_tokens,
@@ -294,7 +341,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=lambda text: [int(word) for word in text.split(",")], default=[64, 256])
     parser.add_argument("--leg-s", type=float, default=14.0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--swap-s", type=float, default=62.0, help="0: no leg with adapter swaps")
+    parser.add_argument("--update", default="adapter", choices=["adapter", "full"], help="what a new version replaces")
+    parser.add_argument("--swap-s", type=float, default=62.0, help="0: no leg with new versions")
     parser.add_argument("--swap-at", type=lambda text: [int(word) for word in text.split(",")], help="of --at-once")
     parser.add_argument("--every-s", type=float, default=30.0)
     parser.add_argument("--rank", type=int, default=32)
@@ -302,11 +350,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--memory-share", type=float, default=0.9)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--gpu", action="store_true", help="--shape tiny on a GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cpu for the shape tiny, else cuda")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as folder:
         found = asyncio.run(measure(asked, Path(folder)))
-    sizes = {name: getattr(asked, name) for name in ("shape", "rank", "prompt_tokens", "max_tokens", "every_s")}
+    sizes = {
+        name: getattr(asked, name) for name in ("shape", "update", "rank", "prompt_tokens", "max_tokens", "every_s")
+    }
     print(json.dumps({"benchmark": "sampler", **found, **sizes, "machine": machine()}))
     sys.exit(0 if found["ok"] else 1)
 

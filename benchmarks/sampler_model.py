@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, their tokenizer and their adapters, for `benchmarks/sampler.py`."""
+"""Models of real shapes with random weights, their tokenizer and adapters, for `benchmarks/sampler.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shape_of(name: str) -> Shape:
 
 
 def write_config(folder: Path, shape: Shape) -> None:
-    """A model folder without weights: vLLM fills them by load_format=dummy."""
+    """A model folder without weights: vLLM fills them by load_format=dummy, or they are put there."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -83,12 +83,10 @@ def make_tokenizer(shape: Shape) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1")
 
 
-def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
-    """An adapter on all linear layers, as peft writes it."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(seed)
+def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear layers of one block."""
     head = shape.hidden // shape.heads
-    sizes = {
+    return {
         "self_attn.q_proj": (shape.hidden, shape.hidden),
         "self_attn.k_proj": (shape.hidden, head * shape.kv_heads),
         "self_attn.v_proj": (shape.hidden, head * shape.kv_heads),
@@ -97,6 +95,31 @@ def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
         "mlp.up_proj": (shape.hidden, shape.inner),
         "mlp.down_proj": (shape.inner, shape.hidden),
     }
+
+
+def write_weights(folder: Path, shape: Shape, seed: int) -> None:
+    """Whole weights in bfloat16, as the learner publishes them. Blocks are alike: it is their size that matters."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+
+    block = {f"{name}.weight": drawn(outputs, inputs) for name, (inputs, outputs) in linear_layers(shape).items()}
+    block |= {f"self_attn.{name}_proj.bias": drawn(block[f"self_attn.{name}_proj.weight"].shape[0]) for name in "qkv"}
+    block |= {f"{name}_layernorm.weight": 1 + drawn(shape.hidden) for name in ("input", "post_attention")}
+    tensors = {f"model.layers.{n}.{name}": value.clone() for n in range(shape.layers) for name, value in block.items()}
+    tensors["model.embed_tokens.weight"] = drawn(shape.vocabulary, shape.hidden)
+    tensors["lm_head.weight"] = drawn(shape.vocabulary, shape.hidden)
+    tensors["model.norm.weight"] = 1 + drawn(shape.hidden)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
+    """An adapter on all linear layers, as peft writes it."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = linear_layers(shape)
     tensors = {}
     for layer in range(shape.layers):
         for name, (inputs, outputs) in sizes.items():
