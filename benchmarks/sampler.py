@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -41,6 +40,7 @@ import msgspec
 from benchmarks.sampler_clients import work
 from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adapter, write_config, write_weights
 from kbrl_async.config import Config, available_cores, cpu_layout, load, prepare
+from kbrl_async.durable import file_sha256
 from kbrl_async.sampling.vllm_engine import VLLMEngine
 from kbrl_async.sampling.vllm_options import VLLMOptions
 from kbrl_async.sampling.vllm_proof import COMPARED
@@ -77,7 +77,7 @@ class Bench:
     def __init__(self, asked: argparse.Namespace, folder: Path, engine: VLLMEngine, shape: Shape) -> None:
         self.asked, self.folder, self.engine, self.shape = asked, folder, engine, shape
         words = [f"log_path={folder / 'runs'}", f"sampler.slots={max(asked.at_once)}", "sampler.engine=vllm"]
-        run = prepare(load(overrides=[*words, f"lora_rank={rank_of(asked)}", f"max_tokens={asked.max_tokens}"]))
+        run = prepare(load(overrides=[*words, f"lora_rank={asked.rank}", f"max_tokens={asked.max_tokens}"]))
         self.run_dir, self.config = run.path, run.config
         self.swaps: list[float] = []
         self.pauses: dict[str, float] = {}
@@ -188,7 +188,7 @@ class Bench:
         while True:
             version = self.engine.policy_version + 1
             begun = time.monotonic()
-            await publish(self.engine, self.run_dir / "policies", self.folder, version, self.asked.base)
+            await publish(self.run_dir / "policies", self.folder, version, self.asked.base)
             while self.engine.policy_version < version:
                 await asyncio.sleep(0.05)
             self.swaps.append(round(time.monotonic() - begun, 2))
@@ -201,12 +201,7 @@ def make_service(run_dir: Path, config: Config) -> Service:
     return Service("sampler", "sampler.1", run_dir, config, addresses(run_dir, config), layout, Quiet())
 
 
-def rank_of(asked: argparse.Namespace) -> int:
-    """Of the adapters; 0 where the weights themselves are replaced."""
-    return int(asked.rank) if asked.update == "adapter" else 0
-
-
-async def publish(engine: VLLMEngine, policies: Path, prepared: Path, version: int, base: str) -> None:
+async def publish(policies: Path, prepared: Path, version: int, base: str) -> None:
     """Two prepared sets of weights take turns; the manifest holds what the engine itself gave for them before."""
     source = prepared / f"weights{version % 2}"
     facts = json.loads((source / "facts.json").read_text())
@@ -249,9 +244,8 @@ async def note_facts(engine: VLLMEngine, folder: Path, rank: int) -> None:
         logprobs = await canary_logprobs(engine, served)
         if rank:
             await engine._remove(served)
-        with (place / FILES[kind]).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        (place / "facts.json").write_text(json.dumps({"kind": kind, "sha256": digest, "logprobs": logprobs}))
+        facts = {"kind": kind, "sha256": file_sha256(place / FILES[kind]), "logprobs": logprobs}
+        (place / "facts.json").write_text(json.dumps(facts))
 
 
 async def canary_logprobs(engine: VLLMEngine, served: Served) -> list[float]:
@@ -272,23 +266,22 @@ async def alternate(legs: dict[str, Callable[[], Awaitable[float]]], rounds: int
 
 async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = shape_of(asked.shape)
-    rank = rank_of(asked)
-    make_weights(folder, shape, rank)
+    make_weights(folder, shape, asked.rank)
     asked.base = str(folder / "base")
     say("weights are made")
     device = asked.device or ("cpu" if asked.shape == "tiny" else "cuda")
     options = VLLMOptions(
         asked.base, device=device, dtype="float32" if device == "cpu" else "bfloat16", slots=max(asked.at_once),
-        max_model_len=shape.context, update=asked.update, lora_rank=rank, load_format="dummy" if rank else "auto",
-        eager=asked.eager, memory_share=asked.memory_share, threads=1,
+        max_model_len=shape.context, update=asked.update, lora_rank=asked.rank, eager=asked.eager,
+        load_format="dummy" if asked.rank else "auto", memory_share=asked.memory_share, threads=1,
     )  # fmt: skip
     begun = time.monotonic()
     engine = await start(options, make_tokenizer(shape))
     start_s = time.monotonic() - begun
     say(f"vLLM has started in {start_s:.0f} s")
     bench = Bench(asked, folder, engine, shape)
-    await note_facts(engine, folder, rank)
-    await publish(engine, bench.run_dir / "policies", folder, 0, asked.base)
+    await note_facts(engine, folder, asked.rank)
+    await publish(bench.run_dir / "policies", folder, 0, asked.base)
     environment = {**os.environ, "KBRL_RUN_DIR": str(bench.run_dir), "HONCHO_PROCESS_NAME": "broker.1"}
     broker = subprocess.Popen([sys.executable, "-m", "services.broker"], env=environment)
     try:
@@ -312,7 +305,7 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name in middle
         if "bare" not in name
     }
-    least = {"service": 0.97, "swap": 0.95} if asked.update == "adapter" else {"service": 0.97, "swap": 0.0}
+    least = {"service": 0.97, "swap": 0.95 if asked.rank else 0.0}
     return {
         "ok": all(ratio >= least[name.split()[0]] for name, ratio in ratios.items()),
         "ratios": ratios,
@@ -345,13 +338,15 @@ def main() -> None:
     parser.add_argument("--swap-s", type=float, default=62.0, help="0: no leg with new versions")
     parser.add_argument("--swap-at", type=lambda text: [int(word) for word in text.split(",")], help="of --at-once")
     parser.add_argument("--every-s", type=float, default=30.0)
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--memory-share", type=float, default=0.9)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cpu for the shape tiny, else cuda")
     asked = parser.parse_args()
+    if asked.update == "full":
+        asked.rank = 0
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as folder:
         found = asyncio.run(measure(asked, Path(folder)))
     sizes = {

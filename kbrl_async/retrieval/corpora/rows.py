@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kbrl_async.durable import file_sha256
 from kbrl_async.errors import MissingTool, UserError
 from kbrl_async.retrieval.entries import Skip
 
@@ -39,8 +40,7 @@ def fingerprint(place: str) -> str:
     path = Path(place)
     if not path.is_file():
         return hashlib.sha256(place.encode()).hexdigest()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(path)
 
 
 def _json_lines(path: Path) -> Iterator[Row | Skip]:
