@@ -207,7 +207,7 @@ def test_patched_comparisons_and_clocks_change_nothing(evaluate: Evaluate) -> No
 
 def test_a_patched_clock_does_not_make_a_sleeper_fast(evaluate: Evaluate) -> None:
     attack = "import time\nsleep = time.sleep\ntime.perf_counter_ns = time.perf_counter = time.monotonic = lambda: 0"
-    timing = evaluate(candidate(top=attack, forward="sleep(0.002)"), timing=True).timing
+    timing = evaluate(candidate(top=attack, forward="sleep(0.02)"), timing=True).timing
     assert timing is not None
     assert timing.speedup < 0.5
     assert not timing.is_faster
