@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.telemetry.archive import Archive, ArchiveWriter, make_row
+from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, make_row
 from protocols.records import (
     BenchReport,
     BuildReport,

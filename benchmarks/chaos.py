@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.chaos.driver import LOAD_PAUSE_S
+from kbrl_async.lab.chaos.driver import LOAD_PAUSE_S
 
 SPARE_MINUTES = 2.0
 """The run goes on for so long after its last fault, and then ends by its time limit."""

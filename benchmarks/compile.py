@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda_candidates import CPP, CUDA, Case
-from kbrl_async.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.building.inline_build import Build
-from kbrl_async.building.inline_flags import chosen
-from kbrl_async.building.inline_recording import read
-from kbrl_async.building.inline_toolchain import toolchain
 from kbrl_async.errors import MissingTool
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.backends.inline.build import Build
+from kbrl_async.kernels.backends.inline.flags import chosen
+from kbrl_async.kernels.backends.inline.recording import read
+from kbrl_async.kernels.backends.inline.toolchain import toolchain
 from protocols.records import Fault
 
 

@@ -15,7 +15,7 @@ import time
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
 from protocols.records import SamplingParams
 
 
@@ -64,9 +64,9 @@ def main() -> None:
     )
 
 
-def decode(model: torch.nn.Module, options: argparse.Namespace, graphs: bool) -> tuple[float, Cohort]:
+def decode(model: torch.nn.Module, options: argparse.Namespace, graphs: bool) -> tuple[float, RunningBatch]:
     """Tokens a second of one batch whose rows end at different times, capturing included."""
-    cohort, rng = Cohort(0, model, frozenset(), CohortStats(), graphs=graphs), random.Random(0)
+    cohort, rng = RunningBatch(0, model, frozenset(), CohortStats(), graphs=graphs), random.Random(0)
     for i in range(options.rows):
         params = SamplingParams(rng.randint(options.tokens // 2, options.tokens))
         cohort.join([Stream(f"r{i}", [rng.randrange(4096) for _ in range(20)], params, random.Random(i))])

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from kbrl_async.building import ArtifactStore, Builder
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import zygote_for
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BenchReport, Candidate, Problem
 
 CANDIDATES = Path(__file__).parent / "gpu_candidates"

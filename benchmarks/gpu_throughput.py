@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.cuda_candidates import CUDA, Case
-from kbrl_async.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import zygote_for
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BuildReport, Candidate, Fault
 
 _SKIPPED = ("full_headers_needed", "cublas")

@@ -48,7 +48,7 @@ Attack = Callable[[random.Random, msg.Task], Iterator[list[bytes]]]
 def serve(options: BrokerOptions) -> None:
     import uvloop
 
-    from kbrl_async.telemetry import logs
+    from kbrl_async.runs.telemetry import logs
     from services.broker.server import Broker
 
     logs.configure("broker", Path(options.run_dir), "info", terminal=False)

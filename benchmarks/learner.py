@@ -37,11 +37,12 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kbrl_async.learning import efficiency, fused
-from kbrl_async.learning.attention import fastest
+from kbrl_async.learning import efficiency
+from kbrl_async.learning.distributed.process_group import ProcessGroup
 from kbrl_async.learning.engines import Fused
-from kbrl_async.learning.models import wrap_lora
-from kbrl_async.learning.team import Team
+from kbrl_async.learning.fused import decoder as fused
+from kbrl_async.learning.fused.attention import fastest
+from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample
 
@@ -183,7 +184,7 @@ def measured_ours(asked: argparse.Namespace, share: bool) -> dict[str, Any]:
         token_budget=asked.microbatch_tokens or asked.length,
         memory_gb=asked.memory_gb if asked.device != "cpu" else 0.0,
     )
-    team = Team(torch.device(asked.device)) if "RANK" in os.environ else None
+    team = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
     trainer = Trainer(model, options, asked.device, team=team)
     if team is not None and team.rank:
         team.follow(trainer)

@@ -30,9 +30,9 @@ import msgspec
 import psutil
 from hostile_mix import PROBLEM, Made, candidates
 
-from kbrl_async.building import ArtifactStore
-from kbrl_async.config import load, prepare
-from kbrl_async.launch import c as launch
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.backends.c import launch
+from kbrl_async.runs.config import load, prepare
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kbrl_async.cli import optimize, optimize_engine
-from kbrl_async.optimizing import evidence
-from kbrl_async.optimizing.targets import Given, Target, read_target
-from kbrl_async.problems import load_suite
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.optimize import evidence
+from kbrl_async.lab.optimize.targets import Given, Target, read_target
 
 OWN = Path(__file__).with_name("user_modules.py")
 MODULES = (

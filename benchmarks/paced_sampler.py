@@ -33,7 +33,7 @@ def paced(tick: Callable[[], None], step_s: float) -> Callable[[], None]:
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
+    from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
     from services.sampler import actor
     from services.sampler.__main__ import main as sample
 

@@ -26,19 +26,20 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from kbrl_async.building import ArtifactStore, Builder
-from kbrl_async.learning.models import load_tokenizer
-from kbrl_async.policy.author import CAREFUL, Author
-from kbrl_async.policy.families.source import render_answer
-from kbrl_async.policy.making import SmallPolicyOptions, ensure_small_policy
-from kbrl_async.policy.specs import SPECS
-from kbrl_async.problems import load_suite
-from kbrl_async.prompts import extract, render_prompt
-from kbrl_async.prompts.examples import render_with_examples
-from kbrl_async.retrieval import Entry, Query, Retriever, Source, build_index
-from kbrl_async.sandbox import Zygote
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.lab.indexing import build_index
+from kbrl_async.lab.small_policy.author import CAREFUL, Author
+from kbrl_async.lab.small_policy.families.source import render_answer
+from kbrl_async.lab.small_policy.making import SmallPolicyOptions, ensure_small_policy
+from kbrl_async.lab.small_policy.specs import SPECS
+from kbrl_async.learning.policies.models import load_tokenizer
+from kbrl_async.rollouts.prompts import extract, render_prompt
+from kbrl_async.rollouts.prompts.examples import render_with_examples
+from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
 from protocols.records import Candidate, Fault, Problem
 
 CONTEXT, ANSWER = 768, 256

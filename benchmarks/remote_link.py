@@ -40,13 +40,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from kbrl_async.config import Config, agreed
+from kbrl_async.kernels.problems.loading import load_suite
 from kbrl_async.keyring import Keyring, client_keys
-from kbrl_async.policy.author import Author, Habits
-from kbrl_async.policy.families.source import render_answer
-from kbrl_async.policy.specs import SPECS
-from kbrl_async.problems.loading import load_suite
-from kbrl_async.prompts import extract
+from kbrl_async.lab.small_policy.author import Author, Habits
+from kbrl_async.lab.small_policy.families.source import render_answer
+from kbrl_async.lab.small_policy.specs import SPECS
+from kbrl_async.rollouts.prompts import extract
+from kbrl_async.runs.config import Config, agreed
 from protocols import messages as msg
 from protocols.auth import Role
 from protocols.limits import LedgerOptions

@@ -29,10 +29,11 @@ import faiss
 import numpy as np
 from retrieval_corpus import kernelbook_lines, mutated, sakana_lines, write_lines
 
-from kbrl_async.retrieval import Query, Retriever, SourceOptions, build_index, open_source
-from kbrl_async.retrieval.code import read
-from kbrl_async.retrieval.embedders import Passage, Vectors
-from kbrl_async.retrieval.store import Store
+from kbrl_async.lab.indexing import build_index
+from kbrl_async.rollouts.retrieval import Query, Retriever, SourceOptions, open_source
+from kbrl_async.rollouts.retrieval.code import read
+from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
+from kbrl_async.rollouts.retrieval.store import Store
 
 WORD = re.compile(r"\w+|[^\w\s]")
 

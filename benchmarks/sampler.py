@@ -39,14 +39,14 @@ import msgspec
 
 from benchmarks.sampler_clients import work
 from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adapter, write_config, write_weights
-from kbrl_async.config import Config, available_cores, cpu_layout, load, prepare
 from kbrl_async.durable import file_sha256
-from kbrl_async.sampling.vllm_engine import VLLMEngine
-from kbrl_async.sampling.vllm_options import VLLMOptions
-from kbrl_async.sampling.vllm_proof import COMPARED
-from kbrl_async.sampling.vllm_reading import rows
-from kbrl_async.sampling.vllm_start import start
-from kbrl_async.sampling.vllm_versions import Served
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, load, prepare
+from kbrl_async.sampling.vllm.engine import VLLMEngine
+from kbrl_async.sampling.vllm.options import VLLMOptions
+from kbrl_async.sampling.vllm.proof import COMPARED
+from kbrl_async.sampling.vllm.reading import rows
+from kbrl_async.sampling.vllm.start import start
+from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
 from protocols.messages import Stage
 from protocols.records import PolicyVersion

@@ -2,7 +2,7 @@
 
 ::
 
-    GroupBook ─ room ─▶ ProducerSession ─▶ Ledger ─▶ WorkerSession ─▶ busy for a heavy-tailed time ─┐
+    RolloutBuffer ─ room ─▶ ProducerSession ─▶ Ledger ─▶ WorkerSession ─▶ busy for a heavy-tailed time ─┐
         ▲                                   ▲  ▲                                                    │
         └── scored, trained ── aggregator ──┘  └──────────────── Result, Beat, Hello ◀──────────────┘
 
@@ -27,8 +27,8 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from kbrl_async.rewards.events import Admitted, BatchMade, Change
-from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import BufferOptions, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger, LedgerOptions
@@ -101,8 +101,8 @@ class Simulation:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.ledger = ledger or Ledger(LedgerOptions(), rng=random.Random(scenario.seed))
-        self.book = GroupBook(
-            BookOptions(scenario.p, scenario.batches, scenario.max_lag, scenario.hold_s, bench_after=1 << 30)
+        self.book = RolloutBuffer(
+            BufferOptions(scenario.p, scenario.batches, scenario.max_lag, scenario.hold_s, bench_after=1 << 30)
         )
         self.now = 0.0
         self.event_ns: dict[str, array[int]] = {}

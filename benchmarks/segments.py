@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.telemetry.archive import Archive, Update
+from kbrl_async.runs.archive.archive import Archive, Update
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("reward_mean", "staleness_mean", "mismatch_kl", "ess", "entropy", "tokens_per_s")

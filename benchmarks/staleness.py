@@ -38,9 +38,9 @@ from benchmarks.staleness_report import (
     stability_table,
     with_figures,
 )
-from kbrl_async import origins
-from kbrl_async.config import Config
-from kbrl_async.config.layout import available_cores
+from kbrl_async.runs import origins
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.config.layout import available_cores
 
 STALENESS = (4, 0, 8, 2, 1)
 NONE, DEFAULT = "none", Config().loss

@@ -30,20 +30,20 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.config import Config, load
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.learning.models import DTYPES, ModelOptions, load_model, load_tokenizer
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import zygote_for
+from kbrl_async.learning.policies.models import DTYPES, ModelOptions, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.prompts import render_prompt
-from kbrl_async.rewards.events import BatchMade
-from kbrl_async.rewards.groups import GroupBook, rollout_ids
-from kbrl_async.rewards.presets import find_preset
-from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.prompts import render_prompt
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers_engine import completion_of
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import zygote_for
+from kbrl_async.sampling.transformers.engine import completion_of
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -224,7 +224,7 @@ class Sampler:
     def write(self, version: int, requests: Sequence[RolloutRequest], seeds: Sequence[str]) -> list[Generation]:
         """One answer to each request, all at once; the random numbers of an answer depend on its seed alone."""
         self._model.load_state_dict(dict(self._versions)[version])
-        cohort = Cohort(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), CohortStats())
+        cohort = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), CohortStats())
         streams = [
             Stream(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
                    random.Random(seed), started_at=time.time())
@@ -250,7 +250,7 @@ class Study:
         self._training = spread(self._plan.training, setting.problems)
         # The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0.
         lag = max(arm.staleness, self._plan.book.max_lag)
-        self._book = GroupBook(msgspec.structs.replace(self._plan.book, filter_zero_variance=False, max_lag=lag))
+        self._book = RolloutBuffer(msgspec.structs.replace(self._plan.book, filter_zero_variance=False, max_lag=lag))
         self._preset = find_preset("stage2", self._config.dataset_builder.reward_weights)
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
         self._sampler = Sampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.staleness_arm import Outcome
-from kbrl_async.reporting import plots
+from kbrl_async.lab.report import plots
 
 BEGIN, END = "<!-- staleness: figures from here -->", "<!-- staleness: to here -->"
 CONFIDENCE = 0.95

@@ -15,7 +15,7 @@ import platform
 
 from kbrl_async.cli.bench_cases import cases
 from kbrl_async.cli.bench_runs import beside
-from kbrl_async.timing.host import hardware_of
+from kbrl_async.kernels.timing.cpu.host import hardware_of
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from kbrl_async.config import Config, to_yaml
+from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Stage
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from kbrl_async import origins
-from kbrl_async.config import load
-from kbrl_async.problems import load_suite
-from kbrl_async.reporting import plots
-from kbrl_async.telemetry.archive import Archive
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.report import plots
+from kbrl_async.runs import origins
+from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.config import load
 
 TURNS = 4
 CORRECT_ONLY = [

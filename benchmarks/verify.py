@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from kbrl_async.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.sandbox import Limits, Zygote
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 PROBLEM = """

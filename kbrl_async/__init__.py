@@ -6,7 +6,7 @@
 import importlib
 from typing import Any
 
-_LAZY = {"verify": "kbrl_async.funnel"}
+_LAZY = {"verify": "kbrl_async.kernels.funnel"}
 
 
 def __getattr__(name: str) -> Any:

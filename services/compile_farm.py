@@ -18,10 +18,10 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
-    from kbrl_async.building import ArtifactStore, Builder, BuildOptions
-    from kbrl_async.config.layout import compile_slots
     from kbrl_async.errors import InfraError
-    from kbrl_async.telemetry.logs import bound
+    from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+    from kbrl_async.runs.config.layout import compile_slots
+    from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import Stage, Task
     from protocols.prefetch import Prefetch
     from protocols.records import BuildReport, Fault, Generation, RolloutRequest

@@ -16,7 +16,7 @@ from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
 
 if TYPE_CHECKING:
-    from kbrl_async.verifying import Bench
+    from kbrl_async.kernels.verify import Bench
     from services.runtime.quiet import Gate
 
 
@@ -32,16 +32,17 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
-    from kbrl_async.building import ArtifactStore, check_processor
     from kbrl_async.errors import InfraError, ProblemError
-    from kbrl_async.funnel import SpotChecks
-    from kbrl_async.funnel.compared import Compared, ticking
-    from kbrl_async.sandbox import Limits
-    from kbrl_async.telemetry.logs import bound
-    from kbrl_async.timing import Recipe, clocks, resolution, roofline
-    from kbrl_async.timing.host import hardware_of
-    from kbrl_async.verifying import Bench, BenchOptions
-    from kbrl_async.verifying.bench import zygote_for
+    from kbrl_async.kernels.backends.building import ArtifactStore, check_processor
+    from kbrl_async.kernels.funnel import SpotChecks
+    from kbrl_async.kernels.funnel.compared import Compared, ticking
+    from kbrl_async.kernels.sandbox import Limits
+    from kbrl_async.kernels.timing import Recipe, resolution, roofline
+    from kbrl_async.kernels.timing.cpu.host import hardware_of
+    from kbrl_async.kernels.timing.cuda import clocks
+    from kbrl_async.kernels.verify import Bench, BenchOptions
+    from kbrl_async.kernels.verify.bench import zygote_for
+    from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import HARDWARE, SHARES, Stage, Task
     from protocols.prefetch import Prefetch
     from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest

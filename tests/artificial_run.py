@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rewards.events import Admitted, BatchMade, BatchTrained, Scored
-from kbrl_async.telemetry import summary, training_metrics
-from kbrl_async.telemetry.archive import FILE, ArchiveWriter, Outcome, Row, Update, make_row
-from kbrl_async.telemetry.funnel import Step
-from kbrl_async.telemetry.tensorboard import Writer
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
+from kbrl_async.runs import summary
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.telemetry import training_metrics
+from kbrl_async.runs.telemetry.tensorboard import Writer
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -32,8 +33,8 @@ from protocols.records import (
     Timing,
     Verdict,
 )  # fmt: skip
-from services.reward_aggregator.campaign import Entry, Evaluated, RolloutEnded
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded
 from tests.records import packed
 
 EPOCH = 1_780_000_000.0

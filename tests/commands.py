@@ -61,7 +61,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl index build GPUMODE/KernelBook archive.parquet my-kernels --output index",
         "kbrl optimize my_module.py --policy https://host/v1 model_name=NAME sampler.api_key_env=MY_KEY …",
     ),
-    "needs a KernelBench checkout or run: tests/unit/funnel/test_runs.py, tests/unit/cli/test_audit.py": (
+    "needs a KernelBench checkout or run: tests/unit/kernels/funnel/test_runs.py, tests/unit/cli/test_audit.py": (
         "kbrl verify --run runs/mine --workers 2",
         "kbrl problems audit ~/KernelBench/KernelBench --level 2 …",
         "python scripts/benchmark_eval_analysis.py …",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kbrl_async.launch import inline
+from kbrl_async.kernels.backends.inline import launch as inline
 
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 

@@ -25,11 +25,11 @@ from kbrl_async.cli import one_kernel
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
-    from kbrl_async.funnel import Result
-    from kbrl_async.funnel.verifier import VerifyOptions
-    from kbrl_async.timing import Recipe
-    from kbrl_async.timing.resolution import Report
-    from kbrl_async.verifying import BenchOptions
+    from kbrl_async.kernels.funnel import Result
+    from kbrl_async.kernels.funnel.verifier import VerifyOptions
+    from kbrl_async.kernels.timing import Recipe
+    from kbrl_async.kernels.timing.resolution import Report
+    from kbrl_async.kernels.verify import BenchOptions
     from protocols.records import Problem, Timing
 
 NAME = "bench"
@@ -97,13 +97,13 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.funnel.reading import guess_backend
-    from kbrl_async.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
-    from kbrl_async.problems import find_problem
-    from kbrl_async.timing import Recipe
-    from kbrl_async.timing.host import hardware_of
-    from kbrl_async.timing.recipe import CAREFUL_PAIRS_A_PLACE
-    from kbrl_async.verifying.baselines import Baselines
+    from kbrl_async.kernels.funnel.reading import guess_backend
+    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
+    from kbrl_async.kernels.problems import find_problem
+    from kbrl_async.kernels.timing import Recipe
+    from kbrl_async.kernels.timing.cpu.host import hardware_of
+    from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
+    from kbrl_async.kernels.verify.baselines import Baselines
 
     text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
     device = choose_device(args.backend or guess_backend(text), args.device)
@@ -137,8 +137,8 @@ def _one(args: argparse.Namespace) -> int:
 
 def _with_flops(timing: Timing, problem: Problem, options: VerifyOptions) -> Timing:
     """The fraction of the roofline by bytes and flops; as it is, by bytes alone, where flops can't be counted."""
-    from kbrl_async.timing.roofline import fraction
-    from kbrl_async.verifying.floor import counted
+    from kbrl_async.kernels.timing.roofline import fraction
+    from kbrl_async.kernels.verify.floor import counted
 
     work = counted(problem)
     peaks = None if options.bench is None else options.bench.peaks
@@ -151,7 +151,7 @@ def _remember(source: str, hardware: str) -> Callable[[str, Timing], None]:
     """Keeps what a baseline took as a prior for later sessions, which measure it anew."""
     import torch
 
-    from kbrl_async.timing import baselines, resolution
+    from kbrl_async.kernels.timing import baselines, resolution
 
     priors = baselines.Priors(resolution.cache_folder() / "baseline-priors.json")
 
@@ -215,9 +215,9 @@ def _cores(args: argparse.Namespace, device: str) -> tuple[int, ...]:
 
 
 def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOptions:
-    from kbrl_async.funnel.verifier import default_bench
-    from kbrl_async.timing import resolution, roofline
-    from kbrl_async.timing.host import hardware_of
+    from kbrl_async.kernels.funnel.verifier import default_bench
+    from kbrl_async.kernels.timing import resolution, roofline
+    from kbrl_async.kernels.timing.cpu.host import hardware_of
 
     folder, hardware = resolution.cache_folder(), hardware_of(device)
     report = resolution.load(folder / resolution.file_name(hardware), hardware)
@@ -233,7 +233,7 @@ def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOpti
 
 def _self_test(args: argparse.Namespace) -> int:
     from kbrl_async.cli import bench_show
-    from kbrl_async.timing import resolution
+    from kbrl_async.kernels.timing import resolution
 
     console = Console(stderr=args.json)
     report = measured_report(args, Console(stderr=True))
@@ -274,9 +274,9 @@ def told(console: Console) -> Iterator[Callable[[str], None]]:
 def measured_report(args: argparse.Namespace, console: Console) -> Report:
     from kbrl_async.cli import bench_cases, bench_runs
     from kbrl_async.cli.bench_trials import Trials
-    from kbrl_async.funnel.verifier import VerifyOptions, choose_device, default_bench, open_bench
-    from kbrl_async.timing import Recipe
-    from kbrl_async.timing.host import hardware_of
+    from kbrl_async.kernels.funnel.verifier import VerifyOptions, choose_device, default_bench, open_bench
+    from kbrl_async.kernels.timing import Recipe
+    from kbrl_async.kernels.timing.cpu.host import hardware_of
 
     device = choose_device("c" if args.device == "auto" else "", args.device)
     # What no sampling removes is what is being measured here: nothing may widen the intervals.

@@ -15,9 +15,9 @@ import torch
 from kbrl_async.cli.bench_cases import SLOWER, Case, slower_candidate, slower_case
 from kbrl_async.cli.bench_trials import Trials
 from kbrl_async.errors import InfraError
-from kbrl_async.timing.methods import Function, methods, ratio
-from kbrl_async.timing.resolution import Report, Row, Trial, clock_range, summarise
-from kbrl_async.verifying import Bench
+from kbrl_async.kernels.timing.methods import Function, methods, ratio
+from kbrl_async.kernels.timing.resolution import Report, Row, Trial, clock_range, summarise
+from kbrl_async.kernels.verify import Bench
 from protocols.records import BenchReport, Candidate, Problem, Timing
 
 Tell = Callable[[str], None]
@@ -139,7 +139,7 @@ def report(
 
 def _truth_row(name: str, found: list[Trial], known: Report) -> Row:
     """Widened as a reward would see it: by the resolution that A/A found at this length."""
-    from kbrl_async.timing import Recipe, share_at
+    from kbrl_async.kernels.timing import Recipe, share_at
 
     ms = statistics.median(trial.ms for trial in found)
     return summarise(name, found, share_at(ms, known.points(), Recipe().placement))

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.reporting.plots import STANDALONE, Line, line_chart
-from kbrl_async.timing.resolution import Report, Row
+from kbrl_async.kernels.timing.resolution import Report, Row
+from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
 
 
 def show(report: Report, console: Console) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.timing.resolution import Trial
+from kbrl_async.kernels.timing.resolution import Trial
 
 Kind = Literal["aa", "ab"]
 

@@ -20,7 +20,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kbrl_async.chaos import (
+from kbrl_async.cli import preflight, settings
+from kbrl_async.cli.status_client import StatusClient, of_run
+from kbrl_async.cli.summary import find
+from kbrl_async.durable import write_atomically
+from kbrl_async.errors import RunError, UserError
+from kbrl_async.lab.chaos import (
     Driver,
     Fault,
     Happened,
@@ -35,15 +40,10 @@ from kbrl_async.chaos import (
     read_plan,
     render,
 )
-from kbrl_async.chaos.faults import LINKED
-from kbrl_async.chaos.processes import census
-from kbrl_async.chaos.report import BROKER_BACK_S, FILE
-from kbrl_async.cli import preflight, settings
-from kbrl_async.cli.status_client import StatusClient, of_run
-from kbrl_async.cli.summary import find
-from kbrl_async.config import BEHIND, LATEST, behind, endpoints, is_finished, load_run, plan, prepare
-from kbrl_async.durable import write_atomically
-from kbrl_async.errors import RunError, UserError
+from kbrl_async.lab.chaos.faults import LINKED
+from kbrl_async.lab.chaos.processes import census
+from kbrl_async.lab.chaos.report import BROKER_BACK_S, FILE
+from kbrl_async.runs.config import BEHIND, LATEST, behind, endpoints, is_finished, load_run, plan, prepare
 from protocols.messages import StatusReport
 
 NAME = "chaos"

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from kbrl_async.cli.summary import find
-from kbrl_async.config import SUMMARY_FILE
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
+from kbrl_async.runs.config import SUMMARY_FILE
 
 NAME = "compare"
 HELP = "put runs side by side"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kbrl_async.reporting import compare_page, comparing
+    from kbrl_async.lab.report import compare_page, comparing
 
     named = comparing.named([find(wanted) for wanted in args.runs])
     ended = {name: path for name, path in named.items() if (path / SUMMARY_FILE).is_file()}

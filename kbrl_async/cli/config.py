@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kbrl_async.config import reference
-from kbrl_async.telemetry import reference as metrics
+from kbrl_async.runs.config import reference
+from kbrl_async.runs.telemetry import reference as metrics
 
 NAME = "config"
 HELP = "print every setting with its default and meaning"

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from kbrl_async.cli import preflight, settings
 from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
-from kbrl_async.config import (
+from kbrl_async.errors import UserError
+from kbrl_async.runs.config import (
     CONFIG_FILE,
     KEYS,
     Config,
@@ -33,10 +34,9 @@ from kbrl_async.config import (
     prepare,
     process_counts,
 )
-from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
-    from kbrl_async.evaluating.targets import Target
+    from kbrl_async.evaluation.targets import Target
 
 NAME = "eval"
 HELP = "what a policy is worth: pass@k, fast_p and speedups of n verified answers a problem"
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kbrl_async.evaluating import policy_file, publishing
+    from kbrl_async.evaluation import policy_file, publishing
 
     target, config = resolve(args)
     todo = plan(config)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
     """What is evaluated, and the configuration of its evaluation: that of its run, unless something else was said."""
-    from kbrl_async.evaluating import targets
+    from kbrl_async.evaluation import targets
 
     what, overrides = _words(args.overrides)
     env = environment(os.environ)
@@ -169,7 +169,7 @@ def check(todo: Plan) -> None:
 
     :raises KbrlError: the first thing that is wrong.
     """
-    from kbrl_async.evaluating.selecting import select
+    from kbrl_async.evaluation.selecting import select
 
     preflight.check_cores(todo.config)
     select(todo.config)
@@ -197,8 +197,8 @@ def conclude(run_dir: Path, ended: Ended, args: argparse.Namespace) -> int:
 
 def show(run_dir: Path, console: Console | None = None) -> None:
     """Print the tables of a finished evaluation."""
-    from kbrl_async.evaluating import document
-    from kbrl_async.evaluating.show import render
+    from kbrl_async.evaluation import document
+    from kbrl_async.evaluation.show import render
 
     (console or Console()).print(render(document.read(run_dir / document.FILE)))
 

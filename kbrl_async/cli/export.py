@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kbrl_async.learning.exporting import export
+    from kbrl_async.learning.policies.exporting import export
 
     policy = source(args.source, args.version)
     made = export(policy, args.target, merge=args.merge, dtype=args.dtype, role=args.role)
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 def source(wanted: str, version: int | None = None) -> Path:
     """The folder of a policy: itself, or one of a run."""
-    from kbrl_async.learning import versions
+    from kbrl_async.learning.policies import versions
 
     if (Path(wanted) / versions.MANIFEST).is_file():
         if version is not None:

@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kbrl_async.errors import UserError
-from kbrl_async.launch.backends import GPU_ONLY
-from kbrl_async.problems import load_file, load_problems
+from kbrl_async.kernels.backends.launch.devices import GPU_ONLY
+from kbrl_async.kernels.problems import load_file, load_problems
 
 if TYPE_CHECKING:
-    from kbrl_async.retrieval import Manifest, Retrieved
+    from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
 NAME = "index"
 HELP = "build or query an index of worked examples (prompt_option=raicl)"
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from kbrl_async.retrieval import BuildOptions, SourceOptions, build_index, open_source
+    from kbrl_async.lab.indexing import BuildOptions, build_index
+    from kbrl_async.rollouts.retrieval import SourceOptions, open_source
 
     chosen = next((backends for name, backends in BACKENDS.items() if getattr(args, name)), frozenset[str]())
     wanted = SourceOptions(chosen, _levels(args.sakana_levels), args.include_incorrect)
@@ -137,7 +138,7 @@ def _report(console: Console, manifest: Manifest, output: Path) -> None:
 
 
 def _query(args: argparse.Namespace) -> int:
-    from kbrl_async.retrieval import Query, Retriever
+    from kbrl_async.rollouts.retrieval import Query, Retriever
 
     problem = load_file(args.file)
     heldout = [(p.problem_id, p.source) for p in load_problems(args.problems) if p.split == "heldout"]

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from kbrl_async.cli.inspect_show import show
 from kbrl_async.cli.summary import find
-from kbrl_async.config import LATEST, Config, load_run
 from kbrl_async.errors import UserError
-from kbrl_async.rewards.curriculum import STAGES
-from kbrl_async.rewards.parts import PART_NAMES, parts_of
-from kbrl_async.rewards.presets import Preset, find_preset, reward_of
-from kbrl_async.telemetry.archive import FILE, Archive, GroupEnd, Row
+from kbrl_async.rollouts.curriculum import STAGES
+from kbrl_async.rollouts.rewards.parts import PART_NAMES, parts_of
+from kbrl_async.rollouts.rewards.presets import Preset, find_preset, reward_of
+from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
+from kbrl_async.runs.config import LATEST, Config, load_run
 from protocols.records import BenchReport, BuildReport, Frame, Generation, RolloutRequest
 
 NAME = "inspect"

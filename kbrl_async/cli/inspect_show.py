@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from kbrl_async.telemetry.archive import Row
+from kbrl_async.runs.archive.archive import Row
 from protocols.records import BenchReport, BuildReport, StageReport, Timing, Verdict
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.cli.summary import find
-from kbrl_async.config import LATEST, is_finished
 from kbrl_async.errors import UserError
-from kbrl_async.telemetry.log_reading import (
+from kbrl_async.runs.config import LATEST, is_finished
+from kbrl_async.runs.telemetry.log_reading import (
     LEVELS,
     Broken,
     Filter,
@@ -26,7 +26,7 @@ from kbrl_async.telemetry.log_reading import (
     printable,
     whole_size,
 )
-from kbrl_async.telemetry.logs import wants_colour
+from kbrl_async.runs.telemetry.logs import wants_colour
 
 NAME = "logs"
 HELP = "show the logs of all processes of a run by time"

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from kbrl_async.config import Config, available_cores, cpu_layout, sampler_threads
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, sampler_threads
 
 if TYPE_CHECKING:
     from kbrl_async.cli.optimize_engine import Opened
-    from kbrl_async.evaluating.targets import Target as Policy
-    from kbrl_async.funnel import Verifier
-    from kbrl_async.optimizing import Search, Target
-    from kbrl_async.optimizing.driver import Driver
-    from kbrl_async.optimizing.proving import Proof
+    from kbrl_async.evaluation.targets import Target as Policy
+    from kbrl_async.kernels.funnel import Verifier
+    from kbrl_async.lab.optimize import Search, Target
+    from kbrl_async.lab.optimize.driver import Driver
+    from kbrl_async.lab.optimize.proving import Proof
 
 NAME = "optimize"
 HELP = "the fastest proven kernel for a module of your own, as a file to import"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kbrl_async.cli import optimize_engine
-    from kbrl_async.optimizing.targets import Given, read_target
+    from kbrl_async.lab.optimize.targets import Given, read_target
 
     if args.seconds <= 0 or args.turns < 1:
         raise UserError("--seconds must be above 0 and --turns at least 1", "See 'kbrl optimize --help'")
@@ -171,8 +171,8 @@ async def optimise(
     console: Console,
 ) -> Outcome:
     """Searches, then proves the best few from disk; `output` is written where one holds."""
-    from kbrl_async.optimizing import proving
-    from kbrl_async.optimizing.evidence import Facts
+    from kbrl_async.lab.optimize import proving
+    from kbrl_async.lab.optimize.evidence import Facts
 
     began = time.monotonic()
     driver, shown = _driver(wanted, config, target, opened, verifiers.quick)
@@ -207,8 +207,8 @@ class Verifiers(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def open_verifiers(config: Config) -> Iterator[Verifiers]:
-    from kbrl_async.funnel import Verifier, VerifyOptions
-    from kbrl_async.optimizing.proving import careful_options
+    from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+    from kbrl_async.lab.optimize.proving import careful_options
 
     options = VerifyOptions(cores=tuple(cpu_layout(config, available_cores()).bench))
     with Verifier(None, options) as quick, Verifier(None, careful_options(options)) as careful:
@@ -219,9 +219,9 @@ def _driver(
     wanted: Wanted, config: Config, target: Target, opened: Opened, verifier: Verifier
 ) -> tuple[Driver, tuple[str, ...]]:
     from kbrl_async.cli import optimize_engine
-    from kbrl_async.optimizing import Budget, Search, SearchOptions
-    from kbrl_async.optimizing.driver import DriveOptions, Driver
-    from kbrl_async.optimizing.prompting import PromptMaker
+    from kbrl_async.lab.optimize import Budget, Search, SearchOptions
+    from kbrl_async.lab.optimize.driver import DriveOptions, Driver
+    from kbrl_async.lab.optimize.prompting import PromptMaker
     from protocols.records import SamplingParams
 
     hits = []
@@ -242,8 +242,8 @@ def _driver(
 def _seeds(wanted: Wanted, config: Config, target: Target) -> Iterator[tuple[str, str]]:
     """Candidates that are there before the policy is asked: written by rule, or won by a run for a similar module."""
     from kbrl_async.cli import optimize_engine
-    from kbrl_async.optimizing.following import Unfollowed
-    from kbrl_async.optimizing.transcribing import transcriptions
+    from kbrl_async.lab.optimize.following import Unfollowed
+    from kbrl_async.lab.optimize.transcribing import transcriptions
 
     if wanted.transcribe and config.backend == "c":
         with contextlib.suppress(Unfollowed):
@@ -284,7 +284,7 @@ def interruptible(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
 
 
 def _finalists(search: Search, allow_slower: bool) -> list[Any]:
-    from kbrl_async.optimizing.proving import FINALISTS
+    from kbrl_async.lab.optimize.proving import FINALISTS
 
     proven = search.tree.proven()
     # the brief timing may miss what a longer one shows: those whose interval reaches above 1 are examined too
@@ -299,7 +299,7 @@ def _evidence_paths(output: Path, proof: Proof | None) -> tuple[Path, Path]:
 
 
 def _write_evidence(output: Path, target: Target, done: Outcome) -> dict[str, Any]:
-    from kbrl_async.optimizing import evidence
+    from kbrl_async.lab.optimize import evidence
 
     parts = (target, done.search, done.facts, done.proof, done.finals)
     document = evidence.document(*parts)
@@ -310,6 +310,6 @@ def _write_evidence(output: Path, target: Target, done: Outcome) -> dict[str, An
 
 
 def _version() -> str:
-    from kbrl_async.optimizing.evidence import versions
+    from kbrl_async.lab.optimize.evidence import versions
 
     return versions()["kbrl-async"]

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.config import CONFIG_FILE, Config, environment, load
 from kbrl_async.errors import UserError
-from kbrl_async.evaluating import publishing, targets
-from kbrl_async.learning import versions
-from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
-from kbrl_async.problems import load_problems
-from kbrl_async.retrieval import BuildOptions, Entry, Hit, Query, Retriever, SourceOptions, build_index, open_source
-from kbrl_async.retrieval.code.operations import operations
-from kbrl_async.retrieval.code.scope import Scope
-from kbrl_async.retrieval.corpora import folders
-from kbrl_async.retrieval.store import MANIFEST
+from kbrl_async.evaluation import publishing, targets
+from kbrl_async.kernels.problems import load_problems
+from kbrl_async.lab.indexing import BuildOptions, build_index
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
+from kbrl_async.rollouts.retrieval.code.operations import operations
+from kbrl_async.rollouts.retrieval.code.scope import Scope
+from kbrl_async.rollouts.retrieval.corpora import folders
+from kbrl_async.rollouts.retrieval.store import MANIFEST
+from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
 from kbrl_async.sampling.engine import Engine
 from protocols.records import Problem
 
@@ -77,7 +78,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         async with _endpoint(config) as opened:
             yield opened
         return
-    from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
+    from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 
     with tempfile.TemporaryDirectory(prefix="kbrl-optimize-") as folder:
         publishing.publish(policy, Path(folder), config, told)
@@ -104,8 +105,8 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
 
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config) -> AsyncIterator[Opened]:
-    from kbrl_async.sampling.openai_engine import OpenAIEngine
-    from kbrl_async.sampling.openai_options import options_of
+    from kbrl_async.sampling.openai.engine import OpenAIEngine
+    from kbrl_async.sampling.openai.options import options_of
 
     engine = OpenAIEngine(options_of(config.sampler, config.model_name))
     try:

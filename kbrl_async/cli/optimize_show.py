@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kbrl_async.optimizing import evidence
-from kbrl_async.optimizing.proving import Final, Proof
-from kbrl_async.optimizing.search import Search
-from kbrl_async.optimizing.targets import Target
+from kbrl_async.lab.optimize import evidence
+from kbrl_async.lab.optimize.proving import Final, Proof
+from kbrl_async.lab.optimize.search import Search
+from kbrl_async.lab.optimize.targets import Target
 
 
 def live(console: Console) -> tuple[Progress, TaskID]:

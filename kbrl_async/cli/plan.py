@@ -11,13 +11,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async import planning
 from kbrl_async.cli import summary
-from kbrl_async.config import LATEST, Config, load_run
 from kbrl_async.errors import UserError
-from kbrl_async.planning import Observation, Plan, Window
-from kbrl_async.planning.capacity import TARGET
-from kbrl_async.telemetry.system_metrics import SystemSample, Tail
+from kbrl_async.lab import plan as planning
+from kbrl_async.lab.plan import Observation, Plan, Window
+from kbrl_async.lab.plan.capacity import TARGET
+from kbrl_async.runs.config import LATEST, Config, load_run
+from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
 NAME = "plan"
 HELP = "how many processes a throughput needs, from a run's measured stage times"

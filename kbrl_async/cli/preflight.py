@@ -11,14 +11,14 @@ from pathlib import Path
 
 import zmq
 
-from kbrl_async.config import Config, Plan, available_cores, bound, cpu_layout, endpoints, placement
-from kbrl_async.config.rundir import refused
-from kbrl_async.demonstrations import archives
-from kbrl_async.demonstrations.reading import files_of
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool
+from kbrl_async.kernels.problems import load_problems
 from kbrl_async.keyring import Keyring
-from kbrl_async.problems import load_problems
-from kbrl_async.sampling.vllm_options import check_installed
+from kbrl_async.runs.config import Config, Plan, available_cores, bound, cpu_layout, endpoints, placement
+from kbrl_async.runs.demonstrations import archives
+from kbrl_async.runs.demonstrations.reading import files_of
+from kbrl_async.runs.folder import refused
+from kbrl_async.sampling.vllm.options import check_installed
 from protocols.sockets import AddressError, BoundRouter
 
 SPARE_BYTES = 2**30

@@ -13,9 +13,9 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from kbrl_async.errors import UserError
-from kbrl_async.problems import audit_file, load_problems
-from kbrl_async.problems.audit_file import Audit, ProblemAudit
-from kbrl_async.problems.finding import choose
+from kbrl_async.kernels.problems import audit_file, load_problems
+from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
+from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
 NAME = "problems"
@@ -64,7 +64,7 @@ def _list(args: argparse.Namespace, source: str) -> int:
 
 
 def _audit(args: argparse.Namespace, source: str) -> int:
-    from kbrl_async.auditing import Limits, audit_problems
+    from kbrl_async.kernels.audit import Limits, audit_problems
 
     shapes = args.shapes or ("gpu" if args.device == "cuda" else "cpu")
     problems = _chosen(load_problems(source, levels=args.level, shapes=shapes), args.ids)

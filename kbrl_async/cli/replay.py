@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from kbrl_async.cli.summary import find
-from kbrl_async.config import LATEST
 from kbrl_async.errors import UserError
+from kbrl_async.runs.config import LATEST
 
 NAME = "replay"
 HELP = "make a run's decisions and updates again and compare, or take one batch through the loss again"

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from kbrl_async.cli.summary import find
-from kbrl_async.config import LATEST
 from kbrl_async.durable import write_atomically
+from kbrl_async.runs.config import LATEST
 
 NAME = "report"
 HELP = "write a run as one self-contained HTML page"
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kbrl_async.reporting import read_run, report_page
+    from kbrl_async.lab.report import read_run, report_page
 
     path = find(args.run_folder)
     output = args.output or path / FILE

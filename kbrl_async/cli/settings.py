@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kbrl_async.config import SCALABLE, Config, environment
-from kbrl_async.config.loading import gather
-from kbrl_async.config.loading import resolve as resolved
-from kbrl_async.config.sources import Setting
 from kbrl_async.errors import ConfigError
+from kbrl_async.runs.config import SCALABLE, Config, environment
+from kbrl_async.runs.config.loading import gather
+from kbrl_async.runs.config.loading import resolve as resolved
+from kbrl_async.runs.config.sources import Setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

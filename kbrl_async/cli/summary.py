@@ -10,9 +10,9 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.config import LATEST, SUMMARY_FILE, environment, load
 from kbrl_async.errors import UserError
-from kbrl_async.telemetry import summary
+from kbrl_async.runs import summary
+from kbrl_async.runs.config import LATEST, SUMMARY_FILE, environment, load
 
 NAME = "summary"
 HELP = "print the result of a run"

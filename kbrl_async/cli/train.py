@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kbrl_async.cli import preflight, settings, summary
 from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
-from kbrl_async.config import (
+from kbrl_async.errors import UserError
+from kbrl_async.runs.config import (
     Plan,
     available_cores,
     config_hash,
@@ -22,7 +23,6 @@ from kbrl_async.config import (
     process_counts,
     to_yaml,
 )
-from kbrl_async.errors import UserError
 
 NAME = "train"
 HELP = "train a policy; continues the run of that name if it has not ended"

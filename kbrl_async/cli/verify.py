@@ -24,8 +24,8 @@ from kbrl_async.cli.one_kernel import OUR_FAULT
 from kbrl_async.errors import KbrlError, UserError
 
 if TYPE_CHECKING:
-    from kbrl_async.funnel import Result
-    from kbrl_async.funnel.runs import Written
+    from kbrl_async.kernels.funnel import Result
+    from kbrl_async.kernels.kernelbench.runs import Written
 
 NAME = "verify"
 HELP = "build, check and time one candidate, or all of a KernelBench run folder"
@@ -76,7 +76,7 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.funnel import verify
+    from kbrl_async.kernels.funnel import verify
 
     candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
     console = Console(stderr=True)
@@ -118,8 +118,8 @@ def show(result: Result, console: Console | None = None) -> None:
 
 
 def _run_folder(args: argparse.Namespace) -> int:
-    from kbrl_async.funnel.kernelbench import problems_root
-    from kbrl_async.funnel.runs import RunFolder, RunOptions
+    from kbrl_async.kernels.kernelbench.formats import problems_root
+    from kbrl_async.kernels.kernelbench.runs import RunFolder, RunOptions
 
     options = RunOptions(
         args.backend, args.device, args.timing, args.sanitize, args.workers, args.overwrite, precision=args.precision

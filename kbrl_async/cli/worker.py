@@ -27,14 +27,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from kbrl_async.cli import asking, settings
-from kbrl_async.config import Config, to_yaml
-from kbrl_async.config.agreed import follow, heard
-from kbrl_async.config.loading import CONFIG_FILE
-from kbrl_async.config.loading import resolve as resolved
-from kbrl_async.config.rundir import FOLDERS, writing
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.keyring import client_keys, peer_of
+from kbrl_async.runs.config import Config, to_yaml
+from kbrl_async.runs.config.agreed import follow, heard
+from kbrl_async.runs.config.loading import CONFIG_FILE
+from kbrl_async.runs.config.loading import resolve as resolved
+from kbrl_async.runs.folder import FOLDERS, writing
 from protocols.auth import Role
 from protocols.sockets import needs_keys
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning import memory
-from kbrl_async.learning.adapters import active, adapter_names, adapter_of
-from kbrl_async.learning.flat import Bundle, FlatBatch, bundle
-from kbrl_async.learning.fused import FusedDecoder, why_not
+from kbrl_async.learning.distributed.sharding import ShardedModel
+from kbrl_async.learning.fused import memory
+from kbrl_async.learning.fused.decoder import FusedDecoder, why_not
+from kbrl_async.learning.fused.flat import Bundle, FlatBatch, bundle
 from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
-from kbrl_async.learning.models import causal_lm
 from kbrl_async.learning.packing import Microbatch, pack
-from kbrl_async.learning.sharding import Spread
+from kbrl_async.learning.policies.adapters import active, adapter_names, adapter_of
+from kbrl_async.learning.policies.models import causal_lm
 from protocols.records import TrainSample
 
 KINDS = ("auto", "plain", "fused")
@@ -73,7 +73,7 @@ class Plain:
     name = "plain"
 
     def __init__(
-        self, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: Spread | None = None
+        self, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: ShardedModel | None = None
     ) -> None:
         self._model, self._options, self._device, self._spread = model, options, device, spread
         self._adapters = adapter_names(model)
@@ -229,7 +229,7 @@ def _room(model: torch.nn.Module, options: EngineOptions, device: torch.device) 
 
 
 def open_engine(
-    kind: str, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: Spread | None = None
+    kind: str, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: ShardedModel | None = None
 ) -> Engine:
     """`auto` is fused on a GPU where the model allows it, else plain."""
     if kind not in KINDS:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kbrl_async.learning.elementwise import softmax_scores
+from kbrl_async.learning.fused.elementwise import softmax_scores
 from kbrl_async.learning.packing import Microbatch
 
 CHUNK_ELEMENTS = 1 << 24

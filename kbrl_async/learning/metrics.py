@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from kbrl_async.learning.corrections import safe_ratio
+from kbrl_async.learning.distributed.process_group import ProcessGroup
 from kbrl_async.learning.losses import Diagnostics, Tokens
-from kbrl_async.learning.team import Team
 from protocols.records import TrainSample
 
 _SHARES = {"dropped": "dropped_share", "masked": "masked_share", "kl_reference": "kl_reference"}
@@ -49,7 +49,7 @@ class StepLog:
             self._diagnostics.setdefault(name, []).append(value_T.detach().float())
         self._inputs += inputs
 
-    def merge(self, team: Team) -> None:
+    def merge(self, team: ProcessGroup) -> None:
         """Puts the other ranks' tokens of this minibatch beside this one's."""
         series: list[list[torch.Tensor]] = [self._log_ratios, self._entropies]
         series += [self._diagnostics[name] for name in sorted(self._diagnostics)]

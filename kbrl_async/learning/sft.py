@@ -17,9 +17,9 @@ import torch
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.logprobs import batch_logprobs
-from kbrl_async.learning.models import causal_lm
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
 from kbrl_async.learning.packing import pack
+from kbrl_async.learning.policies.models import causal_lm
 
 
 class Example(NamedTuple):

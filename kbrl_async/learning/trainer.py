@@ -26,15 +26,15 @@ import torch
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning.corrections import CorrectionOptions
+from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed.sharding import ShardedModel
 from kbrl_async.learning.engines import Engine, EngineOptions, Plain, Scored, open_engine
-from kbrl_async.learning.flat import to_device
+from kbrl_async.learning.fused.flat import to_device
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, token_weights
-from kbrl_async.learning.models import causal_lm
 from kbrl_async.learning.objective import Objective
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
-from kbrl_async.learning.sharding import Spread
-from kbrl_async.learning.team import Team
+from kbrl_async.learning.policies.models import causal_lm
 from kbrl_async.learning.token_classes import flat_advantages
 from protocols.records import TrainGroup, TrainSample
 
@@ -96,7 +96,7 @@ class Trainer:
         device: str | torch.device = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         reference: torch.nn.Module | None = None,
-        team: Team | None = None,
+        team: ProcessGroup | None = None,
         shard: bool = False,
     ) -> None:
         """`shard`: the team's ranks hold a share of the weights each, instead of all of them."""
@@ -105,7 +105,7 @@ class Trainer:
         self.model = model
         self.options = options
         self.device = torch.device(device)
-        self._spread = Spread(model, team) if shard and team is not None else None
+        self._spread = ShardedModel(model, team) if shard and team is not None else None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
         self.optimizer = make_adamw(

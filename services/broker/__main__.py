@@ -13,7 +13,7 @@ async def main(stop: asyncio.Event) -> None:
 
     from msgspec.structs import replace
 
-    from kbrl_async.config import agreed, bound
+    from kbrl_async.runs.config import agreed, bound
     from protocols.checking import CheckOptions
     from protocols.limits import LedgerOptions
     from services.broker.descriptors import raise_descriptor_limit

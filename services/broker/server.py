@@ -34,7 +34,7 @@ from protocols.messages import Load, StatusReport
 from protocols.opinions import agreeing, timings
 from protocols.second_opinions import CHECKED
 from protocols.sockets import VIEWERS_DOMAIN, ZAP_DOMAIN, AddressError, BoundRouter, Socket
-from services.broker.depot import Depot
+from services.broker.artifact_exchange import ArtifactExchange
 from services.broker.gate import Gate
 from services.broker.journal import Journal
 from services.broker.metrics import MetricsFile
@@ -56,7 +56,7 @@ class Broker:
         self._events: list[ev.Event] = [ev.Tick()]
         self.malformed = 0
         """Messages that were none and have been dropped."""
-        self._depot: Depot | None = None
+        self._depot: ArtifactExchange | None = None
         self._opinions: dict[str, list[list[bytes]]] = {}
         self._drift = Drift()
         """Of tasks whose result is checked by another farm or bench. A restart forgets them: they are done again."""
@@ -241,7 +241,7 @@ class Broker:
     def _transfer(self, owner: str, message: msg.Want | msg.Offer, payload: list[bytes]) -> list[bytes]:
         """A piece of an artifact, from or for a host that shares no disk."""
         if self._depot is None:
-            self._depot = Depot(self.options.artifacts, self.options.store_max_bytes, self._clock)
+            self._depot = ArtifactExchange(self.options.artifacts, self.options.store_max_bytes, self._clock)
         if isinstance(message, msg.Want):
             return framing.encode(*self._depot.want(message))
         return framing.encode(self._depot.offer(owner, message, payload))

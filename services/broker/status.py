@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 import zmq
 
-from kbrl_async.telemetry import live
+from kbrl_async.runs.telemetry import live
 from protocols import events as ev
 from protocols import framing
 from protocols import messages as msg

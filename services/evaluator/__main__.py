@@ -16,8 +16,8 @@ SLOTS = 128
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.evaluating.policy_file import read_policy
-    from kbrl_async.evaluating.selecting import select
+    from kbrl_async.evaluation.policy_file import read_policy
+    from kbrl_async.evaluation.selecting import select
     from protocols.messages import Stage
     from services.evaluator.actor import Evaluator
     from services.evaluator.course import Course, Entry

@@ -19,18 +19,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.funnel.records import result_of
-from kbrl_async.launch.backends import ON_GPU
-from kbrl_async.rewards.presets import find_preset
-from kbrl_async.rewards.turns import split_turn_id, turn_id
-from kbrl_async.telemetry.logs import bound
+from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.funnel.records import result_of
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.turns import split_turn_id, turn_id
+from kbrl_async.runs.telemetry.logs import bound
 from protocols.messages import Stage, Status, Task
 from protocols.records import Fault, Frame, Generation, Problem, Purpose, SamplingParams
 from services.evaluator.course import Begun, Course, Ended, Entry, Expired, Tried
 from services.rollouts.archiving import TurnArchive
-from services.rollouts.conduct import Conductor
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
+from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored, decode, lost_reason
 from services.runtime.producer import Producer
 from services.runtime.service import Service
@@ -65,7 +65,7 @@ class Evaluator:
         named = LAST_STAGE if builder.reward_preset == "auto" else builder.reward_preset
         self._preset = find_preset(named, builder.reward_weights)
         sampling = SamplingParams(config.max_tokens, config.temperature if wanted is None else wanted)
-        self._conductor = Conductor(config, course.dialogues, prompts, sampling)
+        self._conductor = RolloutManager(config, course.dialogues, prompts, sampling)
         self._started = clock() - course.clock
         self._wake = asyncio.Event()
         self._submissions = Submissions(self._wake)

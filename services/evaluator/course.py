@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.evaluating.metrics import EAGER, Sample
-from kbrl_async.funnel.kernelbench import Outcome
-from kbrl_async.funnel.result import Result, early
-from kbrl_async.problems.finding import number
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.evaluation.metrics import EAGER, Sample
+from kbrl_async.kernels.funnel.result import Result, early
+from kbrl_async.kernels.kernelbench.formats import Outcome
+from kbrl_async.kernels.problems.finding import number
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Fault, Problem
-from services.rollouts.dialogues import Dialogues, TurnTaken, best_turn
+from services.rollouts.trajectories import Trajectories, TurnTaken, best_turn
 
 PREFIX = "eval"
 
@@ -77,7 +77,7 @@ class Course:
     def __init__(self, problems: Sequence[Problem], samples: int, in_flight: int, deadline_s: float) -> None:
         self.problems: dict[str, Problem] = {problem.problem_id: problem for problem in problems}
         self.samples, self.in_flight, self.deadline_s = samples, max(in_flight, samples), deadline_s
-        self.dialogues = Dialogues()
+        self.dialogues = Trajectories()
         self.kept: dict[str, Kept] = {}
         self.lost: dict[str, str] = {}
         self.clock = 0.0

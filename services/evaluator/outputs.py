@@ -10,15 +10,13 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.config import Config, config_hash
-from kbrl_async.config.rundir import SUMMARY_FILE
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError
-from kbrl_async.evaluating import document, show
-from kbrl_async.evaluating.document import Document
-from kbrl_async.evaluating.metrics import values_k
-from kbrl_async.funnel import analysis
-from kbrl_async.funnel.kernelbench_files import (
+from kbrl_async.evaluation import document, show
+from kbrl_async.evaluation.document import Document
+from kbrl_async.evaluation.metrics import values_k
+from kbrl_async.kernels.kernelbench import analysis
+from kbrl_async.kernels.kernelbench.files import (
     BASELINE_FILE,
     Baselines,
     Written,
@@ -28,6 +26,8 @@ from kbrl_async.funnel.kernelbench_files import (
     write_baselines,
     write_run_folders,
 )
+from kbrl_async.runs.config import Config, config_hash
+from kbrl_async.runs.folder import SUMMARY_FILE
 from protocols.records import Problem
 from services.evaluator.course import Course
 

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import torch
 
-from kbrl_async import origins
-from kbrl_async.config import Config, learner_threads
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
-from kbrl_async.learning import checkpoints, efficiency, kept, versions
+from kbrl_async.learning import checkpoints, efficiency, kept
+from kbrl_async.learning.distributed.process_group import ProcessGroup
 from kbrl_async.learning.losses import LossOptions
-from kbrl_async.learning.models import ModelOptions, causal_lm, load_model, load_tokenizer
-from kbrl_async.learning.remote import RemotePolicies, open_remote
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import ModelOptions, causal_lm, load_model, load_tokenizer
+from kbrl_async.learning.policies.remote import RemotePolicies, open_remote
+from kbrl_async.learning.replay_log import ReplayLog
 from kbrl_async.learning.sft import without_behaviour
-from kbrl_async.learning.tail import Tail
-from kbrl_async.learning.team import Team
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from kbrl_async.telemetry.live import LEARNER_FACTS
+from kbrl_async.runs import origins
+from kbrl_async.runs.config import Config, learner_threads
+from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import CORRECTOR, VERIFIER, TrainBatch, TrainGroup, UpdateReport
 from services.learner import ranks
 from services.runtime.service import Service
@@ -48,7 +49,7 @@ class Learning:
         self._texts = texts
         self._progress = checkpoints.Progress()
         self._remote = open_remote(service.config.policy_url)
-        self._tail = Tail(self._checkpoints)
+        self._tail = ReplayLog(self._checkpoints)
         self._trained_again = 0
 
     @classmethod
@@ -213,7 +214,7 @@ class Learning:
             self._service.log.error("policy not uploaded", policy_version=self.version, reason=str(error))
 
 
-def make_trainer(config: Config, base: Path | str, device: str, team: Team | None = None) -> Trainer:
+def make_trainer(config: Config, base: Path | str, device: str, team: ProcessGroup | None = None) -> Trainer:
     """The trainer before its first batch: a function of the base model, the configuration and its seed."""
     torch.manual_seed(config.seed)
     computed = trainer_options(config, device)

@@ -29,7 +29,7 @@ from services.runtime.nanny import CHILD_MARK
 if TYPE_CHECKING:
     import torch
 
-    from kbrl_async.learning.team import Team
+    from kbrl_async.learning.distributed.process_group import ProcessGroup
 
 LOOK_S = 0.5
 END_S = 3.0
@@ -103,13 +103,13 @@ def end(ranks: list[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def join(device: str) -> Team | None:
+def join(device: str) -> ProcessGroup | None:
     """The team that the environment names, on this rank's device; None for a process that is alone."""
     if "RANK" not in os.environ:
         return None
-    from kbrl_async.learning.team import Team
+    from kbrl_async.learning.distributed.process_group import ProcessGroup
 
-    return Team(place(device))
+    return ProcessGroup(place(device))
 
 
 def place(device: str) -> torch.device:
@@ -144,7 +144,7 @@ def _follow() -> None:
     check_launcher(service.config.learner.processes)
     import torch
 
-    from kbrl_async.config import learner_threads
+    from kbrl_async.runs.config import learner_threads
     from services.learner.actor import make_trainer
 
     service.pin(service.layout.learner)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.config import load_run
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import kept
-from kbrl_async.telemetry.archive import FILE, Archive, Row
+from kbrl_async.runs.archive.archive import FILE, Archive, Row
+from kbrl_async.runs.config import load_run
 from protocols.records import Generation, RolloutRequest, TrainBatch, TrainGroup, TrainSample
 from services.replay.updates import again, trainer_at
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from kbrl_async.rewards.events import (
+from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
     BatchMade,
@@ -28,18 +28,18 @@ from kbrl_async.rewards.events import (
     Lost,
     Swept,
 )
-from kbrl_async.rewards.events import Scored as BookScored
-from kbrl_async.rewards.presets import Preset
-from kbrl_async.rewards.turns import turn_id, with_returns
-from kbrl_async.telemetry.archive_rows import Outcome
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.buffer.events import Scored as BookScored
+from kbrl_async.rollouts.rewards.presets import Preset
+from kbrl_async.rollouts.turns import turn_id, with_returns
+from kbrl_async.runs.archive.rows import Outcome
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Frame, TrainGroup, TrainSample
-from services.reward_aggregator.campaign import Campaign, Entry, Evaluated, RolloutEnded, Watched, without_tokens
 from services.reward_aggregator.planning import preset_for
 from services.reward_aggregator.rounds import RoundBegun
-from services.rollouts.conduct import Conductor
-from services.rollouts.dialogues import TurnTaken, best_turn
+from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded, RunState, Watched, without_tokens
+from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored
+from services.rollouts.trajectories import TurnTaken, best_turn
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class MadeBatch(msgspec.Struct, frozen=True):
 class Decisions:
     """`for batch in decisions.run(journal.entries()): …` raises `Diverged`."""
 
-    def __init__(self, campaign: Campaign, conductor: Conductor, presets: list[Preset], records: Records) -> None:
+    def __init__(self, campaign: RunState, conductor: RolloutManager, presets: list[Preset], records: Records) -> None:
         self.campaign = campaign
         self._conductor, self._presets, self._records = conductor, presets, records
         self._last: dict[str, TrainSample] = {}

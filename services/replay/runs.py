@@ -14,19 +14,19 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.config import SUMMARY_FILE, load_run
 from kbrl_async.errors import CheckpointError
-from kbrl_async.rewards.events import BatchMade
-from kbrl_async.telemetry import summary
-from kbrl_async.telemetry.archive import FILE, Archive
+from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.runs import summary
+from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.config import SUMMARY_FILE, load_run
 from protocols.records import SamplingParams
 from services.replay.decisions import Decisions, Diverged, Divergence, MadeBatch
 from services.replay.updates import Curve, Updates, first_trainer
-from services.reward_aggregator.campaign import Campaign
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.planning import plan_of, presets_of
-from services.rollouts.conduct import Conductor
+from services.reward_aggregator.run_state import RunState
 from services.rollouts.examples import FirstPrompts, budget_of, told_hardware
+from services.rollouts.manager import RolloutManager
 
 JOURNAL = "aggregator.sqlite"
 DIVERGED = 1
@@ -65,7 +65,7 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
     if not (run_dir / JOURNAL).is_file():
         raise CheckpointError(f"{run_dir} has no {JOURNAL}", "Give the folder of a run that has begun")
     with Archive(run_dir / FILE) as archive, Journal(run_dir / JOURNAL) as journal:
-        campaign = Campaign(plan_of(config))
+        campaign = RunState(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
         first = FirstPrompts(
             config.prompt_option,
@@ -73,7 +73,7 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
             lambda: budget_of(config, run_dir / "policies"),
             told_hardware(config, run_dir, may_ask=False),
         )
-        conductor = Conductor(config, campaign.dialogues, first, sampling)
+        conductor = RolloutManager(config, campaign.dialogues, first, sampling)
         decisions = Decisions(campaign, conductor, presets_of(config), archive)
         updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
         try:
@@ -132,7 +132,7 @@ def _compare_outcomes(archive: Archive, made: MadeBatch) -> int:
     return len(rows)
 
 
-def _compare_counters(run_dir: Path, campaign: Campaign) -> None:
+def _compare_counters(run_dir: Path, campaign: RunState) -> None:
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return

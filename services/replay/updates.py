@@ -15,14 +15,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kbrl_async.config import Config
-from kbrl_async.config.layout import available_cores, cpu_layout
 from kbrl_async.errors import CheckpointError, NonFiniteLoss
-from kbrl_async.learning import checkpoints, versions
+from kbrl_async.learning import checkpoints
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.models import causal_lm
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import causal_lm
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.telemetry.archive_rows import Update
+from kbrl_async.runs.archive.rows import Update
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.config.layout import available_cores, cpu_layout
 from protocols.records import PolicyVersion, TrainGroup
 from services.learner.actor import make_trainer
 from services.replay.decisions import Diverged

@@ -23,11 +23,11 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage
     from services.reward_aggregator.actor import Aggregator
     from services.reward_aggregator.archiving import Archiving
-    from services.reward_aggregator.board import Board
-    from services.reward_aggregator.campaign import Campaign
     from services.reward_aggregator.journal import Journal
-    from services.reward_aggregator.lessons import open_lessons
+    from services.reward_aggregator.metrics_writer import MetricsWriter
     from services.reward_aggregator.planning import plan_of
+    from services.reward_aggregator.run_state import RunState
+    from services.reward_aggregator.sft_dataset import open_lessons
     from services.rollouts.examples import open_prompts
     from services.runtime.producer import Producer
     from services.runtime.pumping import run_beside
@@ -37,11 +37,11 @@ async def main(stop: asyncio.Event) -> None:
     service = Service.start("reward_aggregator")
     config = service.config
     plan = plan_of(config)
-    campaign = Campaign(plan)
+    campaign = RunState(plan)
     service.pin(service.layout.shared)
     with Journal(service.run_dir / "aggregator.sqlite") as journal, Archiving(config, service.run_dir) as archive:
         await archive.ended(journal.load(campaign), campaign.clock)
-        board = Board(service, campaign)
+        board = MetricsWriter(service, campaign)
         async with Producer(service.addresses.submit, keys=service.keys) as producer:
             prompts = await open_prompts(service, stop)
             lessons = await open_lessons(service, stop)

@@ -20,12 +20,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.rewards.alarms import NON_FINITE
-from kbrl_async.rewards.events import Admitted, BatchMade, Change
-from kbrl_async.rewards.groups import rollout_ids
-from kbrl_async.rewards.turns import split_turn_id, turn_id, with_returns
-from kbrl_async.telemetry.logs import bound
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.alarms import NON_FINITE
+from kbrl_async.rollouts.buffer.buffer import rollout_ids
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
+from kbrl_async.rollouts.turns import split_turn_id, turn_id, with_returns
+from kbrl_async.runs.telemetry.logs import bound
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     Frame,
@@ -38,28 +38,28 @@ from protocols.records import (
     UpdateReport,
 )
 from services.reward_aggregator.ageing import REMEMBERED, ages_by_stage
-from services.reward_aggregator.alarming import Response, watched
+from services.reward_aggregator.alarming import AlarmAction, watched
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.board import Board
-from services.reward_aggregator.campaign import (
+from services.reward_aggregator.failure_guard import ADVICE, FailureGuard
+from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.metrics_writer import MetricsWriter
+from services.reward_aggregator.planning import preset_for, presets_of
+from services.reward_aggregator.rounds import RoundBegun, group_of_round
+from services.reward_aggregator.run_state import (
     AFTER,
     BEFORE,
-    Campaign,
     Entry,
     Evaluated,
     RolloutEnded,
+    RunState,
     batch_frames,
     is_evaluation,
 )
-from services.reward_aggregator.futility import ADVICE, Futility
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.lessons import Lessons
-from services.reward_aggregator.planning import preset_for, presets_of
-from services.reward_aggregator.rounds import RoundBegun, group_of_round
-from services.rollouts.conduct import Conductor
-from services.rollouts.dialogues import best_turn
+from services.reward_aggregator.sft_dataset import SftDataset
 from services.rollouts.examples import FirstPrompts
+from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored, decode, lost_reason
+from services.rollouts.trajectories import best_turn
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
@@ -77,14 +77,14 @@ class Aggregator:
     def __init__(
         self,
         service: Service,
-        campaign: Campaign,
+        campaign: RunState,
         journal: Journal,
         producer: Producer,
-        board: Board,
+        board: MetricsWriter,
         archive: Archiving,
         clock: Callable[[], float] = time.monotonic,
         prompts: FirstPrompts | None = None,
-        lessons: Lessons | None = None,
+        lessons: SftDataset | None = None,
     ) -> None:
         self._service = service
         self._lessons = lessons
@@ -95,12 +95,12 @@ class Aggregator:
         self._board = board
         self._archive = archive
         self._published: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
-        self._response = Response(service.config, service.run_dir, service.log)
-        self._futility = Futility()
+        self._response = AlarmAction(service.config, service.run_dir, service.log)
+        self._futility = FailureGuard()
         self._presets = presets_of(self._config)
         first = prompts or FirstPrompts(self._config.prompt_option, self._config.backend)
         sampling = SamplingParams(self._config.max_tokens, self._config.temperature)
-        self._conductor = Conductor(self._config, campaign.dialogues, first, sampling)
+        self._conductor = RolloutManager(self._config, campaign.dialogues, first, sampling)
         self._started = clock() - campaign.clock
         self._clock = clock
         self._looked = clock()

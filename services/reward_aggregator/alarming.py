@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.config import Config
 from kbrl_async.errors import RunError
 from kbrl_async.learning import kept
-from kbrl_async.rewards.alarms import NON_FINITE, AlarmChange, Alarms
+from kbrl_async.rollouts.alarms import NON_FINITE, AlarmChange, Alarms
+from kbrl_async.runs.config import Config
 from protocols.records import TrainBatch, UpdateReport
-from services.reward_aggregator.campaign import Watched
+from services.reward_aggregator.run_state import Watched
 
 GIVE_UP = 3
 """Batches in a row without a finite loss after which a run stops whatever it was told: it would go on so for ever."""
@@ -28,7 +28,7 @@ def watched(report: UpdateReport, alarms: Alarms, now: float) -> Watched:
     return Watched(report.policy_version, values | {NON_FINITE: float(bool(report.failure))}, now)
 
 
-class Response:
+class AlarmAction:
     """`respond(…)` after the journal has the update; raises `RunError` where an alarm stops the run."""
 
     def __init__(self, config: Config, run_dir: Path, log: Any) -> None:

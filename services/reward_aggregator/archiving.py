@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from kbrl_async.config import Config
-from kbrl_async.rewards.events import BatchMade, Closed
-from kbrl_async.rewards.turns import turn_id
-from kbrl_async.telemetry.archive import GroupEnd, Outcome, Update
-from kbrl_async.telemetry.archive_rows import AFTER as ROW_AFTER
-from kbrl_async.telemetry.archive_rows import BEFORE as ROW_BEFORE
+from kbrl_async.rollouts.buffer.events import BatchMade, Closed
+from kbrl_async.rollouts.turns import turn_id
+from kbrl_async.runs.archive.archive import GroupEnd, Outcome, Update
+from kbrl_async.runs.archive.rows import AFTER as ROW_AFTER
+from kbrl_async.runs.archive.rows import BEFORE as ROW_BEFORE
+from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup, UpdateReport
-from services.reward_aggregator.campaign import AFTER, BEFORE
+from services.reward_aggregator.run_state import AFTER, BEFORE
 from services.rollouts.archiving import TurnArchive
 
 PURPOSES = {BEFORE: ROW_BEFORE, AFTER: ROW_AFTER}

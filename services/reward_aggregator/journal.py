@@ -9,19 +9,19 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rewards.events import Closed
-from kbrl_async.telemetry.training_metrics import RolloutStats
-from services.reward_aggregator.campaign import (
-    Campaign,
+from kbrl_async.rollouts.buffer.events import Closed
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from services.reward_aggregator.run_state import (
     CampaignState,
     Entry,
     RolloutEnded,
+    RunState,
     group_of,
     is_evaluation,
     without_tokens,
 )
-from services.rollouts.dialogues import TurnTaken
 from services.rollouts.journal import MIN_BYTES, EntryJournal
+from services.rollouts.trajectories import TurnTaken
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(CampaignState).decode
@@ -33,7 +33,7 @@ class Journal(EntryJournal[Entry]):
     def __init__(self, path: Path, min_bytes: int = MIN_BYTES) -> None:
         super().__init__(path, Entry, group_of, without_tokens, min_bytes)
 
-    def load(self, campaign: Campaign) -> list[Closed]:
+    def load(self, campaign: RunState) -> list[Closed]:
         """Makes a new campaign what it was; returns the groups that ended lately, of which the archive may not know."""
         state = self.state()
         if state is not None:
@@ -42,7 +42,7 @@ class Journal(EntryJournal[Entry]):
             campaign.apply(entry)
         return list(campaign.ended_lately)
 
-    def compact_if_due(self, campaign: Campaign) -> None:
+    def compact_if_due(self, campaign: RunState) -> None:
         """Where all that `campaign` has applied was appended."""
         if self.is_due:
             self.compact(_encode(campaign.state()))

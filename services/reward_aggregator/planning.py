@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kbrl_async.config import Config
-from kbrl_async.launch.backends import ON_GPU
-from kbrl_async.problems import load_problems, usable
-from kbrl_async.rewards.alarms import AlarmOptions
-from kbrl_async.rewards.curriculum import STAGES, CurriculumOptions
-from kbrl_async.rewards.groups import BookOptions
-from kbrl_async.rewards.presets import Preset, find_preset, with_plan
-from services.reward_aggregator.campaign import Campaign, Plan
-from services.reward_aggregator.lessons import NOT_A_PROBLEM, SFT
+from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.problems import load_problems, usable
+from kbrl_async.rollouts.alarms import AlarmOptions
+from kbrl_async.rollouts.buffer.buffer import BufferOptions
+from kbrl_async.rollouts.curriculum import STAGES, CurriculumOptions
+from kbrl_async.rollouts.rewards.presets import Preset, find_preset, with_plan
+from kbrl_async.runs.config import Config
+from services.reward_aggregator.run_state import Plan, RunState
+from services.reward_aggregator.sft_dataset import NOT_A_PROBLEM, SFT
 
 AUTO = "auto"
 """The reward preset that goes from stage1 to stage3 by itself."""
@@ -31,7 +31,7 @@ def plan_of(config: Config) -> Plan:
         eval_samples=config.eval_samples,
         group_size=config.group_size,
         seed=config.seed,
-        book=BookOptions(
+        book=BufferOptions(
             config.batch_size,
             config.max_steps,
             config.max_staleness,
@@ -75,6 +75,6 @@ def presets_of(config: Config) -> list[Preset]:
     return [with_plan(preset, builder.reward_plan_part, builder.reward_plan_weight) for preset in found]
 
 
-def preset_for(group_id: str, presets: Sequence[Preset], campaign: Campaign) -> Preset:
+def preset_for(group_id: str, presets: Sequence[Preset], campaign: RunState) -> Preset:
     """All rollouts of a group are paid alike, whenever they end."""
     return presets[0] if len(presets) == 1 else presets[STAGES.index(campaign.stage_of(group_id))]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from kbrl_async.config import Config
-from kbrl_async.telemetry.archive import FILE, ArchiveWriter, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
+from kbrl_async.runs.config import Config
 from protocols.messages import Status, Task
 from protocols.records import Fault, Frame
 from services.rollouts.scoring import Scored

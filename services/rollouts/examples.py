@@ -22,17 +22,17 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.config import Config
 from kbrl_async.durable import write_atomically
-from kbrl_async.launch.backends import ON_GPU
-from kbrl_async.problems import load_problems
-from kbrl_async.prompts import Feedback, TokenBudget, render_prompt, render_turn
-from kbrl_async.prompts.budget import UNBOUNDED, UNLIMITED
-from kbrl_async.prompts.chat import chat_of
-from kbrl_async.prompts.examples import render_with_examples
-from kbrl_async.prompts.hardware import facts_for
-from kbrl_async.retrieval import NO_ADDITIONS, Entry, LiveIndex, Query, Retriever
-from kbrl_async.retrieval.corpora.folders import run_entries
+from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.problems import load_problems
+from kbrl_async.rollouts.prompts import Feedback, TokenBudget, render_prompt, render_turn
+from kbrl_async.rollouts.prompts.budget import UNBOUNDED, UNLIMITED
+from kbrl_async.rollouts.prompts.chat import chat_of
+from kbrl_async.rollouts.prompts.examples import render_with_examples
+from kbrl_async.rollouts.prompts.hardware import facts_for
+from kbrl_async.rollouts.retrieval import NO_ADDITIONS, Entry, LiveIndex, Query, Retriever
+from kbrl_async.rollouts.retrieval.corpora.folders import run_entries
+from kbrl_async.runs.config import Config
 from protocols.records import Problem, Purpose, RolloutRequest
 from services.rollouts.scoring import Scored
 from services.runtime.service import Service
@@ -155,7 +155,7 @@ async def open_prompts(service: Service, stop: asyncio.Event) -> FirstPrompts:
     if config.sampler.engine == "openai":
         count, room = _about, builder.raicl_tokens or UNKNOWN_CONTEXT
     else:
-        from kbrl_async.learning import versions  # torch, which an endpoint needs not
+        from kbrl_async.learning.policies import versions  # torch, which an endpoint needs not
 
         while (found := versions.newest(service.policies)) is None:
             if stop.is_set():
@@ -176,7 +176,7 @@ def budget_of(config: Config, policies: Path) -> TokenBudget:
     """What a prompt of this run may be long: the context of its policy less the longest answer."""
     if config.sampler.engine == "openai":
         return TokenBudget(UNKNOWN_CONTEXT, _about)
-    from kbrl_async.learning import versions  # torch, which an endpoint needs not
+    from kbrl_async.learning.policies import versions  # torch, which an endpoint needs not
 
     found = versions.newest(policies)
     if found is None or (context := positions(found[0].base_model)) >= UNLIMITED:
@@ -191,7 +191,7 @@ def _chat_tokens(config: Config, base_model: str, count: Callable[[str], int]) -
     builder = config.dataset_builder
     if builder.chat_template == "off" or (builder.chat_template == "auto" and config.prompt_option == "compact"):
         return 0
-    from kbrl_async.learning.models import load_tokenizer
+    from kbrl_async.learning.policies.models import load_tokenizer
 
     chat = chat_of(load_tokenizer(base_model), config.prompt_option, builder.chat_template, builder.thinking)
     return count(chat.render("x")) - count("x")
@@ -230,7 +230,7 @@ def token_counter(base_model: str) -> Callable[[str], int]:
 
         plain = Tokenizer.from_file(str(path))
         return lambda text: len(plain.encode(text, add_special_tokens=False).ids)
-    from kbrl_async.learning.models import load_tokenizer
+    from kbrl_async.learning.policies.models import load_tokenizer
 
     tokenizer = load_tokenizer(base_model)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))

@@ -7,7 +7,7 @@
 Invariants
 * Entries of one call are there together or not at all.
 * What is needed to go on is the state and the entries after it: together some three times the state, or `MIN_BYTES`,
-  however long the run is (I10). What is needed to look back is in the history (`kbrl_async.telemetry.history`).
+  however long the run is (I10). What is needed to look back is in the history (`kbrl_async.runs.archive.history`).
 * A crash at any point of a compaction loses nothing and doubles nothing: first the history has the entries, then one
   transaction puts the state in their place.
 """
@@ -21,7 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from kbrl_async.telemetry.history import entries_of, explain, history_of, pack
+from kbrl_async.runs.archive.history import entries_of, explain, history_of, pack
 
 MIN_BYTES = 1 << 20
 """Entries of fewer bytes are not worth a compaction."""

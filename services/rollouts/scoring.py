@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.config.schema import Config
-from kbrl_async.prompts.roles import predicted, prediction_reward
-from kbrl_async.rewards.parts import RewardParts, parts_of
-from kbrl_async.rewards.presets import Preset, plan_reward_of, reward_of
-from kbrl_async.rewards.turns import TurnOptions, TurnScore
-from kbrl_async.telemetry.funnel import STEPS, Step
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
+from kbrl_async.rollouts.rewards.parts import RewardParts, parts_of
+from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
+from kbrl_async.rollouts.turns import TurnOptions, TurnScore
+from kbrl_async.runs.archive.funnel import STEPS, Step
+from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
     INFRASTRUCTURE_FAULTS,
     BenchReport,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kbrl_async.config import Config, Endpoints, endpoints
 from kbrl_async.errors import HostError
+from kbrl_async.runs.config import Config, Endpoints, endpoints
 from protocols.sockets import WILDCARDS
 
 BROKER_HOST = "KBRL_BROKER_HOST"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kbrl_async.building import backend, backends
 from kbrl_async.errors import MissingTool
-from kbrl_async.launch.backends import CPU_ONLY, ON_CPU, ON_GPU
-from kbrl_async.sandbox import Isolation
+from kbrl_async.kernels.backends.building import backend, backends
+from kbrl_async.kernels.backends.launch.devices import CPU_ONLY, ON_CPU, ON_GPU
+from kbrl_async.kernels.sandbox import Isolation
 from protocols.messages import BACKENDS
 
 

@@ -80,7 +80,7 @@ def _restore_clocks() -> None:
     folder = Path(os.environ.get("KBRL_RUN_DIR", ""), "locks")
     if "KBRL_RUN_DIR" not in os.environ or not any(folder.glob("locked-clock-*.json")):
         return
-    from kbrl_async.timing.clocks import restore_notes  # rarely needed, and the nanny stays light
+    from kbrl_async.kernels.timing.cuda.clocks import restore_notes  # rarely needed, and the nanny stays light
 
     try:
         restore_notes(folder)

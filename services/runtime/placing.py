@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
-from kbrl_async.config import Config
-from kbrl_async.config.placement import Gpu, check_fit, inventory, visible_to
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.config.placement import Gpu, check_fit, inventory, visible_to
 
 Inventory = Callable[[Mapping[str, str]], Sequence[Gpu]]
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kbrl_async.config import SERVICES, Config, Endpoints, agreed, ensure_run, load_run
-from kbrl_async.config.layout import CpuLayout, available_cores, cpu_layout
 from kbrl_async.keyring import LOCAL, Keyring, client_keys, peer_of
-from kbrl_async.telemetry import logs
+from kbrl_async.runs.config import SERVICES, Config, Endpoints, agreed, ensure_run, load_run
+from kbrl_async.runs.config.layout import CpuLayout, available_cores, cpu_layout
+from kbrl_async.runs.telemetry import logs
 from protocols.auth import Role
 from protocols.messages import SHARES, Load, StatusReport
 from protocols.sockets import ClientKeys
@@ -30,7 +30,7 @@ from services.runtime.placing import place
 from services.runtime.quiet import shared_resources
 
 if TYPE_CHECKING:
-    from kbrl_async.telemetry.prometheus import Exporter
+    from kbrl_async.runs.telemetry.prometheus import Exporter
 
 
 def choose_run() -> None:
@@ -144,7 +144,7 @@ class Service(msgspec.Struct, frozen=True):
         settings = self.config.metrics
         if settings.prometheus_port is None:
             return None
-        from kbrl_async.telemetry import prometheus  # not needed by most runs
+        from kbrl_async.runs.telemetry import prometheus  # not needed by most runs
 
         kind = SERVICES.index(self.name) if self.name in SERVICES else len(SERVICES)
         try:

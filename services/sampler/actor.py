@@ -12,16 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from kbrl_async.config import sampler_threads
 from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
-from kbrl_async.learning import versions
-from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
-from kbrl_async.prompts import extract, kernel_span
-from kbrl_async.prompts.chat import PLAIN, chat_of
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.rollouts.prompts import extract, kernel_span
+from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
+from kbrl_async.runs.config import sampler_threads
+from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.sampling.engine import Completion, Computes, Engine, EngineStats
 from kbrl_async.sampling.spans import token_span
-from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
-from kbrl_async.telemetry.logs import bound
+from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.messages import Stage, Task
 from protocols.records import VERIFIER, Candidate, Fault, Generation, PolicyVersion, RolloutRequest
 from services.rollouts.scoring import PROMPT_TOO_LONG
@@ -87,8 +87,8 @@ class Sampling:
 
     @classmethod
     async def _open_endpoint(cls, service: Service) -> Sampling:
-        from kbrl_async.sampling.openai_engine import OpenAIEngine  # httpx is for who asks for it
-        from kbrl_async.sampling.openai_options import options_of
+        from kbrl_async.sampling.openai.engine import OpenAIEngine  # httpx is for who asks for it
+        from kbrl_async.sampling.openai.options import options_of
 
         settings = service.config.sampler
         engine = OpenAIEngine(options_of(settings, service.config.model_name))
@@ -100,7 +100,7 @@ class Sampling:
 
     @classmethod
     async def _open_vllm(cls, service: Service, manifest: PolicyVersion, folder: Path) -> Sampling:
-        from kbrl_async.sampling.vllm_start import start  # heavy, and an extra
+        from kbrl_async.sampling.vllm.start import start  # heavy, and an extra
         from services.sampler.vllm import end_ids, options_of, rank_of
 
         tokenizer = load_tokenizer(manifest.base_model)

@@ -6,9 +6,9 @@ import asyncio
 import json
 from pathlib import Path
 
-from kbrl_async.config import sampler_threads
 from kbrl_async.errors import ConfigError
-from kbrl_async.sampling.vllm_options import VLLMOptions
+from kbrl_async.runs.config import sampler_threads
+from kbrl_async.sampling.vllm.options import VLLMOptions
 from protocols.records import PolicyVersion
 from services.runtime.service import Service
 
@@ -45,7 +45,7 @@ def options_of(service: Service, manifest: PolicyVersion, rank: int) -> VLLMOpti
 
 async def imported(service: Service) -> None:
     """vLLM, while the learner makes the first version."""
-    from kbrl_async.sampling.vllm_start import preload
+    from kbrl_async.sampling.vllm.start import preload
 
     threads = sampler_threads(service.config, service.layout)
     await asyncio.to_thread(preload, VLLMOptions("", device=service.device, threads=threads))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.chaos.faults import SERVICES
+from kbrl_async.lab.chaos.faults import SERVICES
 from tests.running import REPOSITORY, Run, assert_counters_add_up, assert_replays
 
 STEPS = 5

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.config import agreed, load
 from kbrl_async.keyring import Keyring
+from kbrl_async.runs.config import agreed, load
 from protocols import messages as msg
 from protocols.auth import Role
 from protocols.limits import LedgerOptions

@@ -27,11 +27,11 @@ from kbrl_async import cli
 from kbrl_async.cli import eval as evaluate
 from kbrl_async.cli import optimize, optimize_engine, settings
 from kbrl_async.errors import KbrlError
-from kbrl_async.optimizing.targets import Given, read_target
+from kbrl_async.lab.optimize.targets import Given, read_target
 from tests.commands import NOT_RUN, READING
 from tests.pages import ROOT, Command, Page, pages
 from tests.running import Run
-from tests.unit.planning.test_observing import lines as steady_run
+from tests.unit.lab.plan.test_observing import lines as steady_run
 
 pytestmark = pytest.mark.timeout(900)
 

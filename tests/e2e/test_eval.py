@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.telemetry.archive import Archive
+from kbrl_async.runs.archive.archive import Archive
 from protocols.records import BenchReport, Timing
 from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run

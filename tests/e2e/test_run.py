@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.config import load
-from kbrl_async.origins import small_options
-from kbrl_async.policy.making import ensure_small_policy
+from kbrl_async.lab.small_policy.configured import small_options
+from kbrl_async.lab.small_policy.making import ensure_small_policy
+from kbrl_async.runs.config import load
 from tests.running import SERVICES, TINY, Run, assert_counters_add_up
 
 pytestmark = pytest.mark.timeout(900)

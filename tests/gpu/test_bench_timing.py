@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kbrl_async.timing.calibration import Calibration
+from kbrl_async.kernels.timing.cuda.calibration import Calibration
 from protocols.records import BenchReport, Fault, Timing
 from tests.gpu.bench_candidates import ADD, INLINE, MATMUL, matmul, nvrtc
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.verifying.gpu_health import GpuHealth
+from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from protocols.records import BenchReport, Fault
 from tests.gpu.bench_candidates import ADD, GOOD, MATMUL, TRITON, matmul, nvrtc
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.learning import versions
-from kbrl_async.learning.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.small_policy.making import SmallPolicyOptions, ensure_small_policy
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from kbrl_async.policy.making import SmallPolicyOptions, ensure_small_policy
-from kbrl_async.problems import load_suite
-from kbrl_async.prompts import render_prompt
+from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.records import Problem, SamplingParams, TrainGroup, TrainSample
 
 pytestmark = pytest.mark.gpu

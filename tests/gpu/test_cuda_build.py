@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.cuda_candidates import CUDA
-from kbrl_async.building import ArtifactStore, Builder, BuildOptions, backend
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions, backend
 from protocols.records import Fault
 
 pytestmark = pytest.mark.gpu

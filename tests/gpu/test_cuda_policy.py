@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kbrl_async.policy.author import CAREFUL, SLOW, Author, Habits
-from kbrl_async.policy.languages import respond
-from kbrl_async.policy.specs import SPECS
-from kbrl_async.problems import load_suite
-from kbrl_async.prompts import extract
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
+from kbrl_async.lab.small_policy.languages import respond
+from kbrl_async.lab.small_policy.specs import SPECS
+from kbrl_async.rollouts.prompts import extract
 from protocols.records import Fault
 from tests.gpu.conftest import Evaluate
 
@@ -21,7 +21,7 @@ CHECKED = (
     *("L2/02_add_softplus_scale", "L2/09_mask_softmax_scale", "L2/20_linear_sigmoid_residual", "L2/21_conv_norm_relu"),
     *("L3/03_swiglu", "L3/05_causal_attention"),
 )
-"""All are run thread by thread on the CPU (tests/unit/policy); these also here, in less than a minute."""
+"""All are run thread by thread on the CPU (tests/unit/lab/small_policy); these also here, in less than a minute."""
 SLOW_TOO = ("L1/13_softmax", "L1/18_max", "L1/20_linear", "L1/22_max_pool", "L2/21_conv_norm_relu")
 
 

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from kbrl_async.learning import elementwise as e
 from kbrl_async.learning import trainer as trainer_module
-from kbrl_async.learning.models import wrap_lora
+from kbrl_async.learning.fused import elementwise as e
+from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample
 from tests.models import tiny_model

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.timing import roofline
-from kbrl_async.timing.roofline import Peaks
-from kbrl_async.verifying import Bench, BenchOptions
-from kbrl_async.verifying.bench import zygote_for
+from kbrl_async.kernels.timing import roofline
+from kbrl_async.kernels.timing.roofline import Peaks
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import Candidate, Fault, Problem
 
 pytestmark = pytest.mark.gpu

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.building import Builder
-from kbrl_async.launch import bundle, cuda, cuda_kernel
-from kbrl_async.launch.cuda_driver import CudaError
-from kbrl_async.launch.plan import load
+from kbrl_async.kernels.backends.building import Builder
+from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch.plan import load
+from kbrl_async.kernels.backends.nvrtc import launch as cuda
+from kbrl_async.kernels.cuda_driver.launching import CudaError
+from kbrl_async.launch import cuda_kernel
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +108,7 @@ candidate, problem, artifact = (open(path).read() for path in sys.argv[1:3]), No
 candidate, problem = list(candidate)
 import linecache, torch, types
 from kbrl_async.launch import triton_cache
-from kbrl_async.launch.proof import RECORDER
+from kbrl_async.kernels.backends.launch.recorder import RECORDER
 triton_cache.preload()
 torch.zeros(1, device="cuda")
 

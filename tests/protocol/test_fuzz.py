@@ -23,7 +23,7 @@ from protocols.leases import parse_lease_id, seal_lease, unseal_lease
 from protocols.ledger import Ledger, LedgerOptions
 from protocols.opinions import agreeing
 from protocols.transfer import Download, Upload, is_address
-from services.broker.depot import Depot
+from services.broker.artifact_exchange import ArtifactExchange
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TASKS = ("t0", "t1")
@@ -124,7 +124,7 @@ def test_random_opinions_agree_with_nothing(opinions: list[list[bytes]]) -> None
 @FEW
 @given(structs(msg.Want), structs(msg.Offer), st.binary(max_size=50))
 def test_the_depot_survives_every_request(tmp_path: Path, want: msg.Want, offer: msg.Offer, piece: bytes) -> None:
-    depot = Depot(tmp_path / "depot", 1 << 20)
+    depot = ArtifactExchange(tmp_path / "depot", 1 << 20)
     depot.want(want)
     depot.offer("x", offer, [piece])
     assert all(path.is_relative_to(tmp_path / "depot") for path in tmp_path.rglob("*.so"))

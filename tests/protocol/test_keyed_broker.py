@@ -188,7 +188,7 @@ def test_no_secret_is_in_the_log_of_a_broker_process(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys\n"
         "from services.broker.options import BrokerOptions\nfrom services.broker.server import Broker\n"
-        "from kbrl_async.telemetry import logs\nfrom pathlib import Path\n"
+        "from kbrl_async.runs.telemetry import logs\nfrom pathlib import Path\n"
         "logs.configure('broker', Path(sys.argv[1]), 'debug')\n"
         f"b = Broker(BrokerOptions(sys.argv[1], {ANY!r}, {ANY!r}, keys=sys.argv[1] + '/keys'))\n"
         "async def main():\n"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kbrl_async.building.store import ArtifactStore
+from kbrl_async.kernels.backends.building.store import ArtifactStore
 from protocols import messages as msg
 from protocols.transfer import CHUNK_BYTES, MAX_BYTES, RETRY_S, WINDOW, Download, Upload
-from services.broker.depot import MAX_UPLOADS_EACH, Depot
+from services.broker.artifact_exchange import MAX_UPLOADS_EACH, ArtifactExchange
 from services.broker.server import Broker
 from services.runtime import Worker
 from services.runtime.transfers import Transfers
@@ -30,8 +30,8 @@ class Clock:
 
 
 @pytest.fixture
-def depot(tmp_path: Path) -> Depot:
-    return Depot(tmp_path / "artifacts", max_bytes=64 << 20)
+def depot(tmp_path: Path) -> ArtifactExchange:
+    return ArtifactExchange(tmp_path / "artifacts", max_bytes=64 << 20)
 
 
 def content_of(size: int) -> bytes:
@@ -42,7 +42,9 @@ def address_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def hand_over(depot: Depot, content: bytes, owner: str = "compile/a", lose: random.Random | None = None) -> Upload:
+def hand_over(
+    depot: ArtifactExchange, content: bytes, owner: str = "compile/a", lose: random.Random | None = None
+) -> Upload:
     """Carry an upload through, losing messages both ways where asked to."""
     upload, now = Upload(content), 0.0
     for _ in range(1000):
@@ -58,7 +60,7 @@ def hand_over(depot: Depot, content: bytes, owner: str = "compile/a", lose: rand
     return upload
 
 
-def take_out(depot: Depot, address: str, lose: random.Random | None = None) -> Download:
+def take_out(depot: ArtifactExchange, address: str, lose: random.Random | None = None) -> Download:
     download, now = Download(address), 0.0
     for _ in range(1000):
         for want in download.tick(now):
@@ -72,7 +74,7 @@ def take_out(depot: Depot, address: str, lose: random.Random | None = None) -> D
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 7 * CHUNK_BYTES - 3])
-def test_what_is_handed_over_comes_out_again(depot: Depot, size: int) -> None:
+def test_what_is_handed_over_comes_out_again(depot: ArtifactExchange, size: int) -> None:
     content = content_of(size)
     assert hand_over(depot, content).ended
     assert take_out(depot, address_of(content)).content == content
@@ -81,20 +83,20 @@ def test_what_is_handed_over_comes_out_again(depot: Depot, size: int) -> None:
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_lost_messages_cost_time_and_nothing_else(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    depot, lose = Depot(tmp_path_factory.mktemp("depot"), 64 << 20), random.Random(seed)
+    depot, lose = ArtifactExchange(tmp_path_factory.mktemp("depot"), 64 << 20), random.Random(seed)
     content = content_of(5 * CHUNK_BYTES + 17)
     assert hand_over(depot, content, lose=lose).ended
     assert take_out(depot, address_of(content), lose=lose).content == content
 
 
-def test_the_depot_is_the_builders_own_store(depot: Depot, tmp_path: Path) -> None:
+def test_the_depot_is_the_builders_own_store(depot: ArtifactExchange, tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path / "artifacts")
     hand_over(depot, b"from a remote farm")
     assert store.path(address_of(b"from a remote farm")) is not None
     assert take_out(depot, store.put(b"from a local farm")).content == b"from a local farm"
 
 
-def test_an_upload_goes_on_where_it_stopped(depot: Depot) -> None:
+def test_an_upload_goes_on_where_it_stopped(depot: ArtifactExchange) -> None:
     content = content_of(6 * CHUNK_BYTES)
     first = Upload(content)
     (ask, _), = first.tick(0.0)  # fmt: skip
@@ -110,11 +112,11 @@ def test_an_upload_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None
     content = content_of(6 * CHUNK_BYTES)
     upload = Upload(content)
     (ask, _), = upload.tick(0.0)  # fmt: skip
-    before = Depot(tmp_path, 1 << 30)
+    before = ArtifactExchange(tmp_path, 1 << 30)
     upload.handle(before.offer("a", ask, []), 0.0)
     for offer, payload in upload.tick(0.1)[:3]:
         before.offer("a", offer, payload)
-    after = Depot(tmp_path, 1 << 30)
+    after = ArtifactExchange(tmp_path, 1 << 30)
     sent: list[int] = []
     for _ in range(4):  # it asks, after a silence, and goes on
         for offer, payload in upload.tick(9.0):
@@ -126,25 +128,25 @@ def test_an_upload_goes_on_after_a_restart_of_the_broker(tmp_path: Path) -> None
 
 def test_what_nobody_goes_on_with_after_a_restart_is_not_kept(tmp_path: Path) -> None:
     upload = Upload(content_of(2 * CHUNK_BYTES))
-    before = Depot(tmp_path, 1 << 30)
+    before = ArtifactExchange(tmp_path, 1 << 30)
     upload.handle(before.offer("a", upload.tick(0.0)[0][0], []), 0.0)
     before.offer("a", *upload.tick(0.1)[0])
     (left,) = (tmp_path / "work").iterdir()
-    Depot(tmp_path, 1 << 30)
+    ArtifactExchange(tmp_path, 1 << 30)
     assert left.exists(), "its farm may go on"
     os.utime(left, (0, 0))
-    Depot(tmp_path, 1 << 30)
+    ArtifactExchange(tmp_path, 1 << 30)
     assert not left.exists()
 
 
-def test_a_small_artifact_takes_one_message_each_way(depot: Depot) -> None:
+def test_a_small_artifact_takes_one_message_each_way(depot: ArtifactExchange) -> None:
     upload = Upload(content_of(1000))
     ((offer, payload),) = upload.tick(0.0)
     upload.handle(depot.offer("a", offer, payload), 0.1)
     assert upload.ended
 
 
-def test_a_lost_small_artifact_is_sent_again(depot: Depot) -> None:
+def test_a_lost_small_artifact_is_sent_again(depot: ArtifactExchange) -> None:
     upload = Upload(content_of(1000))
     upload.tick(0.0)
     assert upload.tick(RETRY_S - 0.1) == []
@@ -170,7 +172,7 @@ def test_late_pieces_are_asked_for_again_and_not_before() -> None:
     assert len(download.tick(RETRY_S)) == 1
 
 
-def test_content_that_does_not_hash_to_its_address_is_kept_by_nobody(depot: Depot) -> None:
+def test_content_that_does_not_hash_to_its_address_is_kept_by_nobody(depot: ArtifactExchange) -> None:
     address = address_of(b"what it says it is")
     kept = depot.offer("a", msg.Offer(address, 0, 6), [b"poison"])
     assert "does not hash" in kept.reason
@@ -196,25 +198,25 @@ def test_a_piece_of_another_length_or_place_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "../../etc/passwd", "a" * 63, "A" * 64, "a" * 63 + "/", "a" * 64 + "\n"])
-def test_an_address_that_is_no_hash_reaches_no_file(depot: Depot, address: str) -> None:
+def test_an_address_that_is_no_hash_reaches_no_file(depot: ArtifactExchange, address: str) -> None:
     assert depot.want(msg.Want(address, 0, 10))[0].total == -1
     assert depot.offer("a", msg.Offer(address, 0, 1), [b"x"]).reason
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, -1), (0, CHUNK_BYTES + 1), (2**62, 1), (10, 1)])
-def test_a_piece_out_of_range_is_not_served(depot: Depot, offset: int, length: int) -> None:
+def test_a_piece_out_of_range_is_not_served(depot: ArtifactExchange, offset: int, length: int) -> None:
     hand_over(depot, b"hello")
     assert depot.want(msg.Want(address_of(b"hello"), offset, length)) == (
         msg.Chunk(address_of(b"hello"), offset, -1), [])  # fmt: skip
 
 
 @pytest.mark.parametrize("total", [-1, MAX_BYTES + 1, 2**60])
-def test_an_artifact_beyond_the_limit_is_refused_before_a_byte_is_written(depot: Depot, total: int) -> None:
+def test_an_artifact_beyond_the_limit_is_refused_before_a_byte_is_written(depot: ArtifactExchange, total: int) -> None:
     assert depot.offer("a", msg.Offer("a" * 64, 0, total), [b"x"]).reason
     assert not list((depot._root / "work").iterdir())
 
 
-def test_pieces_out_of_order_or_too_long_are_not_kept(depot: Depot) -> None:
+def test_pieces_out_of_order_or_too_long_are_not_kept(depot: ArtifactExchange) -> None:
     address = "a" * 64
     assert depot.offer("a", msg.Offer(address, 5, 100), [b"x"]).offset == 0
     assert depot.offer("a", msg.Offer(address, 0, 100), [b"x" * 101]).offset == 0
@@ -222,7 +224,7 @@ def test_pieces_out_of_order_or_too_long_are_not_kept(depot: Depot) -> None:
     assert depot.offer("a", msg.Offer(address, 0, 100), [b"x" * 10]).offset == 10
 
 
-def test_one_owner_can_not_spoil_anothers_upload(depot: Depot) -> None:
+def test_one_owner_can_not_spoil_anothers_upload(depot: ArtifactExchange) -> None:
     content = content_of(2 * CHUNK_BYTES)
     address, half = address_of(content), CHUNK_BYTES
     depot.offer("honest", msg.Offer(address, 0, len(content)), [content[:half]])
@@ -233,7 +235,7 @@ def test_one_owner_can_not_spoil_anothers_upload(depot: Depot) -> None:
 
 def test_uploads_at_once_are_bounded_and_idle_ones_make_room(tmp_path: Path) -> None:
     clock = Clock()
-    depot = Depot(tmp_path, 1 << 20, clock)
+    depot = ArtifactExchange(tmp_path, 1 << 20, clock)
     for number in range(MAX_UPLOADS_EACH + 3):
         depot.offer("a", msg.Offer(f"{number:064x}", 0, 100), [b"x"])
     assert len(list((tmp_path / "work").iterdir())) == MAX_UPLOADS_EACH
@@ -243,7 +245,7 @@ def test_uploads_at_once_are_bounded_and_idle_ones_make_room(tmp_path: Path) -> 
 
 
 def test_the_store_stays_within_its_limit(tmp_path: Path) -> None:
-    depot = Depot(tmp_path, max_bytes=4 * CHUNK_BYTES)
+    depot = ArtifactExchange(tmp_path, max_bytes=4 * CHUNK_BYTES)
     for number in range(10):
         assert hand_over(depot, content_of(CHUNK_BYTES - number)).ended
     assert sum(path.stat().st_size for path in tmp_path.glob("objects/*/*")) <= 4 * CHUNK_BYTES
@@ -261,7 +263,7 @@ def test_an_artifact_passes_through_a_live_broker(tmp_path: Path) -> None:
     assert asyncio.run(play()) == content_of(3 * CHUNK_BYTES + 1)
 
 
-def test_a_download_goes_on_over_a_new_connection_and_repeats_a_window_at_most(depot: Depot) -> None:
+def test_a_download_goes_on_over_a_new_connection_and_repeats_a_window_at_most(depot: ArtifactExchange) -> None:
     content = content_of(40 * CHUNK_BYTES)
     hand_over(depot, content)
     download = Download(address_of(content))

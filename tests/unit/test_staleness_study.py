@@ -25,8 +25,8 @@ from benchmarks.staleness_report import (
     with_figures,
     worst_late_batch,
 )
-from kbrl_async.config import Config
 from kbrl_async.learning import corrections, losses
+from kbrl_async.runs.config import Config
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Verdict
 
 PROBLEM = Problem("L1/01_relu", 1, "relu", "class Model: ...")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kbrl_async import cli
-from kbrl_async.auditing import Auditor
-from kbrl_async.problems import audit_file
-from kbrl_async.problems.audit_file import Finding, ProblemAudit, problem_hash
+from kbrl_async.kernels.audit import Auditor
+from kbrl_async.kernels.problems import audit_file
+from kbrl_async.kernels.problems.audit_file import Finding, ProblemAudit, problem_hash
 from protocols.records import Problem
 
 SOURCE = "class Model: pass\ndef get_inputs(): pass\ndef get_init_inputs(): pass\n"

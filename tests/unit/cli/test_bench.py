@@ -16,9 +16,9 @@ from kbrl_async import cli
 from kbrl_async.cli import bench, bench_cases, bench_runs, bench_show
 from kbrl_async.cli.bench_trials import Trials
 from kbrl_async.errors import InfraError
-from kbrl_async.timing.methods import methods, ratio
-from kbrl_async.timing.resolution import Report, Row, Trial, summarise
-from kbrl_async.verifying import Bench
+from kbrl_async.kernels.timing.methods import methods, ratio
+from kbrl_async.kernels.timing.resolution import Report, Row, Trial, summarise
+from kbrl_async.kernels.verify import Bench
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
 from tests.candidates import elementwise
 

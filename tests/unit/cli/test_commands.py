@@ -13,10 +13,10 @@ import yaml
 from kbrl_async import cli
 from kbrl_async.cli import preflight, train
 from kbrl_async.cli.launch import Ended
-from kbrl_async.config import KEYS, Plan, load, prepare
 from kbrl_async.errors import MissingTool, RunError
-from kbrl_async.telemetry import summary
-from kbrl_async.telemetry.summary import RunCounters
+from kbrl_async.runs import summary
+from kbrl_async.runs.config import KEYS, Plan, load, prepare
+from kbrl_async.runs.summary import RunCounters
 
 SUMMARY = summary.build(
     counters=RunCounters(

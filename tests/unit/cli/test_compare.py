@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.cli import main
-from kbrl_async.telemetry import summary
-from kbrl_async.telemetry.tensorboard import Writer
+from kbrl_async.runs import summary
+from kbrl_async.runs.telemetry.tensorboard import Writer
 
 
 @pytest.fixture

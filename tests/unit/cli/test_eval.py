@@ -15,15 +15,15 @@ from rich.console import Console
 from kbrl_async.cli import eval as evaluate
 from kbrl_async.cli import main, parse
 from kbrl_async.cli.launch import Ended
-from kbrl_async.config import Config, load, process_counts, to_yaml
 from kbrl_async.errors import RunError, UserError
-from kbrl_async.evaluating import Sample, document
+from kbrl_async.evaluation import Sample, document
+from kbrl_async.runs.config import Config, load, process_counts, to_yaml
 
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training run that `resolve` finds as a published policy."""
-    from kbrl_async.evaluating import targets
+    from kbrl_async.evaluation import targets
 
     made = folder / "runs" / "mine"
     made.mkdir(parents=True)

@@ -9,8 +9,8 @@ import pytest
 
 from kbrl_async.cli import main
 from kbrl_async.cli import replay as replay_command
-from kbrl_async.config import Config, to_yaml
-from kbrl_async.telemetry.archive import FILE, ArchiveWriter, GroupEnd, Outcome, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, make_row
+from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
     BuildReport,

@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.cli import logs, main
 from kbrl_async.errors import UserError
-from kbrl_async.telemetry.log_reading import Line
+from kbrl_async.runs.telemetry.log_reading import Line
 
 
 def entry(second: int, process: str, event: str, **more: object) -> str:

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from kbrl_async.cli import preflight
-from kbrl_async.config import Config, Plan, endpoints, load, plan, prepare
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError, UserError
+from kbrl_async.runs.config import Config, Plan, endpoints, load, plan, prepare
 from protocols.sockets import BoundRouter
 
 

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.cli import main, status_client, top
-from kbrl_async.config import Config, to_yaml
 from kbrl_async.errors import UserError
+from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Load, StatusReport, WorkerStanding
 from services.broker.server import Broker
 from services.runtime import addresses

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kbrl_async.config import SERVICES
-from kbrl_async.telemetry import summary
-from kbrl_async.telemetry.summary import RunCounters
+from kbrl_async.runs import summary
+from kbrl_async.runs.config import SERVICES
+from kbrl_async.runs.summary import RunCounters
 
 ROOT = Path(__file__).parents[3]
 WAITS = "import time; print('ready', flush=True); time.sleep(300)"

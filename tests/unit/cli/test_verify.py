@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kbrl_async import cli
-from kbrl_async.building.sanitize import Finding, Sanitized
 from kbrl_async.errors import InfraError, KbrlError, MissingTool, ProblemError, UserError
-from kbrl_async.funnel import Result
-from kbrl_async.funnel.kernelbench import Outcome
-from kbrl_async.funnel.result import with_findings
-from kbrl_async.funnel.runs import RunFolder, Written
+from kbrl_async.kernels.backends.sanitize.sanitize import Finding, Sanitized
+from kbrl_async.kernels.funnel import Result
+from kbrl_async.kernels.funnel.result import with_findings
+from kbrl_async.kernels.kernelbench.formats import Outcome
+from kbrl_async.kernels.kernelbench.runs import RunFolder, Written
 from protocols.records import Fault, StageReport, Timing, Verdict
 
 VERDICT = Verdict(
@@ -37,7 +37,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
                 raise result
             return result
 
-        monkeypatch.setattr("kbrl_async.funnel.verify", verify)
+        monkeypatch.setattr("kbrl_async.kernels.funnel.verify", verify)
 
     return set_
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from kbrl_async import cli
-from kbrl_async.config import KEYS, load
-from kbrl_async.config.sources import RESERVED, from_env
+from kbrl_async.runs.config import KEYS, load
+from kbrl_async.runs.config.sources import RESERVED, from_env
 from protocols.auth import Role
 from services.runtime.addresses import BROKER_HOST, addresses
 from tests.unit.deploy.reading import (

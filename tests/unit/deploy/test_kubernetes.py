@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kbrl_async.config import SERVICES, load
-from kbrl_async.sandbox import linux
-from kbrl_async.telemetry.prometheus import port_of, status_families
+from kbrl_async.kernels.sandbox import linux
+from kbrl_async.runs.config import SERVICES, load
+from kbrl_async.runs.telemetry.prometheus import port_of, status_families
 from protocols.auth import PeerLimits
 from protocols.messages import Stage, StageStanding, StatusReport
 from services.runtime.nanny import STOP_GRACE_S
@@ -171,7 +171,7 @@ def test_the_sandbox_makes_no_system_call_that_the_pods_profile_denies() -> None
 UNDER_THE_PROFILE = """
 import json, os, sys
 import pyseccomp as seccomp
-from kbrl_async.sandbox import linux
+from kbrl_async.kernels.sandbox import linux
 linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
 rules = seccomp.SyscallFilter(seccomp.ALLOW)
 for name in json.loads(sys.argv[1]):
@@ -180,8 +180,8 @@ for name in json.loads(sys.argv[1]):
     except OSError:
         pass  # this architecture has no such call
 rules.load()
-from kbrl_async.sandbox import Zygote
-with Zygote(("kbrl_async.sandbox.canary",)) as zygote:
+from kbrl_async.kernels.sandbox import Zygote
+with Zygote(("kbrl_async.kernels.sandbox.canary",)) as zygote:
     print(json.dumps(zygote.isolation.missing))
 """
 

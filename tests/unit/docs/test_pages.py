@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import yaml
 
-from kbrl_async.config import KEYS
-from kbrl_async.config.keys import SECTIONS
-from kbrl_async.config.loading import ALIASES
+from kbrl_async.runs.config import KEYS
+from kbrl_async.runs.config.keys import SECTIONS
+from kbrl_async.runs.config.loading import ALIASES
 from tests.pages import ROOT, Page, pages
 
 PAGES = pages()

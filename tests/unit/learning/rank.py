@@ -14,9 +14,10 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from kbrl_async.learning import checkpoints, versions
-from kbrl_async.learning.models import causal_lm, enable_checkpointing, wrap_lora
-from kbrl_async.learning.team import Team
+from kbrl_async.learning import checkpoints
+from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup
 from tests.models import tiny_model
@@ -69,7 +70,7 @@ def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict
 def main() -> None:
     folder, how = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    team = Team(torch.device("cpu"))
+    team = ProcessGroup(torch.device("cpu"))
     torch.manual_seed(team.rank)  # rank 1 begins with other adapters: rank 0's count
     model = make(how)
     trainer = Trainer(model, options(how), team=team, shard=how == "sharded")

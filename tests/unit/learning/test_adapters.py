@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, PolicyMismatch
-from kbrl_async.learning import checkpoints, versions
-from kbrl_async.learning.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
-from kbrl_async.learning.models import wrap_lora
+from kbrl_async.learning import checkpoints
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
+from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from kbrl_async.sampling.transformers_engine import TransformersEngine
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from kbrl_async.weights import FILES, prove
 from protocols.records import SamplingParams, TrainGroup
 from tests.models import NumberTokenizer, tiny_model

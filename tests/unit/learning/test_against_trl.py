@@ -18,7 +18,7 @@ import torch
 from kbrl_async.learning.corrections import CorrectionOptions
 from kbrl_async.learning.losses import LossOptions, Tokens, token_weights
 from kbrl_async.learning.objective import Objective
-from kbrl_async.rewards.advantages import leave_one_out
+from kbrl_async.rollouts.rewards.advantages import leave_one_out
 from tests.unit.learning import trl_reference
 
 GOLDEN: Mapping[str, Any] = json.loads(trl_reference.GOLDEN.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kbrl_async.learning.attention import TOLERANCE, Found, _plain, best, error_of
+from kbrl_async.learning.fused.attention import TOLERANCE, Found, _plain, best, error_of
 
 SHAPE = (4, 2, 16, 512, torch.bfloat16, torch.device("cpu"))
 

@@ -12,9 +12,10 @@ import torch
 
 from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError, DiskFull
-from kbrl_async.learning import checkpoints, versions
+from kbrl_async.learning import checkpoints
 from kbrl_async.learning.checkpoints import Progress
-from kbrl_async.learning.models import wrap_lora
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from kbrl_async.weights import prove
 from protocols.records import TrainGroup

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
-from kbrl_async.learning import versions
-from kbrl_async.learning.adapters import active, add_adapters
-from kbrl_async.learning.exporting import ABOUT, export
-from kbrl_async.learning.models import causal_lm, wrap_lora
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.adapters import active, add_adapters
+from kbrl_async.learning.policies.exporting import ABOUT, export
+from kbrl_async.learning.policies.models import causal_lm, wrap_lora
 
 CANARY = [1, 2, 3, 4, 5]
 IDS = torch.tensor([[7, 8, 9, 3, 1]])

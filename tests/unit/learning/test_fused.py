@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning import memory
 from kbrl_async.learning import trainer as trainer_module
-from kbrl_async.learning.adapters import add_adapters
 from kbrl_async.learning.engines import Fused
-from kbrl_async.learning.flat import bundle
-from kbrl_async.learning.fused import why_not
+from kbrl_async.learning.fused import memory
+from kbrl_async.learning.fused.decoder import why_not
+from kbrl_async.learning.fused.flat import bundle
 from kbrl_async.learning.logprobs import sequence_logprobs, token_logprobs
-from kbrl_async.learning.models import causal_lm, wrap_lora
+from kbrl_async.learning.policies.adapters import add_adapters
+from kbrl_async.learning.policies.models import causal_lm, wrap_lora
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample
 from tests.models import VOCABULARY, drawn_sample, tiny_model

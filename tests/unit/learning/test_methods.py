@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbrl_async.config import load
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.losses import LossOptions, Tokens, find_loss, token_weights
-from kbrl_async.rewards.batching import teaches_nothing, train_groups
-from kbrl_async.rewards.group import Group
+from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
+from kbrl_async.rollouts.buffer.group import Group
+from kbrl_async.runs.config import load
 from protocols.records import TrainGroup, TrainSample
 
 LENGTH = 3

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from kbrl_async.config import load
 from kbrl_async.errors import ConfigError, MissingTool
 from kbrl_async.learning.engines import open_engine
-from kbrl_async.learning.models import ModelOptions, load_model, wrap_lora
+from kbrl_async.learning.policies.models import ModelOptions, load_model, wrap_lora
 from kbrl_async.learning.trainer import TrainerOptions, _engine_options
+from kbrl_async.runs.config import load
 from tests.models import tiny_model
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, ConfigError
-from kbrl_async.learning import versions
-from kbrl_async.learning.models import wrap_lora
-from kbrl_async.learning.remote import RemotePolicies
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import wrap_lora
+from kbrl_async.learning.policies.remote import RemotePolicies
 
 CANARY = [1, 2, 3, 4]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kbrl_async.errors import PolicyMismatch
-from kbrl_async.learning.models import wrap_lora
+from kbrl_async.learning.policies.models import wrap_lora
+from kbrl_async.learning.policies.versions import load_manifest, publish, version_folder
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
-from kbrl_async.learning.versions import load_manifest, publish, version_folder
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.records import SamplingParams, TrainGroup, TrainSample
 from tests.models import NumberTokenizer
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning import versions
-from kbrl_async.learning.sharding import Spread
-from kbrl_async.learning.team import Team
+from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed.sharding import ShardedModel
+from kbrl_async.learning.policies import versions
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
 from tests.models import tiny_model
@@ -74,7 +74,7 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path, groups: list[TrainGrou
 def test_every_sequence_belongs_to_one_rank_and_rank_0_has_some(tokens: list[int], size: int) -> None:
     parts = []
     for rank in range(size):
-        team = object.__new__(Team)
+        team = object.__new__(ProcessGroup)
         team.rank, team.size = rank, size
         parts.append(team.part(tokens))
     assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
@@ -82,11 +82,11 @@ def test_every_sequence_belongs_to_one_rank_and_rank_0_has_some(tokens: list[int
 
 
 def test_equal_sequences_are_shared_out_equally() -> None:
-    team = object.__new__(Team)
+    team = object.__new__(ProcessGroup)
     team.rank, team.size = 1, 2
     assert team.part([8192] * 8) == [4, 5, 6, 7]
 
 
 def test_a_policy_without_frozen_weights_is_not_spread() -> None:
     with pytest.raises(ConfigError, match="only frozen weights"):
-        Spread(tiny_model(), object.__new__(Team))
+        ShardedModel(tiny_model(), object.__new__(ProcessGroup))

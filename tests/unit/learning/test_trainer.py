@@ -11,8 +11,8 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning.metrics import ess, k3, staleness
-from kbrl_async.learning.models import ModelOptions, causal_lm, load_model, wrap_lora
 from kbrl_async.learning.optimizer import rate_at
+from kbrl_async.learning.policies.models import ModelOptions, causal_lm, load_model, wrap_lora
 from kbrl_async.learning.sft import SftOptions, train_sft
 from kbrl_async.learning.trainer import Trainer, TrainerOptions
 from protocols.records import TrainGroup, TrainSample

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kbrl_async.learning import elementwise as plain
+from kbrl_async.learning.fused import elementwise as plain
 
 
 def check() -> None:
-    from kbrl_async.learning import elementwise_triton as kernels
+    from kbrl_async.learning.fused import elementwise_triton as kernels
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kbrl_async.sampling.vllm_meter import Meter
-from kbrl_async.sampling.vllm_options import Parts
+from kbrl_async.sampling.vllm.meter import Meter
+from kbrl_async.sampling.vllm.options import Parts
 
 FINAL_ONLY, DELTA = "final_only", "delta"
 

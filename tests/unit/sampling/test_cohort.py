@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
-from kbrl_async.sampling.draw import draw
+from kbrl_async.sampling.transformers.draw import draw
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
 from protocols.records import SamplingParams
 
 
-def stream(name: str, prompt: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Stream:
-    return Stream(name, prompt, SamplingParams(max_tokens, temperature), random.Random(seed))
+def stream(name: str, prompt: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 0) -> RunningSequence:
+    return RunningSequence(name, prompt, SamplingParams(max_tokens, temperature), random.Random(seed))
 
 
-def teacher_forced(model: torch.nn.Module, s: Stream) -> list[float]:
+def teacher_forced(model: torch.nn.Module, s: RunningSequence) -> list[float]:
     ids = torch.tensor([s.prompt_ids + s.token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -24,15 +24,15 @@ def teacher_forced(model: torch.nn.Module, s: Stream) -> list[float]:
     return [logp[len(s.prompt_ids) + i - 1, token].item() for i, token in enumerate(s.token_ids)]
 
 
-def drain(cohort: Cohort) -> list[Stream]:
+def drain(cohort: RunningBatch) -> list[RunningSequence]:
     done = []
     while cohort.rows:
         done += cohort.step()
     return done
 
 
-def cohort_of(model: torch.nn.Module, **kwargs: int) -> Cohort:
-    return Cohort(0, model, frozenset(), CohortStats(), **kwargs)  # type: ignore[arg-type]
+def cohort_of(model: torch.nn.Module, **kwargs: int) -> RunningBatch:
+    return RunningBatch(0, model, frozenset(), CohortStats(), **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -77,7 +77,7 @@ def test_end_of_text_ends_a_row_and_is_recorded(model: torch.nn.Module) -> None:
     probe = cohort_of(model)
     probe.join([stream("a", [1, 2, 3], 6, 0.0)])
     (free,) = drain(probe)
-    cohort = Cohort(0, model, frozenset({free.token_ids[2]}), CohortStats())
+    cohort = RunningBatch(0, model, frozenset({free.token_ids[2]}), CohortStats())
     cohort.join([stream("a", [1, 2, 3], 6, 0.0)])
     (stopped,) = drain(cohort)
     assert stopped.finish_reason == "stop"
@@ -86,7 +86,7 @@ def test_end_of_text_ends_a_row_and_is_recorded(model: torch.nn.Module) -> None:
 
 def test_twins_share_one_prefill_and_later_ones_use_the_cache(model: torch.nn.Module) -> None:
     stats = CohortStats()
-    cohort = Cohort(0, model, frozenset(), stats)
+    cohort = RunningBatch(0, model, frozenset(), stats)
     cohort.join([stream(f"a{i}", [1, 2, 3, 4], 3, 1.0, i) for i in range(8)])
     cohort.join([stream("late", [1, 2, 3, 4], 3)])
     assert stats.prefill_tokens == 4

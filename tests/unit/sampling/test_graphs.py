@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kbrl_async.sampling.cohort import Cohort, CohortStats, Stream
-from kbrl_async.sampling.graphs import USES_BEFORE_CAPTURE, GraphedSteps, Replay
+from kbrl_async.sampling.transformers.graphs import USES_BEFORE_CAPTURE, GraphedSteps, Replay
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
 from protocols.records import SamplingParams
 from tests.unit.sampling.test_cohort import drain, stream
 
@@ -21,13 +21,13 @@ def played(step: Callable[[], torch.Tensor]) -> Replay:
     return step
 
 
-def graphed(model: torch.nn.Module, capture: Callable[[Callable[[], torch.Tensor]], Replay] = played) -> Cohort:
-    cohort = Cohort(0, model, frozenset(), CohortStats())
+def graphed(model: torch.nn.Module, capture: Callable[[Callable[[], torch.Tensor]], Replay] = played) -> RunningBatch:
+    cohort = RunningBatch(0, model, frozenset(), CohortStats())
     cohort._graphs = GraphedSteps(cohort._logits, cohort._cache, torch.device("cpu"), capture)
     return cohort
 
 
-def run(cohort: Cohort) -> list[Stream]:
+def run(cohort: RunningBatch) -> list[RunningSequence]:
     rng, done, waiting = random.Random(1), [], []
     for i in range(24):
         prompt = [rng.randrange(60) for _ in range(rng.randint(1, 90))]
@@ -39,7 +39,7 @@ def run(cohort: Cohort) -> list[Stream]:
 
 
 def test_padded_rows_write_what_they_write_without_padding(model: torch.nn.Module) -> None:
-    plain, padded = Cohort(0, model, frozenset(), CohortStats()), graphed(model)
+    plain, padded = RunningBatch(0, model, frozenset(), CohortStats()), graphed(model)
     for a, b in zip(run(plain), run(padded), strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
@@ -63,7 +63,7 @@ def test_grown_buffers_are_captured_anew(model: torch.nn.Module) -> None:
     cohort = graphed(model)
     cohort.join([stream("a", [1, 2, 3], 200, seed=3)])
     (long,) = drain(cohort)
-    alone = Cohort(0, model, frozenset(), CohortStats())
+    alone = RunningBatch(0, model, frozenset(), CohortStats())
     alone.join([stream("a", [1, 2, 3], 200, seed=3)])
     assert drain(alone)[0].token_ids == long.token_ids
     assert cohort._graphs is not None
@@ -75,14 +75,14 @@ def test_what_can_not_be_captured_goes_on_step_by_step(model: torch.nn.Module) -
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     cohort = graphed(model, refuse)
-    cohort.join([Stream("a", [1, 2], SamplingParams(20), random.Random(0))])
+    cohort.join([RunningSequence("a", [1, 2], SamplingParams(20), random.Random(0))])
     assert len(drain(cohort)[0].token_ids) == 20
     assert cohort._graphs is not None
     assert cohort._graphs.failure == "operation not permitted when stream is capturing"
 
 
 def test_on_a_cpu_nothing_is_captured(model: torch.nn.Module) -> None:
-    assert Cohort(0, model, frozenset(), CohortStats())._graphs is None
+    assert RunningBatch(0, model, frozenset(), CohortStats())._graphs is None
 
 
 def test_what_a_graph_reads_lives_as_long_as_it_does(model: torch.nn.Module) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kbrl_async.cli.preflight import check_engine
-from kbrl_async.config import load, to_yaml
 from kbrl_async.errors import ConfigError, InfraError, PolicyMismatch
-from kbrl_async.sampling.endpoint import Prices
+from kbrl_async.runs.config import load, to_yaml
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.openai_engine import OpenAIEngine
-from kbrl_async.sampling.openai_options import OpenAIOptions, options_of
-from kbrl_async.sampling.pacing import Backoff
+from kbrl_async.sampling.openai.endpoint import Prices
+from kbrl_async.sampling.openai.engine import OpenAIEngine
+from kbrl_async.sampling.openai.options import OpenAIOptions, options_of
+from kbrl_async.sampling.openai.pacing import Backoff
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, Reply, chat, error, fake_endpoint
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kbrl_async.sampling.pacing import Backoff, Pace, retry_after_s
+from kbrl_async.sampling.openai.pacing import Backoff, Pace, retry_after_s
 
 EPOCH = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT, the example of RFC 9110
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbrl_async.prompts import extract, kernel_span
+from kbrl_async.rollouts.prompts import extract, kernel_span
 from kbrl_async.sampling.spans import token_span
 
 WORDS = ["plan ", "it", "\n", "co", "de", "<end>"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMismatch, PromptTooLong
-from kbrl_async.sampling.transformers_engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 Publish = Callable[[int], tuple[PolicyVersion, Path]]

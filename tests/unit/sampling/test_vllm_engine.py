@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMismatch, PromptTooLong
-from kbrl_async.learning import versions
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.models import causal_lm, wrap_lora
-from kbrl_async.sampling.vllm_engine import VLLMEngine
-from kbrl_async.sampling.vllm_meter import Meter
-from kbrl_async.sampling.vllm_options import VLLMOptions
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import causal_lm, wrap_lora
+from kbrl_async.sampling.vllm.engine import VLLMEngine
+from kbrl_async.sampling.vllm.meter import Meter
+from kbrl_async.sampling.vllm.options import VLLMOptions
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 from tests.models import EOS, NumberTokenizer
 from tests.unit.sampling.fake_vllm import PARTS, FakeAsyncLLM, FakeLoRARequest

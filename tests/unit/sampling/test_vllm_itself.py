@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, InfraError, PolicyMismatch
-from kbrl_async.learning import versions
+from kbrl_async.learning.policies import versions
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.guards import Prompts
-from kbrl_async.sampling.vllm_engine import VLLMEngine
-from kbrl_async.sampling.vllm_options import VLLMOptions
-from kbrl_async.sampling.vllm_start import start
-from kbrl_async.sampling.vllm_versions import Served
+from kbrl_async.sampling.vllm.engine import VLLMEngine
+from kbrl_async.sampling.vllm.options import VLLMOptions
+from kbrl_async.sampling.vllm.start import start
+from kbrl_async.sampling.vllm.versions import Served
 from protocols.records import SamplingParams
 from tests.models import EOS, NumberTokenizer, tiny_model
 from tests.unit.sampling.test_vllm_engine import Learner, Shifted

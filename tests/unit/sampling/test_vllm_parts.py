@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kbrl_async.errors import ConfigError, MissingTool, PolicyMismatch
 from kbrl_async.sampling.canary import check_temperature, judge
-from kbrl_async.sampling.vllm_drafts import Draft
-from kbrl_async.sampling.vllm_guard import watch
-from kbrl_async.sampling.vllm_options import VLLMOptions, arguments, check_installed, set_environment
-from kbrl_async.sampling.vllm_versions import LiveVersions, Served
+from kbrl_async.sampling.vllm.drafts import Draft
+from kbrl_async.sampling.vllm.guard import watch
+from kbrl_async.sampling.vllm.options import VLLMOptions, arguments, check_installed, set_environment
+from kbrl_async.sampling.vllm.versions import LiveVersions, Served
 
 KNOWN = frozenset(
     {

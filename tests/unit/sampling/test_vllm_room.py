@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kbrl_async.errors import HostError
-from kbrl_async.sampling.vllm_room import PATIENCE_S, Memory, memory_now, wait_for_room
+from kbrl_async.sampling.vllm.room import PATIENCE_S, Memory, memory_now, wait_for_room
 
 GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.sampling.vllm_options import VLLMOptions, arguments
-from kbrl_async.sampling.vllm_size import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
+from kbrl_async.sampling.vllm.options import VLLMOptions, arguments
+from kbrl_async.sampling.vllm.size import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
 
 GIB = 1 << 30
 SMALL = {"num_hidden_layers": 6, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 1024}

@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from kbrl_async.chaos.injuries import tear
+from kbrl_async.lab.chaos.injuries import tear
 from protocols import events as ev
 from protocols.messages import Stage
 from services.broker import journal as module

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.rewards.curriculum import CurriculumOptions
-from kbrl_async.rewards.events import BatchMade, Scored
-from kbrl_async.rewards.groups import BookOptions, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
+from kbrl_async.rollouts.buffer.events import BatchMade, Scored
+from kbrl_async.rollouts.curriculum import CurriculumOptions
 from protocols.records import VERIFIER, GroupOutcome, Problem
-from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Entry, Evaluated, Plan, RolloutEnded
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.run_state import AFTER, BEFORE, Entry, Evaluated, Plan, RolloutEnded, RunState
 from tests.records import sample, stats
 
 GROUP = 2
@@ -23,14 +23,14 @@ def problem(name: str) -> Problem:
 
 
 def plan(**book: int) -> Plan:
-    options = BookOptions(**{"groups_per_batch": 2, "max_batches": 2, "max_lag": 1, **book})
+    options = BufferOptions(**{"groups_per_batch": 2, "max_batches": 2, "max_lag": 1, **book})
     return Plan([problem("a"), problem("b"), problem("c")], [problem("h")], 2, GROUP, 0, options)
 
 
 class Driver:
     """Plays aggregator: keeps every entry, as the journal would."""
 
-    def __init__(self, campaign: Campaign) -> None:
+    def __init__(self, campaign: RunState) -> None:
         self.campaign = campaign
         self.entries: list[Entry] = []
         self.now = 0.0
@@ -74,7 +74,7 @@ class Driver:
 
 
 def trained_campaign() -> Driver:
-    driver = Driver(Campaign(plan()))
+    driver = Driver(RunState(plan()))
     driver.evaluate(BEFORE)
     for index in range(2):
         for group in [driver.admit(), driver.admit()]:
@@ -84,7 +84,7 @@ def trained_campaign() -> Driver:
 
 
 def test_training_waits_for_the_evaluation_of_the_first_policy() -> None:
-    driver = Driver(Campaign(plan()))
+    driver = Driver(RunState(plan()))
     assert not driver.campaign.may_train
     driver.evaluate(BEFORE)
     assert driver.campaign.may_train
@@ -99,7 +99,7 @@ def test_the_run_ends_after_the_second_evaluation_and_not_before() -> None:
 
 
 def test_an_evaluation_rollout_counts_once() -> None:
-    campaign = Campaign(plan())
+    campaign = RunState(plan())
     first = next(iter(campaign.awaited(BEFORE)))
     campaign.apply(Evaluated(BEFORE, first, stats(1.0, "L1/h")))
     campaign.apply(Evaluated(BEFORE, first, stats(0.0, "L1/h")))
@@ -107,7 +107,7 @@ def test_an_evaluation_rollout_counts_once() -> None:
 
 
 def test_every_problem_comes_once_before_any_comes_twice() -> None:
-    driver = Driver(Campaign(plan(groups_per_batch=3, max_batches=9)))
+    driver = Driver(RunState(plan(groups_per_batch=3, max_batches=9)))
     groups = [driver.admit() for _ in range(6)]
     problems = [driver.campaign.book.group_problem(group) for group in groups]
     assert sorted(problems[:3]) == sorted(problems[3:]) == ["L1/a", "L1/b", "L1/c"]
@@ -120,7 +120,7 @@ def test_the_counters_add_up_after_training() -> None:
 
 def test_replaying_the_entries_gives_the_same_campaign() -> None:
     driver = trained_campaign()
-    again = Campaign(plan())
+    again = RunState(plan())
     for entry in driver.entries:
         again.apply(entry)
     assert again.counters() == driver.campaign.counters()
@@ -133,7 +133,7 @@ def test_replaying_the_entries_gives_the_same_campaign() -> None:
 
 
 def test_the_age_of_a_batch_is_counted_from_the_oldest_policy_that_wrote_it() -> None:
-    driver = Driver(Campaign(plan()))
+    driver = Driver(RunState(plan()))
     driver.evaluate(BEFORE)
     groups = [driver.admit() for _ in range(4)]
     for group in groups:
@@ -169,7 +169,7 @@ def test_a_campaign_replayed_from_stripped_entries_counts_the_same(journal: Jour
     driver = trained_campaign()
     journal.append(driver.entries)
     journal.append([], [f"g{n:06d}" for n in range(4)])
-    again = Campaign(plan())
+    again = RunState(plan())
     for entry in journal.entries():
         again.apply(entry)
     assert again.counters() == driver.campaign.counters()
@@ -185,7 +185,7 @@ def test_entries_of_one_call_are_there_together_or_not_at_all(journal: Journal) 
 
 
 def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> None:
-    driver = Driver(Campaign(plan()))
+    driver = Driver(RunState(plan()))
     driver.evaluate(BEFORE)
     group = driver.admit()
     for rollout_id in rollout_ids(group, GROUP):
@@ -196,7 +196,7 @@ def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> Non
 
 
 def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:
-    driver = Driver(Campaign(plan()))
+    driver = Driver(RunState(plan()))
     group = driver.admit()
     problem_id = driver.campaign.book.group_problem(group)
     asked = next(one for one in driver.campaign.plan.training if one.problem_id == problem_id)
@@ -211,7 +211,7 @@ def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:
 
 
 def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> None:
-    driver = Driver(Campaign(msgspec.structs.replace(plan(max_batches=9), curriculum=CurriculumOptions(window=1))))
+    driver = Driver(RunState(msgspec.structs.replace(plan(max_batches=9), curriculum=CurriculumOptions(window=1))))
     driver.evaluate(BEFORE)
     first = [driver.admit(), driver.admit()]
     late = driver.admit()
@@ -226,7 +226,7 @@ def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> 
     assert driver.campaign.notes == ["stage1 → stage2: compiled 100% over the last 1 batches"]
     assert driver.campaign.stage_of(late) == "stage1"
     assert driver.campaign.stage_of(driver.admit()) == "stage2"
-    again = Campaign(driver.campaign.plan)
+    again = RunState(driver.campaign.plan)
     for entry in driver.entries:
         again.apply(entry)
     assert (again.notes, again.stage_of(late)) == (driver.campaign.notes, "stage1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.building import backend, backends
-from kbrl_async.sandbox import Isolation
+from kbrl_async.kernels.backends.building import backend, backends
+from kbrl_async.kernels.sandbox import Isolation
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
 from services.runtime.capabilities import farm_caps, said

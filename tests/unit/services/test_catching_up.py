@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.config import Config, available_cores, cpu_layout, endpoints, load
-from kbrl_async.problems import parse_problem
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
 from services.evaluator.actor import Evaluator
 from services.evaluator.course import Course, Entry
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.board import Board
-from services.reward_aggregator.campaign import Campaign
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.metrics_writer import MetricsWriter
 from services.reward_aggregator.planning import plan_of
+from services.reward_aggregator.run_state import RunState
 from services.rollouts.archiving import TurnArchive
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
@@ -69,11 +69,11 @@ async def asked_after_a_second_welcome(
 def test_the_aggregator_asks_again_for_what_is_open_and_only_then(tmp_path: Path, welcomes: int) -> None:
     settings = load(overrides=["tensorboard.enabled=false", "level=1", "batch_size=2", "group_size=2"])
     frame = service("reward_aggregator", tmp_path, settings)
-    campaign, broker = Campaign(plan_of(settings)), Silent()
+    campaign, broker = RunState(plan_of(settings)), Silent()
 
     async def live() -> tuple[Counter[str], Counter[str]]:
         with Journal(tmp_path / "aggregator.sqlite") as journal, Archiving(settings, tmp_path) as archive:
-            actor = Aggregator(frame, campaign, journal, broker, Board(frame, campaign), archive)  # type: ignore[arg-type]
+            actor = Aggregator(frame, campaign, journal, broker, MetricsWriter(frame, campaign), archive)  # type: ignore[arg-type]
             actor.welcomes = lambda: welcomes
             return await asked_after_a_second_welcome(broker, actor, actor.pump())
 

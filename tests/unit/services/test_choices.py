@@ -6,13 +6,13 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from kbrl_async.building import backends
-from kbrl_async.config import Config, DatasetBuilder
+from kbrl_async.kernels.backends.building import backends
 from kbrl_async.learning.losses import find_loss
-from kbrl_async.prompts import TEMPLATES
-from kbrl_async.rewards.advantages import find_baseline
-from kbrl_async.rewards.curriculum import STAGES
-from kbrl_async.rewards.presets import find_preset
+from kbrl_async.rollouts.curriculum import STAGES
+from kbrl_async.rollouts.prompts import TEMPLATES
+from kbrl_async.rollouts.rewards.advantages import find_baseline
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.runs.config import Config, DatasetBuilder
 
 
 def choices(struct: type[Any], field: str) -> list[str]:

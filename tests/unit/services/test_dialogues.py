@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rewards.groups import BookOptions, rollout_ids
-from kbrl_async.rewards.turns import TurnOptions, TurnScore, with_returns
-from kbrl_async.telemetry import training_metrics, turn_metrics
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
+from kbrl_async.rollouts.turns import TurnOptions, TurnScore, with_returns
+from kbrl_async.runs.telemetry import training_metrics, turn_metrics
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
-from services.reward_aggregator.campaign import BEFORE, Campaign, Entry, Plan, RolloutEnded
 from services.reward_aggregator.journal import Journal
-from services.rollouts.dialogues import TurnTaken, best_turn, without_tokens
+from services.reward_aggregator.run_state import BEFORE, Entry, Plan, RolloutEnded, RunState
+from services.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from tests import records
 
 
@@ -31,12 +31,12 @@ def taken(rollout_id: str, group: str, turn: int, reward: float = 0.0) -> TurnTa
     )
 
 
-def campaign() -> Campaign:
-    book = BookOptions(groups_per_batch=1, max_batches=1, max_lag=0)
-    return Campaign(Plan([Problem("L1/a", 1, "a", "")], [], 0, 2, 0, book))
+def campaign() -> RunState:
+    book = BufferOptions(groups_per_batch=1, max_batches=1, max_lag=0)
+    return RunState(Plan([Problem("L1/a", 1, "a", "")], [], 0, 2, 0, book))
 
 
-def play(made: Campaign) -> tuple[str, list[Entry]]:
+def play(made: RunState) -> tuple[str, list[Entry]]:
     """One group of two rollouts with two turns each, up to the last turn's end."""
     admitted = made.book.admit("L1/a", 1, 2, 0.0)
     made.note(admitted.event, admitted.closed)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def play(made: Campaign) -> tuple[str, list[Entry]]:
     return group, entries
 
 
-def end(made: Campaign, group: str) -> list[Entry]:
+def end(made: RunState, group: str) -> list[Entry]:
     entries: list[Entry] = []
     for number, rollout_id in enumerate(rollout_ids(group, 2)):
         turns = [*(t.sample for t in made.dialogues.turns(rollout_id)), sample(rollout_id, 1, float(number))]

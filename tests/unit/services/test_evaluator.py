@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kbrl_async.config import Config, available_cores, cpu_layout, endpoints, load
 from kbrl_async.errors import RunError
-from kbrl_async.evaluating import document
-from kbrl_async.problems import parse_problem
+from kbrl_async.evaluation import document
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,

@@ -12,26 +12,26 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import DiskFull
-from kbrl_async.rewards.alarms import AlarmOptions
-from kbrl_async.rewards.curriculum import CurriculumOptions
-from kbrl_async.rewards.events import BatchMade, Change
-from kbrl_async.rewards.groups import BookOptions, rollout_ids
-from kbrl_async.rewards.turns import TurnScore
-from kbrl_async.telemetry.history import history_of
+from kbrl_async.rollouts.alarms import AlarmOptions
+from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
+from kbrl_async.rollouts.buffer.events import BatchMade, Change
+from kbrl_async.rollouts.curriculum import CurriculumOptions
+from kbrl_async.rollouts.turns import TurnScore
+from kbrl_async.runs.archive.history import history_of
 from protocols.records import Problem, TrainSample
-from services.reward_aggregator.campaign import (
+from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.rounds import RoundBegun, group_of_round
+from services.reward_aggregator.run_state import (
     BEFORE,
-    Campaign,
     Entry,
     Evaluated,
     Plan,
     RolloutEnded,
+    RunState,
     Watched,
     without_tokens,
 )
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.rounds import RoundBegun, group_of_round
-from services.rollouts.dialogues import TurnTaken
+from services.rollouts.trajectories import TurnTaken
 from tests.records import stats
 
 GROUP = 3
@@ -40,7 +40,7 @@ TINY = 1500
 
 
 def plan() -> Plan:
-    book = BookOptions(groups_per_batch=2, max_batches=10_000, max_lag=2, bench_after=1, baseline="running_mean")
+    book = BufferOptions(groups_per_batch=2, max_batches=10_000, max_lag=2, bench_after=1, baseline="running_mean")
     problems = [Problem(f"L1/{name}", 1, name, "") for name in "abcd"]
     held = [Problem("L1/h", 1, "h", "")]
     curriculum = CurriculumOptions(kind="learnable", window=1)
@@ -50,8 +50,8 @@ def plan() -> Plan:
 class Life:
     """A campaign that does at random what campaigns do; each step is journaled as the aggregator would."""
 
-    def __init__(self, journal: Journal, seed: int, campaign: Campaign | None = None) -> None:
-        self.campaign = campaign or Campaign(plan())
+    def __init__(self, journal: Journal, seed: int, campaign: RunState | None = None) -> None:
+        self.campaign = campaign or RunState(plan())
         self.journal, self.rng = journal, random.Random(seed)
         self.told: list[Entry] = []
         self.now = self.campaign.clock
@@ -138,18 +138,18 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     yield from opened(tmp_path / "aggregator.sqlite")
 
 
-def written(campaign: Campaign) -> object:
+def written(campaign: RunState) -> object:
     """Everything that a campaign knows, but for kernels to repair: those of ended groups may be forgotten."""
     known = msgspec.msgpack.decode(msgspec.msgpack.encode(campaign.state()))
     return known | {"dialogues": known["dialogues"]["turns"]}
 
 
-def size(campaign: Campaign) -> int:
+def size(campaign: RunState) -> int:
     return len(msgspec.msgpack.encode(campaign.state()))
 
 
-def loaded(path: Path) -> Campaign:
-    campaign = Campaign(plan())
+def loaded(path: Path) -> RunState:
+    campaign = RunState(plan())
     with Journal(path, TINY) as journal:
         journal.load(campaign)
     return campaign
@@ -166,7 +166,7 @@ def test_a_campaign_that_is_compacted_again_and_again_is_the_one_that_never_was(
             journal.compact_if_due(life.campaign)
     assert compactions > 3
     assert written(loaded(path)) == written(life.campaign)
-    plain = Campaign(plan())
+    plain = RunState(plan())
     for entry in life.told:
         plain.apply(entry)
     assert written(plain) == written(life.campaign)
@@ -201,7 +201,7 @@ def test_the_history_has_every_entry_once_in_order_whatever_was_compacted(journa
 def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reward_aggregator.campaign.KEPT_ENDS", 8)
+    monkeypatch.setattr("services.reward_aggregator.run_state.KEPT_ENDS", 8)
     path = tmp_path / "aggregator.sqlite"
     pages, states = [], []
     with Journal(path, TINY) as journal:
@@ -252,9 +252,9 @@ def test_a_kill_at_any_point_of_a_compaction_loses_nothing_and_doubles_nothing(t
             history = [without_tokens(entry) for entry in journal.history()]
             assert history == told[: len(history)]
             lengths.add(len(history))
-            campaign = Campaign(plan())
+            campaign = RunState(plan())
             journal.load(campaign)
-            same = Campaign(plan())
+            same = RunState(plan())
             for entry in life.told[: len(history)]:
                 same.apply(entry)
             assert written(campaign) == written(same), copy.name

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.config import Config, load
-from kbrl_async.demonstrations import Lesson, Span
 from kbrl_async.errors import ConfigError
+from kbrl_async.lab.small_policy.corpus import examples
 from kbrl_async.learning.sft import without_behaviour
-from kbrl_async.policy.corpus import examples
-from kbrl_async.rewards.events import Admitted, BatchMade
-from kbrl_async.rewards.groups import GroupBook, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade
+from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.demonstrations import Lesson, Span
 from protocols.records import GroupOutcome, TrainGroup
-from services.reward_aggregator.lessons import NOT_A_PROBLEM, Lessons, corpus, described
 from services.reward_aggregator.planning import plan_of
+from services.reward_aggregator.sft_dataset import NOT_A_PROBLEM, SftDataset, corpus, described
 
 GROUP = 2
 
@@ -29,7 +29,7 @@ def config(*words: str) -> Config:
     return load(overrides=["method=sft", "batch_size=1", f"group_size={GROUP}", "max_steps=6", *words])
 
 
-def run(book: GroupBook, lessons: Lessons, updates: int) -> list[TrainGroup]:
+def run(book: RolloutBuffer, lessons: SftDataset, updates: int) -> list[TrainGroup]:
     """What the learner gets, with the aggregator's own calls."""
     seen = []
     for now in itertools.count(1):
@@ -52,8 +52,8 @@ def targets(groups: list[TrainGroup]) -> list[int]:
 
 
 def test_every_lesson_is_learned_once_before_any_is_learned_again() -> None:
-    lessons = Lessons([lesson(n) for n in range(4)], GROUP, seed=0)
-    book = GroupBook(plan_of(config()).book)
+    lessons = SftDataset([lesson(n) for n in range(4)], GROUP, seed=0)
+    book = RolloutBuffer(plan_of(config()).book)
     learned = targets(run(book, lessons, 6))
     passes = [learned[0:4], learned[4:8], learned[8:12]]
     assert [sorted(p) for p in passes] == [[0, 1, 2, 3]] * 3
@@ -61,22 +61,22 @@ def test_every_lesson_is_learned_once_before_any_is_learned_again() -> None:
 
 
 def test_all_counters_of_the_book_add_up_and_nothing_is_filtered() -> None:
-    book = GroupBook(plan_of(config()).book)
-    run(book, Lessons([lesson(0)], GROUP, 0), 6)
+    book = RolloutBuffer(plan_of(config()).book)
+    run(book, SftDataset([lesson(0)], GROUP, 0), 6)
     book.check()
     assert book.counts[GroupOutcome.TRAINED] == book.counts["admitted"] == 6
 
 
 def test_every_target_token_weighs_one() -> None:
     """With −A·log π and A = 1 the update is the mean cross-entropy of the target tokens."""
-    groups = run(GroupBook(plan_of(config()).book), Lessons([lesson(n) for n in range(4)], GROUP, 0), 2)
+    groups = run(RolloutBuffer(plan_of(config()).book), SftDataset([lesson(n) for n in range(4)], GROUP, 0), 2)
     assert {sample.advantage for group in groups for sample in group.samples} == {1.0}
     settings = config()
     assert (settings.loss, settings.learner.normalise, settings.learner.epochs) == ("reinforce", "token_mean", 1)
 
 
 def test_each_turn_of_a_conversation_is_a_sample() -> None:
-    found = Lessons([lesson(0, turns=3)], GROUP, 0).samples("g000000.r1", 4)
+    found = SftDataset([lesson(0, turns=3)], GROUP, 0).samples("g000000.r1", 4)
     assert [(s.turn, s.token_ids, s.policy_version) for s in found] == [
         (0, [100, 0], 4),
         (1, [100, 1], 4),
@@ -88,7 +88,7 @@ def test_each_turn_of_a_conversation_is_a_sample() -> None:
 def test_what_a_rollout_learns_does_not_depend_on_what_was_asked_before() -> None:
     """So a restarted aggregator, which asks for what is open only, teaches the same lessons."""
     data = [lesson(n) for n in range(7)]
-    running, restarted = Lessons(data, GROUP, 3), Lessons(data, GROUP, 3)
+    running, restarted = SftDataset(data, GROUP, 3), SftDataset(data, GROUP, 3)
     ids = [f"g{group:06d}.r{member}" for group in range(9) for member in range(GROUP)]
     all_of_them = {rollout_id: running.samples(rollout_id, 0) for rollout_id in ids}
     for rollout_id in reversed(ids[5:]):
@@ -97,13 +97,13 @@ def test_what_a_rollout_learns_does_not_depend_on_what_was_asked_before() -> Non
 
 def test_a_crash_between_two_lessons_of_a_group_changes_no_batch() -> None:
     """The journal holds an admitted group and one of its lessons; the restarted aggregator teaches the other one."""
-    options, lessons = plan_of(config()).book, Lessons([lesson(n) for n in range(5)], GROUP, 0)
-    book = GroupBook(options)
+    options, lessons = plan_of(config()).book, SftDataset([lesson(n) for n in range(5)], GROUP, 0)
+    book = RolloutBuffer(options)
     admitted = book.admit(NOT_A_PROBLEM.problem_id, 0, GROUP, 1.0).event
     scored = book.scored("g000000", "g000000.r0", lessons.samples("g000000.r0", 0), 2.0).event
     assert admitted is not None
     assert scored is not None
-    again = GroupBook.replay(options, [admitted, scored])
+    again = RolloutBuffer.replay(options, [admitted, scored])
     assert again.open_rollouts() == {"g000000": ["g000000.r1"]}
     for found in (book, again):
         found.scored("g000000", "g000000.r1", lessons.samples("g000000.r1", 0), 3.0)
@@ -113,7 +113,7 @@ def test_a_crash_between_two_lessons_of_a_group_changes_no_batch() -> None:
 
 def test_the_order_is_of_the_seed() -> None:
     def order(seed: int) -> list[int]:
-        lessons = Lessons([lesson(n) for n in range(20)], GROUP, seed)
+        lessons = SftDataset([lesson(n) for n in range(20)], GROUP, seed)
         return [lessons.samples(f"g{n // 2:06d}.r{n % 2}", 0)[0].prompt_ids[0] for n in range(20)]
 
     assert order(0) == order(0)
@@ -139,7 +139,7 @@ def test_metrics_that_compare_with_a_sampler_are_not_told() -> None:
 
 def test_the_projects_own_corpus_holds_right_answers_only() -> None:
     found = corpus(config("demonstrations.examples=20"))
-    from kbrl_async.policy.author import CAREFUL
+    from kbrl_async.lab.small_policy.author import CAREFUL
 
     drawn = list(examples(1, 20, habits=CAREFUL, prompt_option="compact"))
     assert [c.messages[-1].content for c in found] == [e.answer for e in drawn]

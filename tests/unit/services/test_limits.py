@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.config import Config, load
-from kbrl_async.rewards.events import Admitted, BatchMade, Change
-from kbrl_async.rewards.groups import RUN_ENDED, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
+from kbrl_async.runs.config import Config, load
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.board import Board
-from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Evaluated
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.metrics_writer import MetricsWriter
 from services.reward_aggregator.planning import plan_of
+from services.reward_aggregator.run_state import AFTER, BEFORE, Evaluated, RunState
 from tests.records import sample
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 
@@ -42,7 +42,7 @@ class Before:
     """The life of a run until it was stopped, in its journal."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        self.campaign, self.folder = Campaign(plan_of(config)), folder
+        self.campaign, self.folder = RunState(plan_of(config)), folder
 
     def _keep(self, change: Change) -> Change:
         assert change.event is not None
@@ -70,12 +70,12 @@ class Before:
         self._keep(self.campaign.book.trained(batch.batch_id, batch.index + 1, 1.0))
 
 
-async def goes_on(folder: Path, config: Config, broker: Broker, seconds: float = PATIENCE_S) -> Campaign:
+async def goes_on(folder: Path, config: Config, broker: Broker, seconds: float = PATIENCE_S) -> RunState:
     """The campaign when the pump has ended by itself; `TimeoutError` where it does not."""
-    frame, campaign = service("reward_aggregator", folder, config), Campaign(plan_of(config))
+    frame, campaign = service("reward_aggregator", folder, config), RunState(plan_of(config))
     with Journal(folder / "aggregator.sqlite") as journal, Archiving(config, folder) as archive:
         journal.load(campaign)
-        board = Board(frame, campaign)
+        board = MetricsWriter(frame, campaign)
         actor = Aggregator(frame, campaign, journal, broker, board, archive)  # type: ignore[arg-type]
         async with asyncio.timeout(seconds):
             await actor.pump()
@@ -104,12 +104,12 @@ def test_it_ends_where_the_last_batch_leaves_groups_over(tmp_path: Path) -> None
         run.group()
     batch = run.batch()
 
-    async def trained_meanwhile() -> Campaign:
+    async def trained_meanwhile() -> RunState:
         config, broker = settings(max_steps=1), Broker()
-        frame, campaign = service("reward_aggregator", tmp_path, config), Campaign(plan_of(config))
+        frame, campaign = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
         with Journal(tmp_path / "aggregator.sqlite") as journal, Archiving(config, tmp_path) as archive:
             journal.load(campaign)
-            actor = Aggregator(frame, campaign, journal, broker, Board(frame, campaign), archive)  # type: ignore[arg-type]
+            actor = Aggregator(frame, campaign, journal, broker, MetricsWriter(frame, campaign), archive)  # type: ignore[arg-type]
             pumping = asyncio.ensure_future(actor.pump())
             async with asyncio.timeout(PATIENCE_S):
                 while batch.batch_id not in broker.asked:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from kbrl_async.config import Config, to_yaml
 from kbrl_async.errors import CheckpointError, UserError
-from kbrl_async.learning import checkpoints, kept, versions
-from kbrl_async.rewards.events import BatchFailed, BatchMade
-from kbrl_async.telemetry.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from kbrl_async.learning import checkpoints, kept
+from kbrl_async.learning.policies import versions
+from kbrl_async.rollouts.buffer.events import BatchFailed, BatchMade
+from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -31,11 +32,11 @@ from protocols.records import (
 from services.learner.actor import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
-from services.reward_aggregator.campaign import Campaign, Entry, RolloutEnded, Watched, batch_frames
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.planning import plan_of, preset_for, presets_of
-from services.rollouts.conduct import Conductor
+from services.reward_aggregator.run_state import Entry, RolloutEnded, RunState, Watched, batch_frames
 from services.rollouts.examples import FirstPrompts
+from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored
 from tests.models import SMALLER, VOCABULARY, tiny_model
 from tests.records import packed
@@ -68,10 +69,10 @@ class FakeRun:
         (self.path / "config.yaml").write_text(to_yaml(self.config))
         self._rng = random.Random(0)
         self._now = 0.0
-        self.campaign = Campaign(plan_of(self.config))
+        self.campaign = RunState(plan_of(self.config))
         first = FirstPrompts(self.config.prompt_option, self.config.backend)
         sampling = SamplingParams(self.config.max_tokens)
-        self._conductor = Conductor(self.config, self.campaign.dialogues, first, sampling)
+        self._conductor = RolloutManager(self.config, self.campaign.dialogues, first, sampling)
         self._presets = presets_of(self.config)
         torch.set_num_threads(1)
         self.trainer = make_trainer(self.config, self.config.model_name, "cpu")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from kbrl_async.rewards.curriculum import CurriculumOptions
-from kbrl_async.rewards.groups import BookOptions
-from kbrl_async.rewards.turns import TurnScore
-from kbrl_async.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.buffer.buffer import BufferOptions
+from kbrl_async.rollouts.curriculum import CurriculumOptions
+from kbrl_async.rollouts.turns import TurnScore
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem
-from services.reward_aggregator.campaign import AFTER, BEFORE, Campaign, Evaluated, Plan, RolloutEnded
 from services.reward_aggregator.rounds import RoundBegun, Rounds, group_of_round, is_round
-from services.rollouts.dialogues import TurnTaken, without_tokens
+from services.reward_aggregator.run_state import AFTER, BEFORE, Evaluated, Plan, RolloutEnded, RunState
+from services.rollouts.trajectories import TurnTaken, without_tokens
 from tests import records
 from tests.records import sample
 
@@ -75,13 +75,13 @@ def test_evaluations_before_and_after_are_no_rounds() -> None:
     assert not is_round(AFTER)
 
 
-def campaign(every: int) -> Campaign:
-    options = BookOptions(groups_per_batch=1, max_batches=3, max_lag=1)
+def campaign(every: int) -> RunState:
+    options = BufferOptions(groups_per_batch=1, max_batches=3, max_lag=1)
     training = [Problem("L1/a", 1, "a", "")]
-    return Campaign(Plan(training, HELDOUT, 2, 2, 0, options, CurriculumOptions(), eval_every=every))
+    return RunState(Plan(training, HELDOUT, 2, 2, 0, options, CurriculumOptions(), eval_every=every))
 
 
-def played(every: int, *, rounds_end: bool) -> tuple[Campaign, list[object]]:
+def played(every: int, *, rounds_end: bool) -> tuple[RunState, list[object]]:
     """A whole run: what it was asked and what it did, step by step."""
     made, seen, now = campaign(every), [], 0.0
     for rollout in list(made.awaited(BEFORE)):

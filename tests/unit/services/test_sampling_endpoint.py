@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kbrl_async.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.errors import ConfigError, PromptTooLong
-from kbrl_async.rewards.presets import find_preset
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.errors import CheckpointError, ConfigError, MissingTool
-from kbrl_async.sampling import vllm_start
-from kbrl_async.sampling.vllm_options import VLLMOptions
+from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
+from kbrl_async.sampling.vllm import start as vllm_start
+from kbrl_async.sampling.vllm.options import VLLMOptions
 from protocols.messages import Pause, Resume, Stage, Task
 from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
 from services.runtime.quiet import Gate

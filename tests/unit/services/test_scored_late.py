@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.config import Config
-from kbrl_async.rewards.events import Admitted
-from kbrl_async.rewards.groups import rollout_ids
-from kbrl_async.rewards.turns import turn_id
+from kbrl_async.rollouts.buffer.buffer import rollout_ids
+from kbrl_async.rollouts.buffer.events import Admitted
+from kbrl_async.rollouts.turns import turn_id
+from kbrl_async.runs.config import Config
 from protocols.messages import Stage, Task
 from services.reward_aggregator import actor as aggregating
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.board import Board
-from services.reward_aggregator.campaign import Campaign
 from services.reward_aggregator.journal import Journal
+from services.reward_aggregator.metrics_writer import MetricsWriter
 from services.reward_aggregator.planning import plan_of
+from services.reward_aggregator.run_state import RunState
 from tests.records import packed, record
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 from tests.unit.services.test_limits import settings
 
-Meanwhile = Callable[[Aggregator, Campaign], None]
+Meanwhile = Callable[[Aggregator, RunState], None]
 
 
 class Slow(Archiving):
@@ -38,11 +38,11 @@ class Slow(Archiving):
         self.meanwhile()
 
 
-async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tuple[Campaign, str]:
+async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tuple[RunState, str]:
     """The first answer of a group is scored, and `meanwhile` happens before that is written."""
-    frame, campaign = service("reward_aggregator", folder, config), Campaign(plan_of(config))
+    frame, campaign = service("reward_aggregator", folder, config), RunState(plan_of(config))
     with Journal(folder / "aggregator.sqlite") as journal, Slow(config, folder) as archive:
-        actor = Aggregator(frame, campaign, journal, Silent(), Board(frame, campaign), archive)  # type: ignore[arg-type]
+        actor = Aggregator(frame, campaign, journal, Silent(), MetricsWriter(frame, campaign), archive)  # type: ignore[arg-type]
         problem = campaign.plan.training[0]
         opened = campaign.book.admit(problem.problem_id, 1, 2, 1.0).event
         assert isinstance(opened, Admitted)
@@ -56,7 +56,7 @@ async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tupl
 
 @pytest.mark.parametrize("mode", ["multi_turn", "agents"])
 def test_a_group_that_ended_meanwhile_gets_no_further_turn(tmp_path: Path, mode: str) -> None:
-    def ends(actor: Aggregator, campaign: Campaign) -> None:
+    def ends(actor: Aggregator, campaign: RunState) -> None:
         actor._change(campaign.book.finish(2.0))
 
     campaign, rollout_id = asyncio.run(first_turn(tmp_path, settings(mode=mode), ends))
@@ -73,12 +73,12 @@ def test_the_system_is_looked_at_though_results_never_cease(tmp_path: Path, monk
     monkeypatch.setattr(aggregating, "LOOK_S", 0.05)
     monkeypatch.setattr(aggregating, "IDLE_S", PATIENCE_S)
     config = settings()
-    frame, campaign = service("reward_aggregator", tmp_path, config), Campaign(plan_of(config))
+    frame, campaign = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
     looks: list[int] = []
 
     async def busy() -> None:
         with Journal(tmp_path / "aggregator.sqlite") as journal, Archiving(config, tmp_path) as archive:
-            board = Board(frame, campaign)
+            board = MetricsWriter(frame, campaign)
             monkeypatch.setattr(board, "tick", lambda: looks.append(1))
             actor = Aggregator(frame, campaign, journal, Silent(), board, archive)  # type: ignore[arg-type]
             pumping = asyncio.ensure_future(actor.pump())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kbrl_async.rewards.presets import find_preset
-from kbrl_async.telemetry.training_metrics import outcome_rates
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 from protocols.records import (
     BenchReport,
     BuildReport,

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kbrl_async.verifying.options import BenchOptions
-from kbrl_async.verifying.reference import References
+from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.reference import References
 from protocols import messages as msg
 from services.runtime.quiet import Gate
 from services.timing_bench import stand_aside

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.config import available_cores, cpu_layout, endpoints, load
-from kbrl_async.rewards.groups import BookOptions, GroupBook, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import BufferOptions, RolloutBuffer, rollout_ids
+from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
+from kbrl_async.runs.telemetry import prometheus, system_metrics
 from kbrl_async.sampling.engine import EngineStats
-from kbrl_async.telemetry import prometheus, system_metrics
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger
@@ -62,7 +62,7 @@ def test_the_engine_s_memory_is_told_to_prometheus_and_to_tensorboard(tmp_path: 
 
 
 def test_a_rollout_with_a_long_tail_holds_only_its_own_group() -> None:
-    book = GroupBook(BookOptions(groups_per_batch=2, max_batches=4, max_lag=1, hold_s=10.0))
+    book = RolloutBuffer(BufferOptions(groups_per_batch=2, max_batches=4, max_lag=1, hold_s=10.0))
     groups = [book.admit("p", 1, 2, 0.0).event.group_id for _ in range(4)]  # type: ignore[union-attr]
     for group_id in groups[1:]:
         for i, rollout in enumerate(rollout_ids(group_id, 2)):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.config import Config, load
-from kbrl_async.config.layout import CpuLayout, endpoints
 from kbrl_async.errors import ConfigError
+from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.config.layout import CpuLayout, endpoints
 from services.runtime.meters import MAX_FACTS, LoadMeter
 from services.runtime.service import Service
 from services.runtime.usage import NO_GPU, CpuMeter, GpuMeter, cpu_seconds

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kbrl_async.config import Config
-from kbrl_async.config.sections import Alarms as AlarmSettings
-from kbrl_async.config.sections import Archive as ArchiveSettings
 from kbrl_async.errors import RunError
 from kbrl_async.learning import kept
-from kbrl_async.rewards.events import Admitted, BatchMade, Closed
-from kbrl_async.telemetry.archive import FILE, Archive
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Closed
+from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.config.sections import Alarms as AlarmSettings
+from kbrl_async.runs.config.sections import Archive as ArchiveSettings
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
@@ -34,10 +34,10 @@ from protocols.records import (
     Verdict,
 )
 from services.reward_aggregator.ageing import ages_by_stage
-from services.reward_aggregator.alarming import Response, watched
+from services.reward_aggregator.alarming import AlarmAction, watched
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.campaign import AFTER, Campaign
 from services.reward_aggregator.planning import plan_of
+from services.reward_aggregator.run_state import AFTER, RunState
 from tests.records import packed
 from tests.unit.services.log import Log
 
@@ -112,8 +112,8 @@ class Watch:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.config = Config(eval_samples=0, alarms=AlarmSettings(window=1, **settings))
-        self.campaign, self.log = Campaign(plan_of(self.config)), Log()
-        self.response = Response(self.config, folder, self.log)
+        self.campaign, self.log = RunState(plan_of(self.config)), Log()
+        self.response = AlarmAction(self.config, folder, self.log)
 
     def update(self, index: int, failure: str = "", **metrics: float) -> None:
         report = UpdateReport(f"batch-{index:06d}", index + 1, metrics, failure=failure)
@@ -166,7 +166,7 @@ def test_told_to_go_on_the_run_stops_at_the_third_such_batch_in_a_row(tmp_path: 
 def test_replaying_the_journal_gives_the_same_alarms(tmp_path: Path) -> None:
     watch = Watch(tmp_path, ess_below=0.5, ess_action="pause_admission")
     watch.update(0, ess=0.1)
-    again = Campaign(plan_of(watch.config))
+    again = RunState(plan_of(watch.config))
     again.apply(watched(UpdateReport("b", 1, {"ess": 0.1}), again.alarms, 0.0))
     assert again.alarm_changes == watch.campaign.alarm_changes
     assert again.book.is_paused

@@ -1,0 +1,124 @@
+"""An evaluation for people: tables on the terminal, scalars for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+
+from kbrl_async.evaluation.document import Document, Figures, Part
+from kbrl_async.evaluation.metrics import EAGER, THRESHOLDS, Figure
+from kbrl_async.runs.telemetry.tensorboard import Writer
+
+
+def render(document: Document) -> Group:
+    """The table of figures, and the table of problems."""
+    tables = [_figures_table(document)]
+    if document.problems:
+        tables.append(_problems_table(document))
+    return Group(*tables)
+
+
+def _figures_table(document: Document) -> Table:
+    overall = document.overall
+    columns: list[tuple[str, Figures | None]] = [("all problems", overall.raw)]
+    if overall.flagged:
+        columns.append((f"without {overall.flagged} flagged", overall.filtered))
+    columns += [(f"level {level}", part.raw) for level, part in document.levels.items() if len(document.levels) > 1]
+    table = Table(title=f"Evaluation of {document.policy.get('label', 'a policy')}", title_justify="left")
+    table.add_column("")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    shown = [dict(_rows(found)) if found else {} for _, found in columns]
+    for name in dict(_rows(overall.raw)) if overall.raw else {}:
+        table.add_row(name, *(rows.get(name, "–") for rows in shown))
+    table.caption = _caption(document)
+    table.caption_justify = "left"
+    return table
+
+
+def _caption(document: Document) -> str:
+    words = ["the interval below each figure is its 95 % bootstrap interval over problems"]
+    if document.expired:
+        words.append(f"{document.expired} samples were given up at a deadline and count as wrong")
+    if document.lost:
+        listed = ", ".join(f"{count} {reason}" for reason, count in document.lost.items())
+        words.append(f"no verdict through no fault of the policy, in no figure: {listed}")
+    words += [f"{problem} was not asked: {why}" for problem, why in list(document.skipped.items())[:3]]
+    if len(document.skipped) > 3:
+        words.append(f"{len(document.skipped)} problems in all were not asked")
+    return "; ".join(words)
+
+
+def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+    yield "problems × samples", f"{figures.problems} × {figures.samples / figures.problems:g}"
+    yield "compiled", _share(figures.compiled)
+    yield "correct", _share(figures.correct)
+    yield "caught cheating", _share(figures.hacked)
+    for k, figure in figures.pass_at_k.items():
+        yield f"pass@{k}", _share(figure)
+    for baseline, speeds in figures.speedup.items():
+        against = "" if baseline == EAGER else f" vs {baseline}"
+        for p in THRESHOLDS[1:]:
+            yield f"fast_{p:g}{against}", _share(speeds.fast_p[f"{p:g}"])
+        yield f"proven faster{against}", _share(speeds.proven_faster)
+        yield f"speedup, geometric mean{against}", _times(speeds.geometric_mean)
+        yield f"speedup, median{against}", _times(speeds.median)
+
+
+def _share(figure: Figure) -> str:
+    return f"{figure.value:.1%}\n{figure.lo:.0%} … {figure.hi:.0%}"
+
+
+def _times(figure: Figure | None) -> str:
+    return "–" if figure is None else f"{figure.value:.2f}×\n{figure.lo:.2f} … {figure.hi:.2f}"
+
+
+def _problems_table(document: Document) -> Table:
+    table = Table(title="Problems", title_justify="left")
+    for heading in ("problem", "compiled", "correct", "best speedup", "what went wrong", "audit"):
+        table.add_column(heading, justify="right" if heading in ("compiled", "correct", "best speedup") else "left")
+    for row in document.problems:
+        wrong = ", ".join(f"{fault.replace('_', ' ')} ×{n}" for fault, n in row.faults.items() if fault != "ok")
+        best = "–" if row.best_speedup is None else f"{row.best_speedup:.2f}×"
+        counts = (f"{row.compiled}/{row.samples}", f"{row.correct}/{row.samples}")
+        table.add_row(row.problem_id, *counts, best, wrong, ", ".join(row.flags))
+    return table
+
+
+def scalars(document: Document) -> dict[str, float]:
+    """TensorBoard tag → value: `eval/…`, `eval_filtered/…`, `eval_level1/…`."""
+    parts: list[tuple[str, Part]] = [("", document.overall)]
+    parts += [(f"_level{level}", part) for level, part in document.levels.items()]
+    found: dict[str, float] = {}
+    for name, part in parts:
+        found |= _tagged(f"eval{name}", part.raw)
+        if part.flagged:
+            found |= _tagged(f"eval_filtered{name}", part.filtered)
+    return found
+
+
+def _tagged(prefix: str, figures: Figures | None) -> dict[str, float]:
+    if figures is None:
+        return {}
+    rates = {"compile_rate": figures.compiled, "correct_rate": figures.correct, "hack_rate": figures.hacked}
+    rates |= {f"pass_at_{k}": figure for k, figure in figures.pass_at_k.items()}
+    for baseline, speeds in figures.speedup.items():
+        against = "" if baseline == EAGER else f"_vs_{baseline}"
+        rates |= {f"fast_{p}{against}": figure for p, figure in speeds.fast_p.items()}
+        rates[f"proven_faster{against}"] = speeds.proven_faster
+        means = {"geometric_mean": speeds.geometric_mean, "median": speeds.median}
+        rates |= {f"speedup_{name}{against}": figure for name, figure in means.items() if figure is not None}
+    ends = {f"{tag}_{end}": getattr(rates[tag], end) for tag in ("correct_rate",) for end in ("lo", "hi")}
+    return {f"{prefix}/{tag}": figure.value for tag, figure in rates.items()} | {
+        f"{prefix}/{tag}": value for tag, value in ends.items()
+    }
+
+
+def write_tensorboard(folder: Path, document: Document, step: int) -> None:
+    """All figures at one step, so that evaluations of several versions make a curve."""
+    with Writer(folder) as board:
+        board.scalars(scalars(document), step)
+        board.flush()

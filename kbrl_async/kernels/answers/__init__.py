@@ -1,0 +1,1 @@
+"""From a model's response to a candidate."""

@@ -1,0 +1,232 @@
+"""Runs one problem's reference in a child of its own: cheap outputs at KernelBench's tolerances, randomness, casts.
+
+On the CPU the child is confined like a candidate's; with `device="cuda"` it runs in the worker process itself, because
+problems are read before they are used and their files are not hostile. What is found is sent step by step, so that
+a step that does not fit leaves the earlier ones.
+"""
+
+from __future__ import annotations
+
+import socket
+import types
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.audit import trials
+from kbrl_async.kernels.problems import model_contract as contract
+from kbrl_async.kernels.problems.audit_file import HALF, KERNELBENCH, Finding, Trial
+from kbrl_async.kernels.sandbox import Isolation
+
+FIGURES = {KERNELBENCH: 1e-4, HALF: 1e-2}
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_RANDOM_SHARE = 1e-5
+"""Of the output's scale: larger differences between two runs are not rounding in another order."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    source: str
+    device: str = "cpu"
+    part: str = "scores"
+    """`scores`: randomness and cheap outputs; `casts`: what casting everything to one type does."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What is known so far. `step` is the step that this message ended; after `LAST` of a part nothing follows."""
+
+    step: str
+    findings: tuple[Finding, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    outputs: tuple[str, ...] = ()
+    output_scale: float = 0.0
+    bytes: int = 0
+    """Inputs and outputs of one call."""
+    error: str = ""
+    """Why it went no further."""
+    out_of_memory: bool = False
+
+
+Send = Callable[[Probe], None]
+LAST = {"scores": "trials", "casts": "casts"}
+
+
+def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the confined child; its first message is its isolation."""
+    channel.send(msgspec.msgpack.encode(isolation))
+    task = msgspec.msgpack.decode(payload, type=Task)
+    run(task, lambda probe: channel.sendall(msgspec.msgpack.encode(probe)))
+
+
+def run(task: Task, send: Send) -> None:
+    """Every step, each told as it ends. What the problem raises is told too."""
+    steps = _Steps(task)
+    last = Probe("start")
+    second = {"trials": steps.cheap} if task.part == "scores" else {"casts": steps.casts}
+    for name, step in ({"run": steps.first} | second).items():
+        try:
+            last = msgspec.structs.replace(step(last), step=name)
+        except Exception as error:  # the problem's own code: whatever it raises is a result of the audit
+            text = f"{type(error).__name__}: {error}"[:400]
+            send(msgspec.structs.replace(last, step=name, error=text, out_of_memory=is_out_of_memory(error)))
+            return
+        send(last)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    words = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate", "Cannot allocate")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+class _Steps:
+    def __init__(self, task: Task) -> None:
+        torch.set_grad_enabled(False)
+        self.task = task
+        self.module = types.ModuleType("problem")
+        self.model: torch.nn.Module | None = None
+        self.inputs: list[Any] = []
+        self.expected: list[torch.Tensor] = []
+
+    def first(self, probe: Probe) -> Probe:
+        """Build it, run it twice on the same inputs."""
+        exec(compile(self.task.source, "problem.py", "exec"), self.module.__dict__)  # noqa: S102 - the confined child
+        self.model = self._build()
+        self.inputs = self._draw(self.task.seeds[0])
+        before = [_checksum(item) for item in self.inputs]
+        self.expected = self._forward(self.inputs)
+        scale = max((_scale(tensor) for tensor in self.expected), default=0.0)
+        size = sum(t.numel() * t.element_size() for t in (*_tensors(self.inputs), *self.expected))
+        found = []
+        if self.task.part == "casts":
+            return probe
+        changed = [i for i, item in enumerate(self.inputs) if not _same(_checksum(item), before[i])]
+        if changed:
+            found.append(Finding("mutates_inputs", f"forward changes input {changed[0]}"))
+            self.inputs = self._draw(self.task.seeds[0])
+        again = self._forward(self.inputs)
+        worst = trials.all_fit(again, self.expected, 0.0).worst
+        if worst > _RANDOM_SHARE * max(scale, 1e-30):
+            text = f"two runs on the same inputs differ by {worst:.3g}; the largest output is {scale:.3g}"
+            found.append(Finding("random", text))
+        if not self.expected or not any(tensor.numel() for tensor in self.expected):
+            raise ValueError("forward returns no tensor with elements")
+        outputs = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.expected)
+        return Probe("", tuple(found), (), outputs, scale, size)
+
+    def cheap(self, probe: Probe) -> Probe:
+        """Outputs that do not do the work, at KernelBench's two tolerances, on inputs of every seed."""
+        names = ("zeros", "constant", "input_independent", "half_rows", "half_batch")
+        fits: dict[tuple[str, str], list[trials.Fit]] = {(n, f): [] for n in names for f in FIGURES}
+        seen = self.expected
+        typical = trials.constants(seen)
+        for number, seed in enumerate(self.task.seeds):
+            given = self.inputs if number == 0 else self._draw(seed)
+            expected = seen if number == 0 else self._forward(given)
+            offers = {"zeros": trials.zeros(expected), "half_rows": trials.half_rows(expected)}
+            if number > 0:
+                offers |= {"constant": typical, "input_independent": seen}
+            offers["half_batch"] = self._half_batch(given, expected)
+            for name, got in offers.items():
+                for tolerance, figure in FIGURES.items():
+                    if got is not None and _fits_in_shape(got, expected):
+                        fits[name, tolerance].append(trials.all_fit(got, expected, figure))
+        made = tuple(trials.trial(name, tolerance, listed) for (name, tolerance), listed in fits.items() if listed)
+        found = tuple(finding(trial) for trial in made if trial.passes)
+        return msgspec.structs.replace(probe, findings=(*probe.findings, *found), trials=made)
+
+    def casts(self, probe: Probe) -> Probe:
+        """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""
+        found = [text for dtype in (torch.float32, *_HALF_TYPES) if (text := self._cast(dtype))]
+        findings = (*probe.findings, *(Finding("dtype_cast", text) for text in found))
+        return msgspec.structs.replace(probe, findings=findings)
+
+    def _cast(self, dtype: torch.dtype) -> str:
+        """What goes wrong; empty: nothing, or nothing that this device can show."""
+        name = str(dtype).removeprefix("torch.")
+        whole = [i for i, t in enumerate(self.inputs) if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+        if dtype is torch.float32 and not whole:
+            return ""
+        given = [item.to(dtype) if isinstance(item, torch.Tensor) else item for item in self.inputs]
+        lost = [i for i in whole if not torch.equal(given[i].to(self.inputs[i].dtype), self.inputs[i])]
+        if lost:
+            return f"input {lost[0]} is {self.inputs[lost[0]].dtype}, and {name} can't hold its values"
+        try:
+            got = self._forward(given, self._build().to(dtype))
+        except Exception as error:  # the problem's own code
+            if is_out_of_memory(error) or "not implemented for" in str(error):
+                return ""
+            integers = f" (input {whole[0]} is {self.inputs[whole[0]].dtype})" if whole else ""
+            return f"{name}{integers}: {type(error).__name__}: {error}"[:300]
+        finite = all(bool(torch.isfinite(t).all()) for t in self.expected if t.is_floating_point())
+        broken = any(not bool(torch.isfinite(t).all()) for t in got if t.is_floating_point())
+        return f"{name} gives values that are not finite" if finite and broken else ""
+
+    def _half_batch(self, given: list[Any], expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The answer to half of the rows, where its shape does not tell it apart."""
+        rows = {item.shape[0] for item in _tensors(given) if item.dim()}
+        if len(rows) != 1 or min(rows) < 2 or any(t.dim() and t.shape[0] in rows for t in expected):
+            return None
+        half = min(rows) // 2
+        cut = [item[:half] if isinstance(item, torch.Tensor) and item.dim() else item for item in given]
+        try:
+            return self._forward(cut)
+        except Exception:  # the problem's own code: a reference that needs whole batches has no half
+            return None
+
+    def _build(self) -> torch.nn.Module:
+        contract.seed(0)
+        args, kwargs = contract.arguments(self.module.__dict__["get_init_inputs"]())
+        contract.seed(0)
+        model = self.module.__dict__["Model"](*args, **kwargs)
+        assert isinstance(model, torch.nn.Module)
+        return model.to(self.task.device)
+
+    def _draw(self, seed: int) -> list[Any]:
+        contract.seed(seed)
+        items = list(self.module.__dict__["get_inputs"]())
+        return [item.to(self.task.device) if isinstance(item, torch.Tensor) else item for item in items]
+
+    def _forward(self, given: list[Any], model: torch.nn.Module | None = None) -> list[torch.Tensor]:
+        return _tensors((model or self.model)(*given))  # type: ignore[misc]
+
+
+def finding(trial: Trial) -> Finding:
+    """For a trial that passes."""
+    text = f"passes on {trial.passed} of {trial.inputs} input sets; largest error {trial.worst_error:.3g}"
+    return Finding(trial.name, text, trial.tolerance)
+
+
+def _fits_in_shape(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    pairs = zip(got, expected, strict=True) if len(got) == len(expected) else ()
+    return len(got) == len(expected) and all(a.numel() in (1, b.numel()) for a, b in pairs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(torch.nan_to_num(tensor) if tensor.is_floating_point() else tensor)
+    return max(abs(float(low)), abs(float(high)))
+
+
+def _checksum(item: Any) -> tuple[float, float] | None:
+    """Enough to see a change; a copy of the inputs may not fit."""
+    if not isinstance(item, torch.Tensor) or item.numel() == 0:
+        return None
+    flat = item.flatten()
+    chunks = (flat[i : i + trials.CHUNK] for i in range(0, flat.numel(), trials.CHUNK))
+    total = sum(float(chunk.sum(dtype=torch.float64)) for chunk in chunks)
+    return total, float(flat[:: max(1, flat.numel() // 4096)].double().square().sum())
+
+
+def _same(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    return a == b or (a is not None and b is not None and all(x != x and y != y for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,91 @@
+"""Outputs that do not do the work, and how near they come to the right ones: functions of tensors, in little memory."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.problems.audit_file import Trial
+
+CHUNK = 1 << 24
+"""Elements that are compared at once."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """How one output compares with the right one."""
+
+    passes: bool
+    worst: float
+    wrong_share: float
+
+
+def fit(got: torch.Tensor, expected: torch.Tensor, figure: float) -> Fit:
+    """As `torch.allclose(got, expected, atol=figure, rtol=figure)`; `got` may have one element for all."""
+    wrong, worst, total = 0, 0.0, expected.numel()
+    right, other = expected.flatten(), got.flatten()
+    for start in range(0, total, CHUNK):
+        want = _comparable(right[start : start + CHUNK])
+        have = _comparable(other if other.numel() == 1 else other[start : start + CHUNK])
+        error = (have - want).abs()
+        inside = (error <= figure + figure * want.abs()) | (have == want)
+        wrong += int((~inside).sum())
+        finite = torch.nan_to_num(error, nan=float("inf"))
+        worst = max(worst, float(finite.max())) if finite.numel() else worst
+    return Fit(wrong == 0, worst, wrong / total if total else 0.0)
+
+
+def all_fit(got: list[torch.Tensor], expected: list[torch.Tensor], figure: float) -> Fit:
+    """Of several outputs, all must."""
+    fits = [fit(a, b, figure) for a, b in zip(got, expected, strict=True)]
+    return joined(fits)
+
+
+def joined(fits: list[Fit]) -> Fit:
+    return Fit(
+        all(f.passes for f in fits),
+        max((f.worst for f in fits), default=0.0),
+        max((f.wrong_share for f in fits), default=0.0),
+    )
+
+
+def trial(name: str, tolerance: str, fits: list[Fit]) -> Trial:
+    """Passes where it passes on every input set, as a candidate has to."""
+    best = min(fits, key=lambda f: (f.wrong_share, f.worst))
+    passed = sum(f.passes for f in fits)
+    return Trial(name, tolerance, passed == len(fits), len(fits), passed, _short(best.worst), _short(best.wrong_share))
+
+
+def _short(value: float) -> float:
+    """Four digits are evidence enough."""
+    return float(f"{value:.4g}")
+
+
+def zeros(expected: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.new_zeros(1) for tensor in expected]
+
+
+def constants(seen: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean of each output that was seen before, everywhere; the commonest value where it is an integer."""
+    return [_typical(tensor) for tensor in seen]
+
+
+def half_rows(expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The first half right, the rest zero; None where there is no half."""
+    if any(tensor.numel() < 2 for tensor in expected):
+        return None
+    halves = []
+    for tensor in expected:
+        flat = tensor.flatten().clone()
+        flat[flat.numel() // 2 :] = 0
+        halves.append(flat)
+    return halves
+
+
+def _typical(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return tensor.mean().reshape(1)
+    return tensor.flatten().mode().values.reshape(1)
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.double()

@@ -1,0 +1,18 @@
+"""What the auditor and its worker say to each other, one JSON document a line."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kbrl_async.kernels.problems.audit_file import ProblemAudit
+
+
+class Options(msgspec.Struct, frozen=True):
+    device: str
+    time_limit_s: float
+    memory_limit_gib: float
+
+
+class Progress(msgspec.Struct, frozen=True):
+    audit: ProblemAudit
+    done: bool

@@ -1,0 +1,1 @@
+"""Languages that candidates are written in: one folder a language, and what they share."""

@@ -1,0 +1,203 @@
+"""What backends build with: the store, folders, confined tools and confined Python.
+
+::
+
+    cached(key, make) ─ hit ─▶ BuildReport
+          └─ miss ─▶ make(): folder ─▶ run(compiler) ─▶ put(file) ─▶ BuildReport
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.errors import DiskFull, InfraError
+from kbrl_async.kernels.backends.building.store import ArtifactStore
+from kbrl_async.kernels.sandbox import Access, BadOutput, Child, Isolation, Limits, Zygote, is_over, read_output
+from kbrl_async.kernels.sandbox.tool import Command
+from protocols.records import BuildReport, Fault
+
+_ENVIRONMENT = {"PATH": "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"}
+_MAX_OUTPUT = 1 << 16
+MAX_WORDS = 256 << 20
+"""A tool that says more than this is not listened to; what is kept of less is far shorter."""
+MAX_ENTRIES = 4096
+"""Files and folders that a tool may leave in its folder."""
+PYTHON_PRELOAD = ("torch", "kbrl_async.kernels.backends.building.confined")
+"""What a confined Python has imported before it forks; its entries are functions of `building.confined`."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """Compiler output, cleaned for the model."""
+
+    message: str
+    hint: str = ""
+
+
+class BuildOptions(msgspec.Struct, frozen=True):
+    deadline_s: float = 10.0
+    """Wall clock for one translation unit of C; a full CUDA extension gets `slow_factor` times as long."""
+    slow_factor: float = 30.0
+    nice: int = 0
+    cores: tuple[int, ...] = ()
+    memory_bytes: int = 2 << 30
+    """Address space of one compiler process; CUDA's compilers get four times as much."""
+    file_bytes: int = 256 << 20
+    arch: str = ""
+    """Of the bench's GPU, as `sm_90`; empty: this host's own GPU, else `sm_90`."""
+    march: str = "native"
+    """Architecture of the processors that C is compiled for, as gcc names it."""
+
+
+class ToolRun(msgspec.Struct, frozen=True):
+    """How a confined tool ended. `status` None: it was killed at its deadline."""
+
+    status: int | None
+    output: str
+    isolation: str
+    deadline_s: float
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.status is not None
+
+
+class BuildContext:
+    """Safe for many threads. Everything a candidate causes to run, runs in a child of one of its zygotes."""
+
+    def __init__(self, store: ArtifactStore, options: BuildOptions) -> None:
+        self.store, self.options = store, options
+        self._tools = Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool")
+        self._python: Zygote | None = None
+        self._gpu_tools: Zygote | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        self._tools.start()
+
+    def close(self) -> None:
+        self._tools.close()
+        for zygote in (self._python, self._gpu_tools):
+            if zygote is not None:
+                zygote.close()
+
+    @property
+    def isolation(self) -> Isolation:
+        return self._tools.isolation
+
+    def folder(self) -> contextlib.AbstractContextManager[Path]:
+        """A new folder for one build, gone afterwards."""
+        return self.store.workspace()
+
+    def cached(self, *parts: str, make: Callable[[], tuple[BuildReport, bool]]) -> BuildReport:
+        """The result kept under `parts` (source, flags, architecture, toolchain), or that of `make`.
+
+        `make` gives the report and whether it is deterministic: only then it is kept.
+        """
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        known = self.store.recall(key)
+        if known is not None:
+            return msgspec.structs.replace(known, cached=True)
+        report, is_deterministic = make()
+        if is_deterministic:
+            self.store.remember(key, report)
+        return report
+
+    def run(
+        self,
+        command: list[str],
+        folder: Path,
+        *,
+        deadline_s: float | None = None,
+        memory_bytes: int | None = None,
+        threads: int = 2,
+        read: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        on_gpu: bool = False,
+    ) -> ToolRun:
+        """Run a compiler confined: it reads the system and `read`, and writes into `folder` only. `on_gpu`: a tool that
+        watches a program on the GPU, see the sandbox's profile `gpu-tool`.
+        """
+        deadline = deadline_s or self.options.deadline_s
+        limits = self._limits(deadline, memory_bytes or self.options.memory_bytes, threads)
+        variables = {**_ENVIRONMENT, "TMPDIR": str(folder), **(environment or {})}
+        output = "output.txt"
+        payload = msgspec.msgpack.encode(Command(command, str(folder), variables, output))
+        access = Access(read=read, write=(str(folder),))
+        zygote = self._gpu_zygote() if on_gpu else self._tools
+        child = zygote.spawn("kbrl_async.kernels.sandbox.tool:run", payload, (), limits, access)
+        try:
+            isolation = isolation_of(child)
+            status = child.result(deadline, lambda: is_over(folder, 2 * self.options.file_bytes, MAX_ENTRIES))
+        finally:
+            child.close()
+        words = _words(folder, output)
+        return ToolRun(status, words, isolation.level, deadline)
+
+    def _gpu_zygote(self) -> Zygote:
+        with self._lock:
+            if self._gpu_tools is None:
+                self._gpu_tools = Zygote(("kbrl_async.kernels.sandbox.tool",), profile="gpu-tool")
+            return self._gpu_tools
+
+    def collect(self, folder: Path, name: str) -> bytes:
+        """What a tool was to leave in its folder; `InfraError` where it is no ordinary file of acceptable size."""
+        try:
+            return read_output(folder, name, self.options.file_bytes)
+        except BadOutput as error:
+            raise InfraError(f"a tool left no usable output: {error}", "It is tried again elsewhere") from error
+
+    def python(self, entry: str, payload: bytes, folder: Path, *, deadline_s: float, threads: int = 1) -> Child:
+        """Start function `entry` of `building.confined` in a confined Python that has torch; the caller closes it.
+
+        Its first message is its `Isolation`; see `isolation_of`.
+        """
+        with self._lock:
+            if self._python is None:
+                self._python = Zygote(PYTHON_PRELOAD, profile="tool")
+        limits = self._limits(deadline_s, 4 * self.options.memory_bytes, threads)
+        access = Access(write=(str(folder),))
+        return self._python.spawn(f"kbrl_async.kernels.backends.building.confined:{entry}", payload, (), limits, access)
+
+    def failure(self, run: ToolRun, diagnose: Callable[[str], Diagnosis]) -> BuildReport:
+        """The report of a tool that did not succeed. Raises where the host is to blame."""
+        if run.status is None:
+            text = f"compiling took longer than {run.deadline_s:g} s, or wrote far too much"
+            return BuildReport(Fault.COMPILE_ERROR, message=text, hint="Simplify the kernel; avoid huge unrolled code.")
+        if "No space left on device" in run.output:
+            raise DiskFull("no space is left where the compiler works", "Free some space under the artifact store")
+        if run.status < 0 or "fatal error: Killed" in run.output or not run.output.strip():
+            raise InfraError(f"the compiler ended with status {run.status}", "It is tried again elsewhere")
+        diagnosis = diagnose(run.output)
+        return BuildReport(Fault.COMPILE_ERROR, message=diagnosis.message, hint=diagnosis.hint)
+
+    def _limits(self, deadline_s: float, memory_bytes: int, threads: int) -> Limits:
+        return Limits(
+            cpu_s=int(deadline_s) + 1,
+            memory_bytes=memory_bytes,
+            file_bytes=self.options.file_bytes,
+            threads=threads,
+            nice=self.options.nice,
+            cores=self.options.cores,
+        )
+
+
+def _words(folder: Path, name: str) -> str:
+    try:
+        return read_output(folder, name, MAX_WORDS)[:_MAX_OUTPUT].decode(errors="replace")
+    except BadOutput:
+        return ""
+
+
+def isolation_of(child: Child) -> Isolation:
+    """The first word of a confined tool."""
+    child.channel.settimeout(10.0)
+    try:
+        return msgspec.msgpack.decode(child.channel.recv(1 << 16), type=Isolation)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InfraError("a sandbox child did not confine itself", "See the zygote's message on stderr") from error

@@ -1,0 +1,1 @@
+"""Backend `c`: plain C functions."""

@@ -1,0 +1,1 @@
+"""Static checks of candidates: nothing of a candidate runs."""

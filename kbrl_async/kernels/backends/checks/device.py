@@ -1,0 +1,152 @@
+"""Static checks of the Python half of candidates for the GPU (`triton`, `cuda-nvrtc`), on the syntax tree alone.
+
+Wider than the checks of backend `c`: streams, graphs, `torch.cuda`, autotuning and library calls for a sub-step are
+legitimate here, and what a candidate really computes is proven at the bench. What is refused is what no kernel needs.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from kbrl_async.kernels.backends.checks import syntax
+from protocols.records import BuildReport, Fault
+
+_PURE: tuple[str, ...] = (
+    "__future__",
+    "abc",
+    "collections",
+    "contextlib",
+    "copy",
+    "dataclasses",
+    "enum",
+    "functools",
+    "itertools",
+)
+_PURE += ("math", "numbers", "operator", "typing", "warnings")
+_ROOTS = frozenset(["torch", "triton", "numpy", *_PURE])
+_REFUSED_MODULES = ("torch.utils.cpp_extension", "torch.multiprocessing", "torch.distributed", "torch.hub")
+_REFUSED_NAMES = frozenset(
+    [
+        "eval",
+        "exec",
+        "compile",
+        "open",
+        "__import__",
+        "globals",
+        "breakpoint",
+        "input",
+        "ctypes",
+        "subprocess",
+        "socket",
+        "importlib",
+        "builtins",
+        "inspect",
+        "gc",
+        "__builtins__",
+        "__loader__",
+    ]
+)
+_REFUSED_ATTRIBUTES = frozenset(
+    [
+        "__subclasses__",
+        "__globals__",
+        "__builtins__",
+        "__code__",
+        "__mro__",
+        "__reduce__",
+        "__getattribute__",
+        "_C",
+        "hub",
+        "f_back",
+        "f_locals",
+        "f_globals",
+        "tb_frame",
+        "gi_frame",
+        "cr_frame",
+    ]
+)
+
+
+class Refusal(Exception):  # noqa: N818 - control flow of the checks only
+    """What is wrong, as a report."""
+
+    def __init__(
+        self,
+        rule: str,
+        message: str,
+        hint: str,
+        node: ast.AST | None = None,
+        fault: Fault = Fault.STATIC_VIOLATION,
+    ) -> None:
+        line = getattr(node, "lineno", None)
+        text = f"line {line}: {message}" if line else message
+        self.report = BuildReport(fault, message=text[:800], hint=hint, rule=rule)
+        super().__init__(text)
+
+
+def checked_tree(source: str) -> ast.Module:
+    """The syntax tree of a candidate that defines `ModelNew` and holds the common rules. Raises `Refusal`."""
+    tree = syntax.parsed(source)
+    if isinstance(tree, BuildReport):
+        raise Refusal(tree.rule, tree.message, tree.hint, fault=tree.fault)
+    _check_model(tree)
+    for node in ast.walk(tree):
+        _check_import(node)
+        _check_name(node)
+    return tree
+
+
+def _check_model(tree: ast.Module) -> None:
+    models = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ModelNew"]
+    if not models:
+        hint = "Define `class ModelNew(nn.Module)`."
+        raise Refusal("no_model", "the file defines no class ModelNew", hint, fault=Fault.FORMAT_ERROR)
+    if models[-1].bases and any(
+        isinstance(item, ast.FunctionDef) and item.name == "forward" for item in models[-1].body
+    ):
+        return
+    hint = "Define `def forward(self, …)` in ModelNew, a subclass of nn.Module."
+    raise Refusal("no_forward", "ModelNew has no forward", hint, models[-1], Fault.FORMAT_ERROR)
+
+
+def _check_import(node: ast.AST) -> None:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        names = [f"{module}.{alias.name}" for alias in node.names] if node.level == 0 else ["." + module]
+    else:
+        return
+    for name in names:
+        is_ours = name == "kbrl_async.launch" or name.startswith("kbrl_async.launch.")
+        is_known = name.partition(".")[0] in _ROOTS and not name.startswith(_REFUSED_MODULES)
+        if not is_ours and not is_known:
+            hint = "Import torch, triton, numpy, kbrl_async.launch and plain modules as math or functools."
+            raise Refusal("import", f"import of {name!r} is not allowed", hint, node)
+
+
+def _check_name(node: ast.AST) -> None:
+    hint = "A candidate defines kernels and launches them; it needs no access to the interpreter or the system."
+    if isinstance(node, ast.Name) and node.id in _REFUSED_NAMES:
+        raise Refusal("forbidden_name", f"{node.id!r} is not allowed", hint, node)
+    if isinstance(node, ast.Attribute) and node.attr in _REFUSED_ATTRIBUTES:
+        raise Refusal("forbidden_name", f"attribute {node.attr!r} is not allowed", hint, node)
+
+
+def string_constants(tree: ast.Module) -> dict[str, str]:
+    """Module-level names that are bound to one string literal."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    function = node.func
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""

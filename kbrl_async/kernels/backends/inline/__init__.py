@@ -1,0 +1,1 @@
+"""Backends `cpp` and `cuda`: extensions by `torch.utils.cpp_extension`."""

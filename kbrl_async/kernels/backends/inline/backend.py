@@ -1,0 +1,244 @@
+"""What backends `cpp` and `cuda` share: candidates that compile through `torch.utils.cpp_extension`.
+
+::
+
+    candidate ─▶ what would it compile? (read, or recorded confined) ─▶ each extension: cached? ─▶ fast ─▶ full
+                                                                                └─▶ artifacts by `Extension.key`
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import msgspec
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends.building import answers
+from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
+from kbrl_async.kernels.backends.checks import syntax
+from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.backends.inline.flags import Refused, chosen
+from kbrl_async.kernels.backends.inline.launch import Extension
+from kbrl_async.kernels.backends.inline.recording import RECORDS, Order, Recorded, mentions_loader, read
+from kbrl_async.kernels.backends.inline.toolchain import slim_version, toolchain
+from protocols.records import BuildReport, Candidate, Fault, Problem
+
+DEFAULT_ARCH = "sm_90"
+_MAX_TEXT = 800
+_MAX_EXTENSIONS = 16
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_BOUNDS = r"__(?:launch_bounds|cluster_dims)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)"
+_KERNEL = re.compile(rf"__global__\s+(?:(?:static|inline|void|{_BOUNDS})\s+)+(\w+)\s*\(")
+_BOUND = re.compile(r"\bm\.def\(\s*\"(\w+)\"")
+_FORBIDDEN = frozenset(
+    [
+        *("eval", "exec", "compile", "__import__", "ctypes", "subprocess", "socket", "multiprocessing"),
+        *("builtins", "inspect", "gc"),
+    ]
+)
+_FORBIDDEN_ATTRIBUTES = frozenset(
+    [
+        *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
+        *("f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
+    ]
+)
+_MODULES = frozenset(
+    [
+        *("torch", "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools"),
+        *("hashlib", "itertools", "logging", "math", "numbers", "numpy", "operator", "os", "pathlib", "re", "string"),
+        *("sys", "tempfile", "textwrap", "time", "triton", "typing", "uuid", "warnings"),
+    ]
+)
+_OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
+_ERROR = re.compile(r"\berror\b|undefined reference|multiple definition")
+_OURS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/|tmpxft_\w+-\d+_|collect2: error: |\(\.text\+\w+\): ")
+_HINTS = (
+    (
+        r"no matching function|no instance of|cannot convert|invalid conversion",
+        "Check argument types and their number.",
+    ),
+    (
+        r"was not declared|is undefined|has not been declared|is not a member",
+        "Declare it, include its header, check the name.",
+    ),
+    (r"expected", "Check braces, brackets and semicolons around the line."),
+    (r"No such file", "Only torch's, CUDA's and the standard library's headers are there."),
+    (
+        r"uses too much shared data|too many resources",
+        "Use less static shared memory: 48 KB at most; more only dynamically.",
+    ),
+    (
+        r"undefined (reference|symbol)",
+        "Every function that is declared must be defined: in cuda_sources or cpp_sources.",
+    ),
+    (r"redefinition|multiple definition|redeclared", "Give every name one definition."),
+    (r"has no member", "Tensors have PyTorch's C++ methods: check the name."),
+)
+
+
+class InlineBackend:
+    """See the module. `name` is `"cpp"` or `"cuda"`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def check(self, candidate: Candidate) -> BuildReport | None:
+        tree = syntax.parsed(candidate.source)
+        if isinstance(tree, BuildReport):
+            return tree
+        return _check_model(tree) or _check_names(tree) or self._check_loader(tree)
+
+    def _check_loader(self, tree: ast.Module) -> BuildReport | None:
+        if mentions_loader(tree):
+            return None
+        hint = "Compile with `from torch.utils.cpp_extension import load_inline`."
+        return _report(Fault.STATIC_VIOLATION, "no_kernel", "the candidate compiles no extension", hint)
+
+    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+        extensions = read(ast.parse(candidate.source))
+        if extensions is None:
+            found = _recorded(candidate, problem, workshop)
+            if isinstance(found, BuildReport):
+                return found
+            extensions = found
+        reports = []
+        for extension in extensions:
+            report = self._extension(extension, workshop)
+            if report.fault is not Fault.OK:
+                return report
+            reports.append(report)
+        artifacts = {key: address for report in reports for key, address in report.artifacts.items()}
+        kernels = list(dict.fromkeys(name for report in reports for name in report.kernels))
+        cached = all(report.cached for report in reports)
+        return msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
+
+    def _extension(self, extension: Extension, workshop: BuildContext) -> BuildReport:
+        if extension.with_cuda and self.name != "cuda":
+            hint = "Backend cpp compiles cpp_sources only."
+            return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
+        try:
+            flags = chosen(extension, workshop.options.arch or DEFAULT_ARCH)
+        except Refused as refused:
+            hint = (
+                "Optimisation, warning, macro and floating-point flags are allowed; the architecture is chosen for you."
+            )
+            return _report(Fault.STATIC_VIOLATION, "flag", f"the flag {refused} is not allowed", hint)
+        tools = toolchain()
+        label = tools.label(extension.with_cuda)
+
+        def make() -> tuple[BuildReport, bool]:
+            build = Build(extension, flags, tools, workshop)
+            attempt = build.fast()
+            way = "fast"
+            if not attempt.is_built:
+                attempt, way = build.full(attempt.failed_units), "full"
+            report = _verdict(attempt, extension, workshop)
+            isolation = attempt.run.isolation if attempt.run else "none"
+            is_deterministic = attempt.run is None or attempt.run.is_deterministic
+            stamped = msgspec.structs.replace(report, toolchain=f"{label} {flags.arch} {way}", isolation=isolation)
+            return stamped, is_deterministic
+
+        return workshop.cached("inline", label, flags.arch, slim_version(), extension.key, make=make)
+
+
+def _verdict(attempt: Attempt, extension: Extension, workshop: BuildContext) -> BuildReport:
+    assert attempt.run is not None, "a full build always runs a tool"
+    if not attempt.is_built:
+        return workshop.failure(attempt.run, diagnose)
+    if attempt.open_symbols:
+        text = "\n".join(f"undefined symbol: {symbol}" for symbol in attempt.open_symbols[:8])
+        return BuildReport(Fault.COMPILE_ERROR, message=text[:_MAX_TEXT], hint=_hint(text))
+    address = workshop.store.put(attempt.content)
+    return BuildReport(Fault.OK, {extension.key: address}, kernels=kernel_names(extension))
+
+
+def kernel_names(extension: Extension) -> list[str]:
+    """Of its `__global__` functions; of an extension for the CPU, the functions that Python can call."""
+    texts = [_COMMENT.sub(" ", unit.text) for unit in extension.units]
+    kernels = [name for text in texts for name in _KERNEL.findall(text)]
+    return list(dict.fromkeys(kernels or [name for text in texts for name in _BOUND.findall(text)]))
+
+
+def diagnose(output: str) -> Diagnosis:
+    """The first errors of g++, nvcc, ptxas or ld, without folders of ours."""
+    lines = [line for line in output.splitlines() if _ERROR.search(line) and "warning: " not in line]
+    text = "\n".join(_clean(line) for line in (lines or output.splitlines())[:6])
+    return Diagnosis(text[:_MAX_TEXT], _hint(text))
+
+
+def _clean(line: str) -> str:
+    return _OURS.sub("", line).strip()
+
+
+def _hint(text: str) -> str:
+    return next(
+        (hint for pattern, hint in _HINTS if re.search(pattern, text)),
+        "Fix the first error; others may follow from it.",
+    )
+
+
+def _recorded(candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> list[Extension] | BuildReport:
+    deadline = workshop.options.deadline_s
+    with workshop.folder() as folder:
+        order = Order(candidate.source, "" if problem is None else problem.source, str(folder))
+        child = workshop.python("record_inline", msgspec.msgpack.encode(order), folder, deadline_s=deadline)
+        done = answers.collect(child, folder, deadline)
+    if done.is_late:
+        text = f"importing the candidate took longer than {deadline:g} s"
+        return _report(Fault.TIMEOUT, "import", text, "Compile in the module or in __init__, and compute in forward.")
+    recorded = answers.read(done.data, Recorded) or Recorded(error="the candidate ended its process")
+    try:
+        extensions = msgspec.msgpack.decode(done.files.get(RECORDS, b"\x90"), type=list[Extension])
+    except msgspec.MsgspecError as error:
+        raise InfraError("the recorded extensions can't be read", "It is tried again elsewhere") from error
+    if not extensions:
+        text = recorded.error or "the candidate called no loader"
+        return _report(Fault.RUNTIME_ERROR, "no_extension", text, "Call load_inline at the top level, or in __init__.")
+    return extensions[:_MAX_EXTENSIONS]
+
+
+def _check_model(tree: ast.Module) -> BuildReport | None:
+    models = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ModelNew"]
+    if not models:
+        hint = "Define `class ModelNew(nn.Module)`."
+        return _report(Fault.FORMAT_ERROR, "no_model", "the file defines no class ModelNew", hint)
+    if any(isinstance(item, ast.FunctionDef) and item.name == "forward" for item in models[-1].body):
+        return None
+    return _report(
+        Fault.FORMAT_ERROR, "no_forward", "ModelNew has no forward", "Define `def forward(self, …)` in ModelNew."
+    )
+
+
+def _check_names(tree: ast.Module) -> BuildReport | None:
+    hint = "A candidate compiles kernels and calls them; it needs no access to the interpreter or the system."
+    for node in ast.walk(tree):
+        for word in _words(node):
+            if word:
+                line = getattr(node, "lineno", "?")
+                rule = "import" if isinstance(node, (ast.Import, ast.ImportFrom)) else "forbidden_name"
+                return _report(Fault.STATIC_VIOLATION, rule, f"line {line}: {word!r} is not allowed", hint)
+    return None
+
+
+def _words(node: ast.AST) -> list[str]:
+    """What of this node is refused."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.partition(".")[0] not in _MODULES]
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or "."
+        if module.partition(".")[0] not in _MODULES or node.level:
+            return [module]
+        return [f"os.{alias.name}" for alias in node.names if module == "os" and alias.name not in _OS_ALLOWED]
+    if isinstance(node, ast.Name) and node.id in _FORBIDDEN:
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        if node.attr in _FORBIDDEN_ATTRIBUTES:
+            return [node.attr]
+        if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr not in _OS_ALLOWED:
+            return [f"os.{node.attr}"]
+    return []
+
+
+def _report(fault: Fault, rule: str, message: str, hint: str) -> BuildReport:
+    return BuildReport(fault, message=message[:_MAX_TEXT], hint=hint, rule=rule)

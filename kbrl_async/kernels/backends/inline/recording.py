@@ -1,0 +1,186 @@
+"""What a candidate would compile: read from its syntax tree where that is certain, else recorded as it runs confined.
+
+::
+
+    source ─▶ read(tree): every call at the top level, of literals and names bound once ─▶ [Extension]
+         └─ else record_inline (confined child): loaders replaced; import, then ModelNew(*init) ─▶ [Extension]
+
+Recording runs on tensors without memory, so that a constructor that moves weights to a GPU needs none.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import socket
+import sys
+import types
+from typing import Any
+
+import msgspec
+
+from kbrl_async.kernels.backends.building import answers
+from kbrl_async.kernels.backends.inline import launch as inline
+from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.sandbox import Isolation
+
+LOADERS = ("load_inline", "load")
+RECORDS = "extensions"
+_FILE = "candidate.py"
+_MAX_ERROR = 600
+
+
+class Order(msgspec.Struct, frozen=True):
+    source: str
+    problem: str
+    folder: str
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """How it went; the extensions lie in file `RECORDS` of the bundle. Untrusted: the candidate ran beside it."""
+
+    count: int = 0
+    error: str = ""
+    """Why the candidate ended early, where it did."""
+
+
+class _Unreadable(Exception):  # noqa: N818 - control flow of `read` only
+    pass
+
+
+def read(tree: ast.Module) -> list[inline.Extension] | None:
+    """The extensions of a candidate, or None where only running it would tell."""
+    names = _loader_names(tree)
+    top = {
+        id(node.value) for node in tree.body if isinstance(node, (ast.Assign, ast.Expr, ast.AnnAssign)) if node.value
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_loader(node.func, names)]
+    if not calls or any(id(call) not in top for call in calls):
+        return None
+    constants = _constants(tree)
+    try:
+        return [_extension(call, constants) for call in calls]
+    except (_Unreadable, TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _loader_names(tree: ast.Module) -> set[str]:
+    """Names that `from … import load_inline [as …]` gives the inline loader."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("cpp_extension"):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name in LOADERS}
+    return names
+
+
+def _is_loader(function: ast.expr, names: set[str]) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in names
+    return isinstance(function, ast.Attribute) and (
+        function.attr == "load_inline" or (function.attr == "load" and "cpp_extension" in ast.unparse(function.value))
+    )
+
+
+def mentions_loader(tree: ast.Module) -> bool:
+    names = _loader_names(tree)
+    return bool(names) or any(isinstance(node, ast.Attribute) and _is_loader(node, set()) for node in ast.walk(tree))
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that are bound once in the whole file, by an assignment at its top level."""
+    stored: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            stored[node.id] = stored.get(node.id, 0) + 1
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
+            bound = node.asname or node.name if isinstance(node, ast.alias) else node.name
+            stored[bound] = stored.get(bound, 0) + 2
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if stored[name] == 1:
+                found[name] = node.value
+    return found
+
+
+def _extension(call: ast.Call, constants: dict[str, ast.expr]) -> inline.Extension:
+    if not (isinstance(call.func, (ast.Name, ast.Attribute)) and ast.unparse(call.func).endswith("load_inline")):
+        raise _Unreadable  # `load` reads files
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise _Unreadable
+    args = [_value(arg, constants, 0) for arg in call.args]
+    named = {str(keyword.arg): _value(keyword.value, constants, 0) for keyword in call.keywords}
+    return inline.inline_extension(*args, **named)
+
+
+def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int) -> Any:
+    if depth > 16:
+        raise _Unreadable
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, bool, int, type(None))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _value(constants[node.id], constants, depth + 1)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        items = [_value(item, constants, depth + 1) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+        keys = [_value(key, constants, depth + 1) for key in node.keys if key is not None]
+        return dict(zip(keys, [_value(item, constants, depth + 1) for item in node.values], strict=True))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _value(node.left, constants, depth + 1), _value(node.right, constants, depth + 1)
+        if isinstance(left, str) and isinstance(right, str):
+            return left + right
+    raise _Unreadable
+
+
+class _Stub(types.ModuleType):
+    """Stands in for a built extension: any function is there, and gives back what it was given."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: args[0] if args else None
+
+
+def record_inline(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the confined child."""
+    order = msgspec.msgpack.decode(payload, type=Order)
+    answers.begin(channel, isolation, order.folder)
+    seen: dict[str, inline.Extension] = {}
+
+    def note(extension: inline.Extension, is_python_module: bool) -> _Stub:
+        seen[extension.key] = extension
+        return _Stub(extension.name)
+
+    inline.replace_loaders(note)
+    error = _run(order, seen)
+    files = {RECORDS: msgspec.msgpack.encode(list(seen.values()))}
+    answers.hand_in(channel, Recorded(len(seen), error), files)
+
+
+def _run(order: Order, seen: dict[str, inline.Extension]) -> str:
+    """Import the candidate; construct its model where the import compiled nothing. What stopped it, in words."""
+    try:
+        pretend("meta", everything=True)
+        candidate = _load("candidate", _FILE, order.source)
+        if seen:
+            return ""
+        if not order.problem:
+            return "the candidate compiles in its constructor, and no problem was given to construct it for"
+        init = _load("problem", "problem.py", order.problem).get_init_inputs()
+        is_pair = len(init) == 2 and isinstance(init[0], (list, tuple)) and isinstance(init[1], dict)
+        args, named = (init[0], init[1]) if is_pair else (init, {})
+        candidate.ModelNew(*args, **named)
+    except BaseException as error:  # the candidate's own, SystemExit among them: what was recorded counts
+        return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+    return ""
+
+
+def _load(name: str, file: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = file
+    sys.modules[name] = module
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - this is the confined child
+    return module

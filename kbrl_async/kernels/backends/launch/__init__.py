@@ -1,0 +1,1 @@
+"""What the launchers of all backends share, inside a confined child."""

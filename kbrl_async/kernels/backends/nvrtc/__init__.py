@@ -1,0 +1,1 @@
+"""Backend `cuda-nvrtc`: device code alone."""

@@ -1,0 +1,178 @@
+"""Runs a candidate's model once on its problem's inputs, in a confined child, for sanitizers.
+
+::
+
+    record   (zygote child): every C kernel call → calls.json and one file per buffer, written before the call runs
+    __main__ (tool process): the model as it stands, under a sanitizer that watches the whole process
+
+What is written before a call is there even where the call crashes; a C program then makes the same call with buffers
+that end where the tensors end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.backends.c import launch as launch_c
+from kbrl_async.kernels.backends.launch import entry as launch
+from kbrl_async.kernels.problems import model_contract as contract
+from kbrl_async.kernels.sandbox import Isolation
+
+CALLS_FILE = "calls.json"
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a recording child or a watched process is started with."""
+
+    problem: str
+    candidate: str
+    artifacts: dict[str, str]
+    folder: str
+    device: str = "cpu"
+    seed: int = 0
+    max_calls: int = 64
+    max_bytes: int = 256 << 20
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """`buffer` ≥ 0: a pointer `offset` bytes into that buffer of the call; else the number `value`."""
+
+    declared: str
+    buffer: int = -1
+    offset: int = 0
+    value: float | int = 0
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One launch. `buffers` are the sizes in bytes; their contents lie in `call-{index}-{buffer}.bin`."""
+
+    index: int
+    source_key: str
+    name: str
+    arguments: list[Argument]
+    buffers: list[int]
+
+
+class Recording(msgspec.Struct, frozen=True):
+    calls: list[Call]
+    left_out: int = 0
+    """Calls beyond the limits."""
+    error: str = ""
+    """Why the model ended early, where it did."""
+
+
+def buffer_file(call: int, buffer: int) -> str:
+    return f"call-{call}-{buffer}.bin"
+
+
+def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the recording child; its first message is its isolation."""
+    channel.send(msgspec.msgpack.encode(isolation))
+    task = msgspec.msgpack.decode(payload, type=Task)
+    recorder = _Recorder(task)
+    launch_c.CKernel.__call__ = recorder.replacement()  # type: ignore[method-assign]
+    try:
+        run_once(task)
+    except BaseException as error:  # the candidate's own, SystemExit among them: what was recorded counts
+        recorder.error = f"{type(error).__name__}: {error}"[:400]
+    recorder.write()
+
+
+def run_once(task: Task) -> None:
+    """Build the reference and the candidate with the same weights; one forward of the candidate."""
+    torch.set_grad_enabled(False)
+    launch.prepare(task.artifacts, task.device.partition(":")[0])
+    problem, candidate = _module("problem", task.problem), _module("candidate", task.candidate)
+    contract.seed(task.seed)
+    args, kwargs = contract.arguments(problem.get_init_inputs())
+    contract.seed(task.seed)
+    reference = problem.Model(*args, **kwargs)
+    contract.seed(task.seed)
+    model = candidate.ModelNew(*args, **kwargs)
+    _copy_weights(reference, model)
+    if isinstance(model, torch.nn.Module):
+        model = model.to(task.device)
+    contract.seed(task.seed + 1)
+    given = [item.to(task.device) if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
+    model(*given)
+    if task.device != "cpu":
+        torch.cuda.synchronize()
+
+
+class _Recorder:
+    def __init__(self, task: Task) -> None:
+        self.folder, self.room, self.max_calls = Path(task.folder), task.max_bytes, task.max_calls
+        self.calls: list[Call] = []
+        self.left_out = 0
+        self.error = ""
+
+    def replacement(self) -> Any:
+        """For `CKernel.__call__`: record, then do what it did."""
+        original = launch_c.CKernel.__call__
+
+        def call(kernel: launch_c.CKernel, *args: Any) -> None:
+            self.record(kernel, args)
+            original(kernel, *args)
+
+        return call
+
+    def record(self, kernel: launch_c.CKernel, args: tuple[Any, ...]) -> None:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
+        size = sum(storage.nbytes() for storage in storages)
+        if size > self.room or len(self.calls) >= self.max_calls:
+            self.left_out += 1
+            return
+        self.room -= size
+        index = len(self.calls)
+        for number, storage in enumerate(storages):
+            (self.folder / buffer_file(index, number)).write_bytes(_bytes_of(storage))
+        places = {storage.data_ptr(): number for number, storage in enumerate(storages)}
+        declared = kernel._declared or [""] * len(args)
+        listed = [_argument(arg, text, places) for arg, text in zip(args, declared, strict=False)]
+        sizes = [storage.nbytes() for storage in storages]
+        self.calls.append(Call(index, kernel.key, kernel.name, listed, sizes))
+        self.write()
+
+    def write(self) -> None:
+        data = msgspec.json.encode(Recording(self.calls, self.left_out, self.error))
+        (self.folder / CALLS_FILE).write_bytes(data)
+
+
+def _argument(arg: Any, declared: str, places: dict[int, int]) -> Argument:
+    if not isinstance(arg, torch.Tensor):
+        return Argument(declared, value=arg)
+    storage = arg.untyped_storage()
+    return Argument(declared, places[storage.data_ptr()], arg.data_ptr() - storage.data_ptr())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+
+def _module(name: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, f"{name}.py", "exec"), module.__dict__)  # noqa: S102 - this is the confined child
+    return module
+
+
+def _copy_weights(reference: torch.nn.Module, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        return
+    given = reference.state_dict()
+    for name, tensor in model.state_dict().items():
+        if name in given and given[name].shape == tensor.shape:
+            tensor.copy_(given[name])
+
+
+if __name__ == "__main__":
+    run_once(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task))

@@ -1,0 +1,198 @@
+"""Compiling a Triton candidate before it meets a GPU. Runs the candidate, so only ever in a confined child.
+
+::
+
+    problem's inputs and ModelNew on `meta` tensors that pass for CUDA ─▶ forward
+         └─ every kernel[grid](…) ─▶ compiled for its real launch arguments, not launched ─▶ bundle
+
+Each configuration of an autotuned kernel is compiled, up to `MAX_CONFIGS`; heuristics run as they would. Only Triton's
+own errors are compile errors. Whatever else stops `forward` here (a value read from a tensor, say) is a note: what is
+missing from the bundle is compiled on the bench.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import socket
+import sys
+import types
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.backends.building import answers
+from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
+from kbrl_async.kernels.sandbox import Isolation
+
+MAX_CONFIGS = 64
+_FILE = "candidate.py"  # a kernel's cache key holds its module's name: the bench loads it under the same
+_ALIGNED = 1 << 30
+
+
+def preload() -> None:
+    """What every child would otherwise import for itself, two seconds of it; before any fork."""
+    with contextlib.suppress(ImportError):
+        triton_cache.preload()
+    one = torch.randn(2, 2, device="meta")
+    torch.nn.Linear(2, 2, device="meta")(one).relu().sum()
+
+
+class Order(msgspec.Struct, frozen=True):
+    source: str
+    problem: str
+    arch: int
+    folder: str
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """How it went. Untrusted: it comes from where the candidate ran."""
+
+    error: str = ""
+    """Triton's own compile error, as `line N: source: reason`."""
+    note: str = ""
+    """Why not everything was compiled."""
+
+
+def compile_triton(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the confined child."""
+    order = msgspec.msgpack.decode(payload, type=Order)
+    answers.begin(channel, isolation, order.folder)
+    answers.hand_in(channel, *compile_ahead(order))
+
+
+class _Mock:
+    """A tensor as a launch sees it: type and address, the address as aligned as a real one."""
+
+    ptr_range = staticmethod(lambda: 0)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = _ALIGNED + int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
+    """The files of the bundle, as far as it came."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime import driver
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    files: dict[str, bytes] = {}
+    triton_cache.use_bundle_cache(files)
+    driver.set_active(PretendDriver(order.arch))
+    _compile_instead_of_launch()
+    pretend("meta", everything=True)
+    torch.set_grad_enabled(False)
+    try:
+        _run(order)
+    except CompilationError as error:
+        return Ahead(error=_explain(error, order.source)), files
+    except (OutOfResources, PTXASError) as error:
+        return Ahead(error=_first_lines(str(error))), files
+    except Exception as error:  # whatever candidate or problem raise: the bench will see it too
+        if "PassManager::run failed" in str(error):
+            return Ahead(error="Triton's compiler failed on this kernel: " + str(error)), files
+        return Ahead(note=f"{type(error).__name__}: {error}"[:400]), files
+    return Ahead(note="" if files else "forward launched no Triton kernel"), files
+
+
+def _run(order: Order) -> None:
+    problem = _load("problem", "problem.py", order.problem)
+    init = problem.get_init_inputs()
+    is_pair = len(init) == 2 and isinstance(init[0], (list, tuple)) and isinstance(init[1], dict)
+    args, named = (init[0], init[1]) if is_pair else (init, {})
+    candidate = _load("candidate", _FILE, order.source)
+    model = candidate.ModelNew(*args, **named)
+    if isinstance(model, torch.nn.Module):
+        model = model.to("cuda")
+    inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
+    model(*inputs)
+
+
+def _load(name: str, file: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - this is the confined child; it exists to run it
+    return module
+
+
+def _compile_instead_of_launch() -> None:
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any = None, warmup: bool = True, **named: Any) -> Any:
+        mocked = {name: _mock(value) for name, value in named.items()}
+        kernel = run(self, *map(_mock, args), grid=grid, warmup=True, **mocked)
+        limit = shared_limit(kernel.metadata.target.arch)
+        if kernel.metadata.shared > limit:
+            raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+        return kernel
+
+    JITFunction.run = only_compile
+    Autotuner.run = _every_config
+
+
+def _mock(value: Any) -> Any:
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_mock, value))
+    return _Mock(value) if isinstance(value, torch.Tensor) else value
+
+
+def _every_config(self: Any, *args: Any, **named: Any) -> Any:
+    """In place of `Autotuner.run`: it fails only where no configuration compiles."""
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    kernel, failure = None, None
+    for config in self.prune_configs(named)[:MAX_CONFIGS]:
+        if config.pre_hook is not None:
+            config.pre_hook({**self.nargs, **named, **config.all_kwargs()})
+        try:
+            kernel = self.fn.run(*args, **{**named, "warmup": True}, **config.all_kwargs())
+        except (OutOfResources, PTXASError, CompileTimeAssertionFailure) as error:
+            failure = error
+    if kernel is None and failure is not None:
+        raise failure
+    self.best_config = self.configs[0]
+    return kernel
+
+
+def _explain(error: Any, source: str) -> str:
+    """The innermost error that stands in the candidate's own source, as `line N: text`, and the reason."""
+    from triton.compiler.errors import CompilationError
+
+    chain: list[Any] = [error]
+    while isinstance(chain[-1].__cause__, CompilationError):
+        chain.append(chain[-1].__cause__)
+    own = [item for item in chain if _place(item, source)] or chain[:1]
+    last = chain[-1]
+    reason = last.error_message or str(last.__cause__ or "") or type(last).__name__
+    return f"{_place(own[-1], source)}{_first_lines(reason)}"
+
+
+def _place(error: Any, source: str) -> str:
+    start = source.find(error.src) if error.src else -1
+    if start < 0 or not hasattr(error.node, "lineno"):
+        return ""
+    number = source.count("\n", 0, start) + error.node.lineno
+    return f"line {number}: {source.splitlines()[number - 1].strip()}: "
+
+
+def _first_lines(text: str) -> str:
+    kept: list[str] = []
+    for line in text.strip().splitlines():
+        if line.startswith("Repro command"):
+            break
+        kept.append(line.strip())
+    return "\n".join(kept)

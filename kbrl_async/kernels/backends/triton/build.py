@@ -1,0 +1,98 @@
+"""Backend `triton`: kernels compiled ahead for the bench's GPU, on a host that has none.
+
+::
+
+    candidate + problem ─▶ confined child: forward on tensors without memory (`triton_ahead`) ─▶ bundle of machine code
+
+A compile error of Triton is found here. What this host can't foresee (a launch that depends on values in a tensor) is
+said in the report's hint, and compiled on the bench at the first call.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+
+import msgspec
+
+from kbrl_async.kernels.backends.building import answers
+from kbrl_async.kernels.backends.building.context import BuildContext
+from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
+from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.nvrtc.build import DEFAULT_ARCH
+from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton.ahead import Ahead, Order
+from protocols.records import BuildReport, Candidate, Fault, Problem
+
+CURE = "Install it with `pip install 'kbrl-async[triton]'`"
+_MAX_TEXT = 800
+_HINTS = (
+    ("out of resource", "Take smaller blocks, fewer stages or fewer warps."),
+    ("power of 2", "Block sizes are powers of two: round up with triton.next_power_of_2 and mask."),
+    ("has no attribute", "Use only functions that triton.language has."),
+    ("constexpr", "Shapes of blocks and arguments of tl.arange must be tl.constexpr parameters."),
+    ("is not defined", "A kernel sees its parameters, its locals, and tl.constexpr globals."),
+    ("Cannot make_shape_compatible", "Broadcasting needs shapes that agree: add axes with x[:, None]."),
+    ("PassManager", "Simplify the kernel: this construct is not supported by the compiler."),
+)
+
+
+class TritonBackend:
+    """See the module."""
+
+    name = "triton"
+
+    def missing(self) -> str:
+        return "" if importlib.util.find_spec("triton") else f"triton is not installed: {CURE}"
+
+    def check(self, candidate: Candidate) -> BuildReport | None:
+        try:
+            tree = checked_tree(candidate.source)
+            if not any(isinstance(node, ast.FunctionDef) and _is_jit(node) for node in ast.walk(tree)):
+                hint = "Define a kernel with @triton.jit and launch it in forward: kernel[grid](…)."
+                raise Refusal("no_kernel", "the candidate has no @triton.jit kernel", hint)
+        except Refusal as refusal:
+            return refusal.report
+        return None
+
+    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+        """Without a problem nothing is known of the launches, so nothing is compiled."""
+        toolchain = f"triton {importlib.metadata.version('triton')}"
+        arch = workshop.options.arch or DEFAULT_ARCH
+        known = "" if problem is None else problem.source
+
+        def compile_() -> tuple[BuildReport, bool]:
+            deadline = workshop.options.deadline_s
+            with workshop.folder() as folder:
+                order = Order(candidate.source, known, int(arch.removeprefix("sm_").rstrip("af")), str(folder))
+                payload = msgspec.msgpack.encode(order)
+                child = workshop.python("compile_triton", payload, folder, deadline_s=deadline)
+                done = answers.collect(child, folder, deadline)
+            report = _report(done, candidate.source, workshop, deadline)
+            is_deterministic = not done.is_late and bool(done.data)
+            return msgspec.structs.replace(report, toolchain=toolchain, isolation=done.isolation), is_deterministic
+
+        return workshop.cached(self.name, toolchain, arch, candidate.source, known, make=compile_)
+
+
+def _is_jit(node: ast.FunctionDef) -> bool:
+    for item in node.decorator_list:
+        function = item.func if isinstance(item, ast.Call) else item
+        if called(ast.Call(function, [], [])) == "jit":
+            return True
+    return False
+
+
+def _report(done: answers.Collected, source: str, workshop: BuildContext, deadline_s: float) -> BuildReport:
+    if done.is_late:
+        text = f"compiling took longer than {deadline_s:g} s"
+        hint = "Fewer autotune configurations, smaller blocks, less unrolling; or an endless loop outside the kernel."
+        return BuildReport(Fault.COMPILE_ERROR, message=text, hint=hint)
+    ahead = answers.read(done.data, Ahead) or Ahead(note="the compiler ended without an answer")
+    if ahead.error:
+        hint = next((hint for pattern, hint in _HINTS if pattern in ahead.error), "Fix the kernel at this line.")
+        return BuildReport(Fault.COMPILE_ERROR, message=ahead.error[:_MAX_TEXT], hint=hint)
+    artifacts = {triton_cache.key(source): workshop.store.put(bundle.pack(done.files))}
+    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ""
+    return BuildReport(Fault.OK, artifacts, hint=note, kernels=triton_cache.kernel_names(done.files))

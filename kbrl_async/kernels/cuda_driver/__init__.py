@@ -1,0 +1,1 @@
+"""CUDA's driver API, as far as torch has no name for it."""

@@ -1,0 +1,297 @@
+"""`Verifier` keeps builder, zygote and bench alive between candidates; `verify` is one candidate and no state left.
+
+::
+
+    Verifier ── __enter__ ─▶ store, Builder (starts at once), a zygote (starts while the first candidate compiles)
+        verify(problem, candidate) ─▶ Result      (any number of times, one at a time)
+    Verifier ── __exit__ ─▶ all of it ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from kbrl_async.errors import InfraError, MissingTool, UserError
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.backends.launch.devices import GPU_ONLY, ON_GPU
+from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer
+from kbrl_async.kernels.funnel.reading import read_candidate
+from kbrl_async.kernels.funnel.result import Result, early, with_findings
+from kbrl_async.kernels.problems import find_problem, parse_problem
+from kbrl_async.kernels.problems.precision import in_precision
+from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.stages import StageClock
+from kbrl_async.kernels.timing import resolution, roofline
+from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
+from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, StageReport
+
+_NVIDIA_DEVICE = Path("/dev/nvidiactl")
+_CPU_S = 600
+"""Of one child: a reference of many large inputs needs minutes, and every call has its own deadline besides."""
+
+
+class VerifyOptions(msgspec.Struct, frozen=True):
+    timing: bool = True
+    sanitize: bool = False
+    """Run what compiled under sanitizers too."""
+    cores: tuple[int, ...] = ()
+    """Children, and the calling thread while it times, are pinned to these."""
+    store: str = ""
+    """Folder of built artifacts that later calls find again; empty: one of its own, gone afterwards."""
+    store_bytes: int = 2 << 30
+    build: BuildOptions = BuildOptions(deadline_s=30.0)
+    bench: BenchOptions | None = None
+    """None: made for this host, with half of the free memory for a candidate."""
+
+
+class Verifier:
+    """See the module. One thread at a time; several verifiers do not know of each other."""
+
+    def __init__(self, device: str | None = None, options: VerifyOptions | None = None) -> None:
+        self.options = options or VerifyOptions()
+        self._device = device
+        self._bench: dict[str, Bench] = {}
+        self._zygotes: dict[str, Zygote] = {}
+        self._stack = contextlib.ExitStack()
+        self._builder: Builder | None = None
+        self._sanitizer: Sanitizer | None = None
+
+    def __enter__(self) -> Verifier:
+        with contextlib.ExitStack() as stack:
+            folder = self.options.store or tempfile.mkdtemp(prefix="kbrl-verify-")
+            if not self.options.store:
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            store = ArtifactStore(Path(folder), self.options.store_bytes)
+            self._builder = stack.enter_context(Builder(store, self.options.build))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._bench, self._zygotes, self._builder, self._sanitizer = {}, {}, None, None
+        self._stack.close()
+
+    def restart(self) -> None:
+        """Everything anew: after a fault of the host nothing is known about what is still alive."""
+        self.close()
+        self.__enter__()
+
+    def bench(self, device: str) -> Bench:
+        """The bench of `device`, started if it is not yet: for what is timed beside a candidate in the same session."""
+        if device not in self._bench:
+            self._start_ahead(device)
+            opened = open_bench(device, self.options, self._zygotes.get(device))
+            self._bench[device] = self._stack.enter_context(opened)
+        return self._bench[device]
+
+    def _start_ahead(self, device: str) -> None:
+        """Python and torch of the sandbox start while compilers run."""
+        if device in self._zygotes or not has_device(device):
+            return
+        zygote = self._stack.enter_context(contextlib.closing(zygote_for(device)))
+        self._zygotes[device] = zygote
+        threading.Thread(target=_start, args=(zygote,), daemon=True).start()
+
+    def verify(
+        self,
+        problem: Problem,
+        candidate: Candidate | str,
+        backend: str | None = None,
+        *,
+        response: bool | None = None,
+        timing: bool | None = None,
+    ) -> Result:
+        """The whole funnel. `candidate` as text may be a Python file or a model's response."""
+        assert self._builder is not None, "a Verifier is used inside its with block"
+        clock = StageClock()
+        origin = "file"
+        if isinstance(candidate, str):
+            reading = read_candidate(candidate, backend, response=response)
+            origin = reading.origin
+            if reading.candidate is None:
+                clock.ends("format", Fault.FORMAT_ERROR)
+                verdict = early(
+                    Fault.FORMAT_ERROR, reading.problem, "Answer with one ```python … ``` block.", "no_candidate"
+                )
+                return Result(problem.problem_id, backend or "", "", verdict, clock.reports, origin=origin)
+            candidate = reading.candidate
+        clock.ends("format", detail=f"taken from a {origin}")
+        return self._judge(problem, candidate, clock.reports, origin, self.options.timing if timing is None else timing)
+
+    def _judge(
+        self, problem: Problem, candidate: Candidate, stages: tuple[StageReport, ...], origin: str, timing: bool
+    ) -> Result:
+        assert self._builder is not None
+        device = choose_device(candidate.backend, self._device)
+        self._start_ahead(device)
+        build = self._builder.build(candidate, problem)
+        result = Result(
+            problem.problem_id,
+            candidate.backend,
+            device,
+            early(build.fault, build.message, build.hint, build.rule, build.isolation),
+            (*stages, *build.stages),
+            toolchain=build.toolchain,
+            build_isolation=build.isolation,
+            origin=origin,
+        )
+        if build.fault is not Fault.OK:
+            return result
+        bench = self._evaluate(problem, candidate, build, device, timing)
+        all_stages = (*result.stages, *bench.stages)
+        result = msgspec.structs.replace(result, verdict=bench.verdict, timing=bench.timing, stages=all_stages)
+        return self._sanitized(result, problem, candidate, build) if self.options.sanitize else result
+
+    def _sanitized(self, result: Result, problem: Problem, candidate: Candidate, build: BuildReport) -> Result:
+        assert self._builder is not None
+        if self._sanitizer is None:
+            self._sanitizer = self._stack.enter_context(Sanitizer(self._builder.store))
+        clock = StageClock()
+        found = self._sanitizer.run(problem, candidate, self._paths(build), result.device)
+        fault = found.findings[0].fault if found.findings else Fault.OK
+        clock.ends("sanitize", fault, f"{len(found.findings)} findings by {', '.join(found.ran) or 'nothing that ran'}")
+        return with_findings(result, found, clock.reports)
+
+    def _evaluate(
+        self, problem: Problem, candidate: Candidate, build: BuildReport, device: str, timing: bool
+    ) -> BenchReport:
+        assert self._builder is not None
+        return self.bench(device).evaluate(problem, candidate, self._paths(build), timing=timing)
+
+    def _paths(self, build: BuildReport) -> dict[str, Path]:
+        assert self._builder is not None
+        paths = {key: self._builder.store.path(address) for key, address in build.artifacts.items()}
+        found = {key: path for key, path in paths.items() if path is not None}
+        if len(found) < len(paths):
+            raise InfraError("an artifact is no longer in the store", "Give the store more room")
+        return found
+
+
+def choose_device(backend: str, wanted: str | None) -> str:
+    """`"cpu"` or `"cuda:N"`: `wanted`, or where nothing was asked for the GPU for GPU kernels on a host that has one.
+
+    :raises UserError: `wanted` is no device.
+    """
+    if wanted not in (None, "auto"):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
+            raise UserError(f"{wanted!r} is no device", "Choose cpu, cuda or cuda:N")
+        return "cuda:0" if wanted == "cuda" else str(wanted)
+    if backend in GPU_ONLY or (backend in ON_GPU and _NVIDIA_DEVICE.exists()):
+        return "cuda:0"
+    return "cpu"
+
+
+def shapes_for(device: str) -> str:
+    """Which of a problem's two sizes fit a device."""
+    return "gpu" if device.startswith("cuda") else "cpu"
+
+
+@contextlib.contextmanager
+def open_bench(device: str, options: VerifyOptions, zygote: Zygote | None = None) -> Iterator[Bench]:
+    """A bench for `device`, with a zygote of its own where none is given.
+
+    :raises MissingTool: the host has no such device.
+    """
+    if not has_device(device):
+        cure = "Verify on a GPU host, or use --device cpu"
+        raise MissingTool("this host has no NVIDIA GPU to run the kernel on", cure)
+    chosen = msgspec.structs.replace(options.bench or default_bench(options.cores), device=device)
+    with contextlib.ExitStack() as stack:
+        used = zygote or stack.enter_context(zygote_for(device))
+        bench = stack.enter_context(contextlib.closing(Bench(used, chosen)))
+        if peaks := chosen.peaks:
+            bench.probe = lambda: roofline.peaks_of(device, resolution.cache_folder(), peaks.hardware, again=True)
+        yield bench
+
+
+def has_device(device: str) -> bool:
+    return not device.startswith("cuda") or _NVIDIA_DEVICE.exists()
+
+
+def _start(zygote: Zygote) -> None:
+    """Whoever uses it next meets the same error, in a thread that can tell of it."""
+    with contextlib.suppress(InfraError):
+        zygote.start()
+
+
+def default_bench(cores: tuple[int, ...]) -> BenchOptions:
+    """Deadlines as in a run, but with room for large problems: half of the memory that is free now."""
+    memory = max(Limits().memory_bytes, psutil.virtual_memory().available // 2)
+    limits = Limits(cores=cores, cpu_s=_CPU_S, memory_bytes=memory, file_bytes=memory)
+    return BenchOptions(cores=cores, limits=limits)
+
+
+def verify(
+    problem: Problem | str | Path,
+    candidate: Candidate | str | Path,
+    backend: str | None = None,
+    *,
+    timing: bool = True,
+    device: str | None = None,
+    problems: str = "",
+    response: bool | None = None,
+    sanitize: bool = False,
+    precision: str = "fp32",
+    options: VerifyOptions | None = None,
+) -> Result:
+    """One candidate through the whole funnel, without any running service::
+
+        result = kbrl_async.verify("L1/13_softmax", "my_kernel.py")
+        result.ok, result.fault, result.timing, result.stages
+
+    :param problem: a `Problem`, a file, an id of `problems` (a folder; empty: the project's own suite), or source text.
+    :param candidate: a `Candidate`, a file, or text: a Python file or a model's response.
+    :param backend: None: guessed from what the candidate imports and calls.
+    :param precision: `fp32`, `fp16` or `bf16`: module and inputs are cast, as by KernelBench's option.
+    :param device: None: the GPU for GPU kernels, else the CPU.
+    :param response: None: a text that parses as Python is a file; else fences or tags make it a response.
+    :raises UserError: no such file, problem or backend.
+    :raises ProblemError: the problem's own reference fails; `MissingTool`, `InfraError`: the host does.
+    """
+    given = candidate if isinstance(candidate, Candidate) else read_text(candidate)
+    name = given.backend if isinstance(given, Candidate) else _backend_of(given, backend, response)
+    shapes = shapes_for(choose_device(name, device))
+    asked = problem if isinstance(problem, Problem) else load(problem, problems, shapes)
+    asked = in_precision(asked, precision)
+    chosen = msgspec.structs.replace(options or VerifyOptions(), timing=timing, sanitize=sanitize)
+    with Verifier(device, chosen) as verifier:
+        return verifier.verify(asked, given, backend, response=response)
+
+
+def load(problem: str | Path, problems: str = "", shapes: str = "cpu") -> Problem:
+    """From a file, an id, or source text (anything with a line break)."""
+    if isinstance(problem, str) and "\n" in problem:
+        return parse_problem(problem, "L0/text", shapes=shapes)
+    return find_problem(str(problem), problems, shapes=shapes)
+
+
+def read_text(candidate: str | Path) -> str:
+    """The content of a file, or the text itself where it has a line break.
+
+    :raises UserError: there is no such file, or it is no text.
+    """
+    if isinstance(candidate, str) and "\n" in candidate:
+        return candidate
+    path = Path(candidate).expanduser()
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"the candidate {path} can't be read: {error.strerror}", "Give the path of a file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the candidate {path} is no text", "Give a Python file or a model's answer") from None
+
+
+def _backend_of(text: str, backend: str | None, response: bool | None) -> str:
+    reading = read_candidate(text, backend, response=response)
+    return reading.candidate.backend if reading.candidate else backend or ""

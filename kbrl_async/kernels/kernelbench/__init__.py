@@ -1,0 +1,1 @@
+"""KernelBench's run folders: read, judged and written."""

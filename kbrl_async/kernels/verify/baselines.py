@@ -1,0 +1,120 @@
+"""Compiled baselines of a bench: libraries made once in a confined child with a compiler, timed like candidates."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Access, Limits, Zygote
+from kbrl_async.kernels.timing import Interval
+from kbrl_async.kernels.timing.baselines import Made, Order, over, wrapper
+from kbrl_async.kernels.verify.bench import Bench
+from protocols.records import Candidate, Fault, Problem, Timing
+
+_ENTRY = "kbrl_async.kernels.timing.baselines:compile_child"
+BACKEND = "torch"
+"""A backend that no policy can choose: its candidates need no kernel of their own."""
+
+
+class _Library(msgspec.Struct, frozen=True):
+    path: Path
+    single: bool
+
+
+class Baselines:
+    """Speedups over compiled references, in the session of one bench::
+
+        with Baselines(bench) as baselines:
+            timing = baselines.beside(problem, timing, ("compile",))
+
+    A library is kept while this lives; its timing is taken anew for each candidate.
+    """
+
+    def __init__(self, bench: Bench, *, deadline_s: float = 300.0) -> None:
+        self._bench, self._deadline_s = bench, deadline_s
+        self._folder = Path(tempfile.mkdtemp(prefix="kbrl-baselines-"))
+        self._zygote: Zygote | None = None
+        self._libraries: dict[tuple[str, str], _Library | str] = {}
+
+    def __enter__(self) -> Baselines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def beside(
+        self,
+        problem: Problem,
+        timing: Timing,
+        names: tuple[str, ...],
+        told: Callable[[str, Timing], None] = lambda _name, _timing: None,
+    ) -> tuple[Timing, dict[str, str]]:
+        """`timing` with its speedups over these baselines, and why any is missing. `told` hears each as measured."""
+        found: dict[str, tuple[float, float, float]] = {}
+        missing: dict[str, str] = {}
+        for name in names:
+            measured = self.measure(problem, name)
+            if isinstance(measured, str):
+                missing[name] = measured
+                continue
+            told(name, measured)
+            candidate = Interval(timing.speedup, timing.lo, timing.hi)
+            quotient = over(candidate, Interval(measured.speedup, measured.lo, measured.hi))
+            found[name] = (quotient.median, quotient.lo, quotient.hi)
+        return msgspec.structs.replace(timing, baselines={**timing.baselines, **found}), missing
+
+    def measure(self, problem: Problem, name: str) -> Timing | str:
+        """Eager against the compiled reference, now; or why that can't be."""
+        library = self._library(problem, name)
+        if isinstance(library, str):
+            return library
+        candidate = Candidate(self._runs(problem, library), BACKEND)
+        report = self._bench.evaluate(problem, candidate, {f"aoti:{name}": library.path})
+        if report.timing is None or report.verdict.fault is not Fault.OK:
+            return f"the compiled reference ends {report.verdict.fault.value}: {report.verdict.message[:200]}"
+        return report.timing
+
+    def _runs(self, problem: Problem, library: _Library) -> str:
+        return wrapper(problem.source, str(library.path), single=library.single, device=self._bench.device)
+
+    def _library(self, problem: Problem, name: str) -> _Library | str:
+        key = (hashlib.sha256(problem.source.encode()).hexdigest()[:16], name)
+        if key not in self._libraries:
+            self._libraries[key] = self._compiled(problem.source, name, self._folder / "-".join(key))
+        return self._libraries[key]
+
+    def _compiled(self, source: str, name: str, folder: Path) -> _Library | str:
+        shutil.rmtree(folder, ignore_errors=True)  # of a compilation that failed
+        folder.mkdir()
+        library = folder / "reference.so"
+        device = self._bench.device
+        if self._zygote is None:
+            self._zygote = Zygote(
+                ("torch", "kbrl_async.kernels.timing.baselines"), "tool" if device == "cpu" else "gpu-tool"
+            )
+        order = msgspec.msgpack.encode(Order(source, name, str(library), device))
+        limits = Limits(cpu_s=int(self._deadline_s), memory_bytes=16 << 30, file_bytes=1 << 30, files=256, threads=64)
+        child = self._zygote.spawn(_ENTRY, order, (), limits, Access(write=(str(folder),)))
+        try:
+            child.channel.settimeout(self._deadline_s)
+            data = child.channel.recv(1 << 16)
+        except TimeoutError:
+            return f"compiling took longer than {self._deadline_s:g} s"
+        finally:
+            child.close()
+        if not data:
+            raise InfraError("the child that compiles a baseline died", "The host may lack memory")
+        made = msgspec.msgpack.decode(data, type=Made)
+        return made.error or _Library(library, made.single)

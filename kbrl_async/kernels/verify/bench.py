@@ -1,0 +1,274 @@
+"""The front door: `Bench.evaluate` takes a problem and a compiled candidate, and answers with a verdict and
+a timing.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kbrl_async.errors import InfraError, MissingTool
+from kbrl_async.kernels.backends.launch import entry as launch
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import StageClock
+from kbrl_async.kernels.timing import ready
+from kbrl_async.kernels.timing.cpu.host import pinned
+from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
+from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
+from kbrl_async.kernels.verify.floor import Floor
+from kbrl_async.kernels.verify.memory import Surplus
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_gpu, options_for_interpreter
+from kbrl_async.kernels.verify.reference import Reference, References
+from kbrl_async.kernels.verify.report import verdict_of
+from kbrl_async.kernels.verify.session import CandidateFault, Session
+from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.cuda.health import GpuHealth
+    from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+
+_KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
+ZYGOTE_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner")
+
+
+CUDA_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
+
+
+def zygote_for(device: str) -> Zygote:
+    """A zygote whose children can run on `device` (`"cpu"`, `"cuda"`, `"cuda:N"`)."""
+    if device == "cpu":
+        return Zygote(ZYGOTE_PRELOAD)
+    triton = ("kbrl_async.kernels.backends.triton.preload",) if find_spec("triton") else ()
+    return Zygote((*CUDA_PRELOAD, *triton), profile="gpu")
+
+
+class Bench:
+    """Verifies and times one candidate at a time::
+
+        with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
+            report = bench.evaluate(problem, candidate, {source_key: path_of_so})
+
+    `seeds` is where secrets come from: `secrets` by default; a test may pass a seeded `random.Random`.
+    Raises `ProblemError` where the problem's reference fails, `InfraError` where the host does; neither is a verdict.
+    """
+
+    def __init__(self, zygote: Zygote, options: BenchOptions | None = None, seeds: random.Random | None = None) -> None:
+        self._zygote = zygote
+        self._options = options or BenchOptions()
+        if self._options.device != "cpu":
+            self._options = options_for_gpu(self._options)
+        self._rng = seeds or secrets.SystemRandom()
+        self._references = References(zygote, self._options, self._rng)
+        self._surplus = Surplus()
+        self._generation = zygote.generation
+        self._health = _health(self._options.device)
+        self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around each measurement, by a bench that shares its device: a quiet window."""
+        self.probe: Callable[[], Peaks | None] | None = None
+        """Measures the host's peaks, see `timing.roofline.peaks_of`: before the first timing where none are known, and
+        once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
+        fast kernels would seem impossible.
+        """
+        self._peaks = self._options.peaks
+
+    def close(self) -> None:
+        self._references.close()
+
+    def settle(self) -> None:
+        """Returns when nothing that was started for later candidates is on the device any more."""
+        self._references.settle()
+
+    @property
+    def device(self) -> str:
+        return self._options.device
+
+    @property
+    def references_kept(self) -> int:
+        """Living reference children."""
+        return len(self._references)
+
+    def evaluate(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        *,
+        timing: bool = True,
+        tick: Tick = no_tick,
+    ) -> BenchReport:
+        """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the
+        options' cores.
+        """
+        started = time.time()
+        clock = StageClock()
+        if launch.is_interpreted(candidate.backend, self._options.device):
+            timing = False
+            launch.refuse_what_is_not_interpreted(candidate.source, problem.source)
+        self._surplus.check()
+        self._notice_restart()
+        if self._health is not None:
+            self._health.enter()
+        with pinned(self._options.cores), _without_gradients():
+            reference = self._references.get(problem, tick)
+            clock.ends("reference")
+            try:
+                verdict, timed = self._judge(reference, candidate, artifacts, timing, tick, clock)
+            except (CandidateFault, PermissionError, OSError) as error:
+                # Candidate faults are caught where the candidate is called: what arrives here is the reference's.
+                self._references.drop(reference)
+                raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
+            except InfraError:
+                self._references.drop(reference)
+                raise
+        return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
+
+    def _notice_restart(self) -> None:
+        """References die with their zygote; they are made anew."""
+        self._zygote.start()
+        if self._zygote.generation != self._generation:
+            self._generation = self._zygote.generation
+            self._references.close()
+
+    def _judge(
+        self,
+        reference: Reference,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        timing: bool,
+        tick: Tick,
+        clock: StageClock,
+    ) -> tuple[Verdict, Timing | None]:
+        options = self._options
+        if launch.is_interpreted(candidate.backend, options.device):
+            options = options_for_interpreter(options)
+        checker = Checker(self._zygote, reference, options, self._rng)
+
+        def after_a_set() -> None:
+            if not clock.has("small_inputs"):
+                clock.ends("small_inputs", Fault.INCORRECT if checker.failed else Fault.OK, "one secret input set")
+            tick()
+
+        try:
+            with clock.part("its process"):
+                checker.start(candidate, artifacts)
+            tick()
+            checker.run(after_a_set)
+            verdict = verdict_of(checker)
+            stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
+            clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
+            timed = None
+            if verdict.fault is Fault.OK and self._health is not None:
+                with clock.part("proof"):
+                    verdict = self._prove_on_gpu(checker, candidate, tick)
+            if verdict.fault is Fault.OK and timing:
+                verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
+                clock.ends("timing", verdict.fault)
+            if verdict.fault is Fault.OK:
+                checker.prove()
+                verdict = verdict_of(checker)
+            return verdict, timed if verdict.fault is Fault.OK else None
+        finally:
+            pid = checker.session.host_pid if checker.session is not None else 0
+            checker.close()
+            if self._health is not None and checker.fault is not None:
+                self._health.check(pid)
+            if self._health is None and checker.fault is not None and checker.fault.kind in _KILLED:
+                self._zygote.check()
+            # Its traceback holds frames that hold the checker, and so all of the reference's memory.
+            checker.fault = None
+
+    def _timed(
+        self,
+        checker: Checker,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        verdict: Verdict,
+        tick: Tick,
+        clock: StageClock,
+    ) -> tuple[Verdict, Timing | None]:
+        peaks = self._peaks or self._probed()
+        timed = self._measure(checker, tick, clock)
+        if checker.fault is not None:
+            return verdict_of(checker), None
+        assert timed is not None
+        floor = Floor(checker.reference, peaks, None if self.probe is None else self._probed)
+        if timed.speedup <= self._options.recipe.suspicious and not floor.is_beaten_by(timed):
+            return verdict, floor.noted(timed)
+        checker.restart(candidate, artifacts)
+        again = None if checker.fault else self._measure(checker, tick, clock)
+        if again is None:
+            return verdict_of(checker), None
+        if proof := floor.evidence(timed, again):
+            checker.fault = CandidateFault("cheating", proof, RULE)
+            return verdict_of(checker), None
+        return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
+
+    def _probed(self) -> Peaks | None:
+        """The best that was ever measured here; None where nothing can be measured now."""
+        if self.probe is None:
+            return None
+        self.settle()
+        with self.quiet():
+            found = self.probe()
+        if found is not None:
+            self._peaks = found = better(found, self._peaks)
+        return found
+
+    def _measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
+        reference = checker.reference
+        with clock.part("a twin of the reference"):
+            twin = reference.twin(self._zygote)
+        stopwatch = self._stopwatch(checker, twin, tick)
+        try:
+            with ExitStack() as window:
+                with clock.part("imports"):
+                    ready()  # not in the window, nor what follows: others stand still in it
+                with clock.part("until all is quiet"):
+                    self.settle()
+                    window.enter_context(self.quiet())
+                with clock.part("measuring"):
+                    return stopwatch.run()
+        finally:
+            stopwatch.close()
+            reference.release(twin)
+
+    def _stopwatch(self, checker: Checker, twin: Session, tick: Tick) -> Stopwatch | CudaStopwatch:
+        if self._health is None:
+            return Stopwatch(checker, twin, self._options, self._rng, tick)
+        from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+
+        health = self._health
+        return CudaStopwatch(checker, twin, self._options, self._rng, tick, health.nvml, health.calibration)
+
+    def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Tick) -> Verdict:
+        stopwatch = self._stopwatch(checker, checker.reference.session, tick)
+        assert not isinstance(stopwatch, Stopwatch)
+        stopwatch.prove(candidate)
+        return verdict_of(checker)
+
+
+def _without_gradients() -> AbstractContextManager[object]:
+    import torch
+
+    return torch.no_grad()
+
+
+def _health(device: str) -> GpuHealth | None:
+    """None on a CPU. `MissingTool` where the GPU that was asked for is not there."""
+    if device == "cpu":
+        return None
+    import torch
+
+    from kbrl_async.kernels.verify.cuda.health import GpuHealth
+
+    where = torch.device(device)
+    if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        raise MissingTool(f"there is no GPU {device} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
+    return GpuHealth(torch.device("cuda", where.index or 0))

@@ -1,0 +1,294 @@
+"""One candidate against its reference: runs every secret input set and records what it finds.
+
+::
+
+    start ─▶ for each set, in secret order: write inputs ─▶ call ─▶ freeze ─▶ read and compare outputs,
+             compare inputs with the originals, compare the previous output with what it was
+          ─▶ (timing) ─▶ prove: one more call with the candidate's own kernels switched off
+
+One of the calls is recorded (own launches, operators), and after one of them the inputs are overwritten to see whether
+an output shares their memory; which ones is secret.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import compare, proof, similarity, wire
+from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
+from protocols.records import Candidate
+
+
+class Checker:
+    """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
+
+    def __init__(self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random) -> None:
+        self.reference, self.options = reference, options
+        self._zygote, self._rng = zygote, rng
+        self.session: Session | None = None
+        self.fault: CandidateFault | None = None
+        self.passed = 0
+        self.total = len(reference.sets)
+        self.worst: compare.Difference | None = None
+        self.failed: list[tuple[str, compare.Difference]] = []
+        self.kernelbench: bool | None = None
+        """Whether KernelBench's own comparison passes on every nominal set so far."""
+        self.carries_state = False
+        """The same inputs were answered rightly once and wrongly another time."""
+        self.evidence = ""
+        self._order: list[InputSet] = []
+        self._answers: dict[int, bool] = {}
+        self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
+        self._backend = ""
+        self._is_recorded = False
+        self._trace: wire.Trace | None = None
+        self.isolation: tuple[str, tuple[str, ...]] = ("none", ("the candidate was not started",))
+
+    @property
+    def tolerance_note(self) -> str:
+        """What was allowed on the first set, and where equality was asked for."""
+        sets = self.reference.sets
+        exact = sorted({s.name for s in sets if any(tolerance.exact for tolerance in s.tolerances)})
+        note = "; ".join(dict.fromkeys(tolerance.note() for tolerance in sets[0].tolerances))
+        return note + (f"; on {', '.join(exact)} inputs {EXACT_NOTE}" if exact else "")
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def start(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
+        """Fork, confine and build the candidate."""
+        # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
+        is_asked = self.options.device == "cpu" and not plan.is_plan(candidate.source)
+        self._backend, self._is_recorded = candidate.backend, is_asked and candidate.backend in proof.RECORDED
+        self._artifacts = list(artifacts.values())
+        paths = {key: str(path) for key, path in artifacts.items()}
+        self._began = time.monotonic()
+        self._deadline = self._began + self.options.deadline_s
+        reference, source, limit_s = self.reference, candidate.source, self.options.deadline_s
+        try:
+            self._refuse_copied(candidate)
+            self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s)
+            self.isolation = (self.session.isolation.level, self.session.isolation.missing)
+            reference.attach(self.session)
+        except CandidateFault as fault:
+            self.fault = fault
+
+    def restart(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
+        """A fresh process for a second measurement."""
+        self.close()
+        self.start(candidate, artifacts)
+
+    def run(self, tick: Callable[[], None]) -> None:
+        """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted."""
+        if self.fault is not None or self.session is None:
+            return
+        order = list(enumerate(self.reference.sets))
+        self._rng.shuffle(order)
+        self._order = [input_set for _, input_set in order if not self._is_first(input_set)]
+        recorded, overwritten = self._rng.randrange(1, len(order)), self._rng.randrange(len(order))
+        try:
+            self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
+            for number, (place, input_set) in enumerate(order):
+                op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
+                slot = number % len(self.session.slots)
+                self._answers[place] = self._check(slot, input_set, op, number == overwritten)
+                self._wait(tick)
+            self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
+        except CandidateFault as fault:
+            self.fault = fault
+        self._compare_repeated()
+        if self._trace is not None:
+            self._refuse(proof.of_recorded(self._trace, backend=self._backend))
+
+    def _wait(self, tick: Callable[[], None]) -> None:
+        """Whoever shares the device may hold us here: that is no time of the candidate's."""
+        begun = time.monotonic()
+        tick()
+        self._deadline += time.monotonic() - begun
+
+    def prove(self) -> None:
+        """The last calls of a right candidate: without its own kernels its outputs must be wrong.
+
+        First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
+        switched off from outside, in a call that looks like every other one.
+        """
+        # Not the last calls' inputs: what a candidate keeps from those in a scratch buffer is no answer to these.
+        sets = [s for s in self._order[: len(self._order) // 2] if not s.degenerate]
+        if not self._is_recorded or self.fault is not None or self.session is None:
+            return
+        if not sets:
+            self.evidence += f"; {DEGENERATE_NOTE}"
+            return
+        trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
+        if not is_right and self.session.disarm(self._artifacts):
+            is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
+        self._refuse(proof.of_muted(trace, is_right))
+
+    def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
+        """What its process tells, and whether the outputs are right all the same."""
+        assert self.session is not None
+        try:
+            self.session.call(wire.OP_POISON_ON, 0, self.one_call_s)
+            for place, block in zip(self.session.slots[0], input_set.blocks, strict=True):
+                place.copy_(block)
+            outcome = self.session.call(op, 0, 2 * self.one_call_s)
+            found = self.compare(self.outputs(outcome), input_set.expected, input_set.tolerances)
+        except CandidateFault:  # without its kernels it fails or hangs: it needs them, which is all that is asked here
+            return None, False
+        return outcome.trace, found.wrong == 0
+
+    def call_deadline(self) -> float:
+        """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
+        one = self.one_call_s
+        left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
+        return max(0.05, min(one, left))
+
+    @property
+    def one_call_s(self) -> float:
+        """For one timed call."""
+        return max(self.options.call_floor_s, self.options.call_factor * self.reference.reference_s)
+
+    def _check(self, slot: int, input_set: InputSet, op: int, overwrite: bool) -> bool:
+        assert self.session is not None
+        places = self.session.slots[slot]
+        for place, block in zip(places, input_set.blocks, strict=True):
+            place.copy_(block)
+        outcome = self.session.call(op, slot, self.call_deadline())
+        got = self.outputs(outcome)
+        if not input_set.mutated:
+            self._refuse_mutation(places, input_set.blocks)
+            self._refuse_overwriting(slot)
+            if overwrite and not self.reference.aliases:
+                self._refuse_aliasing(slot, outcome, got)
+        found = self.compare(got, input_set.expected, input_set.tolerances)
+        self._earlier = list(zip(outcome.tensors, got, strict=True))
+        if input_set.name == "nominal":
+            agrees = all(map(compare.kernelbench, got, input_set.expected))
+            self.kernelbench = agrees and self.kernelbench is not False
+        if found.wrong == 0:
+            self.passed += 1
+        else:
+            self.failed.append((input_set.name, found))
+        if self.worst is None or found.wrong > 0 or found.worst > self.worst.worst:
+            self.worst = found
+        if outcome.trace is not None:
+            self._trace, self.evidence = outcome.trace, proof.evidence(outcome.trace)
+        return found.wrong == 0
+
+    def outputs(self, outcome: Outcome) -> list[torch.Tensor]:
+        """The outputs as tensors of ours, after their structure, types and shapes were found right."""
+        assert self.session is not None
+        reference = self.reference
+        expected = reference.sets[0].expected
+        if outcome.tree != reference.out_tree:
+            if len(outcome.tensors) != len(expected):
+                text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
+                raise CandidateFault("incorrect", text, "structure")
+            if not _same_structure(outcome.tree, reference.out_tree):
+                raise CandidateFault("incorrect", "forward returns another structure than the reference", "structure")
+        known = zip(outcome.tensors, expected, reference.kinds, reference.strides, strict=True)
+        for meta, wanted, kind, strides in known:
+            _check_meta(meta, wanted, kind)
+            _check_layout(meta, strides)
+        return [self.session.read(meta) for meta in outcome.tensors]
+
+    def compare(
+        self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
+    ) -> compare.Difference:
+        found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
+        return max(found, key=lambda d: (d.wrong, d.worst), default=compare.Difference(0, 0, 0.0, 0.0))
+
+    def _refuse_copied(self, candidate: Candidate) -> None:
+        if candidate.backend not in proof.OWN_KERNELS:
+            return
+        evidence = similarity.copied_reference(self.reference.problem.source, candidate.source)
+        if evidence:
+            self.evidence = evidence
+            raise CandidateFault(
+                "cheating", "ModelNew is the reference's own code under other names", "reference_copied"
+            )
+
+    def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+        for number, (place, block) in enumerate(zip(places, blocks, strict=True)):
+            if not compare.same_values(place, block):
+                raise CandidateFault("cheating", f"input {number} was changed by forward", "input_mutation")
+
+    def _refuse_overwriting(self, slot: int) -> None:
+        assert self.session is not None
+        if not self._earlier:
+            return
+        metas = [meta for meta, _ in self._earlier]
+        if self.session.copies:  # what lies in the arena is a copy from before: ask for a new one
+            metas = self.session.call(wire.OP_HELD, slot, self.call_deadline()).tensors
+        for meta, (_, value) in zip(metas, self._earlier, strict=True):
+            if not compare.same_values(self.session.read(meta), value):
+                text = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
+                raise CandidateFault("incorrect", text, "output_overwritten")
+
+    def _refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
+        assert self.session is not None
+        if follows_inputs(self.session, slot, outcome, got):
+            text = "an output shares memory with an input: it changes when the input is overwritten after the call"
+            raise CandidateFault("incorrect", text, "output_alias")
+
+    def _compare_repeated(self) -> None:
+        """The first set and the last hold the same inputs: one answer right and one wrong is carried state."""
+        answers = {self._answers.get(place) for place, s in enumerate(self.reference.sets) if self._is_first(s)}
+        self.carries_state = answers == {True, False}
+
+    def _is_first(self, input_set: InputSet) -> bool:
+        return input_set.blocks is self.reference.sets[0].blocks
+
+    def _refuse(self, finding: proof.Finding | None) -> None:
+        """Only a candidate that is right so far: a wrong one has its verdict."""
+        if finding is not None and not self.failed and self.fault is None:
+            self.evidence = finding.evidence
+            self.fault = CandidateFault("cheating", finding.text, finding.rule)
+
+
+DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"
+EXACT_NOTE = "equal to the last bit"
+
+
+def _same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
+    """Plain values are compared as values; a list may stand for a tuple."""
+    if got[0] == "V" and expected[0] == "V":
+        return bool(
+            got[1] == expected[1] or abs(float(got[1]) - float(expected[1])) <= 1e-4 * (1 + abs(float(expected[1])))
+        )
+    if {got[0], expected[0]} <= {"L", "U"}:
+        return len(got[1]) == len(expected[1]) and all(map(_same_structure, got[1], expected[1]))
+    if got[0] == expected[0] == "D":
+        return got[1].keys() == expected[1].keys() and all(_same_structure(got[1][k], expected[1][k]) for k in got[1])
+    return bool(got == expected)
+
+
+def _check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
+    if meta.kind not in ("Tensor", kind):
+        raise CandidateFault("cheating", f"the output is a {meta.kind}, not a plain torch.Tensor", "tensor_subclass")
+    if tuple(meta.shape) != tuple(wanted.shape):
+        text = f"the output has shape {tuple(meta.shape)}, the reference {tuple(wanted.shape)}"
+        raise CandidateFault("incorrect", text, "shape")
+    dtype = str(wanted.dtype).removeprefix("torch.")
+    if meta.dtype != dtype:
+        raise CandidateFault("incorrect", f"the output is {meta.dtype}, the reference {dtype}", "dtype")
+    if len(meta.strides) != len(meta.shape):
+        raise CandidateFault("cheating", "the output's strides do not fit its shape", "forged_result")
+
+
+def _check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
+    """Elements that share memory were never computed one by one, unless the reference does the same."""
+    if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.strides, strict=True)) and 0 not in wanted:
+        raise CandidateFault("incorrect", f"the output is an expanded view (strides {meta.strides})", "layout")

@@ -1,0 +1,98 @@
+"""Comparing a candidate's output with the reference's: pure functions of tensors, on any device.
+
+What is allowed is in `tolerance.py`. NaN fails unless the reference has it at the same place.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_scale, tolerance
+
+__all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """How an output differs; `wrong == 0` is a pass."""
+
+    wrong: int
+    total: int
+    worst: float
+    allowed: float
+    where: tuple[int, ...] = ()
+    got: float = 0.0
+    expected: float = 0.0
+    nans: int = 0
+
+
+def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """KernelBench's own verdict on two tensors of one shape and dtype, reported beside ours."""
+    if not expected.is_floating_point():
+        return torch.equal(got, expected)
+    figure = base(expected.dtype)
+    return torch.allclose(_wide_enough(got), _wide_enough(expected), rtol=figure, atol=figure)
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit (so that NaN equals its own bytes)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
+    """Compare two tensors of one shape and dtype. Integers and booleans must be equal."""
+    total = expected.numel()
+    if total == 0:
+        return Difference(0, 0, 0.0, 0.0)
+    if expected.is_complex():
+        got, expected = torch.view_as_real(got), torch.view_as_real(expected)
+    if not expected.is_floating_point():
+        wrong = got != expected
+        error = (got.double() - expected.double()).abs()
+        return _difference(wrong, error, torch.zeros_like(error), got, expected)
+    got, expected = _wide_enough(got), _wide_enough(expected)
+    error = (got - expected).abs()
+    if allowed.exact:
+        limit = torch.zeros_like(error)
+    else:
+        limit = (expected.abs() * allowed.relative + allowed.absolute).clamp_(min=allowed.honest)
+    passes = error <= limit
+    if bool(passes.all()):
+        worst = int(error.argmax())
+        return Difference(0, total, float(error.flatten()[worst]), float(limit.flatten()[worst]))
+    same = (got == expected) | (torch.isnan(got) & torch.isnan(expected))
+    return _difference(~(passes | same), error, limit, got, expected)
+
+
+def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision and narrower can't hold small tolerances."""
+    return tensor.float() if tensor.dtype in HALF or tensor.dtype.itemsize == 1 else tensor
+
+
+def _difference(
+    wrong: torch.Tensor, error: torch.Tensor, limit: torch.Tensor, got: torch.Tensor, expected: torch.Tensor
+) -> Difference:
+    count = int(wrong.sum())
+    if count == 0:
+        return Difference(0, expected.numel(), 0.0, 0.0)
+    # A NaN is worse than any number: it is what the message should name.
+    excess = torch.where(wrong, torch.nan_to_num(error, nan=float("inf")), torch.full_like(error, -1.0)).flatten()
+    place = int(excess.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape))
+    nans = int(torch.isnan(got).sum()) if got.is_floating_point() else 0
+    return Difference(
+        count,
+        expected.numel(),
+        float(error.flatten()[place]),
+        float(limit.flatten()[place]),
+        index,
+        float(got.flatten()[place]),
+        float(expected.flatten()[place]),
+        nans,
+    )

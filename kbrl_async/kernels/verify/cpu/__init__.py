@@ -1,0 +1,1 @@
+"""Verifying on a CPU."""

@@ -1,0 +1,156 @@
+"""Timing a correct candidate, in the process that was just checked, against a fresh twin of its reference.
+
+::
+
+    fresh mixture ─▶ both arenas (next slot) ─▶ in both orders: flush ─▶ go … done (timed) ─▶ freeze, read
+                 both outputs compared: a timed call that is wrong is a fault of the candidate
+
+The clock runs in this trusted process, from the send of `go` to the arrival of `done`; the cost of an empty
+call, measured for both children, is subtracted.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import statistics
+import time
+
+import msgspec
+
+from kbrl_async.kernels.timing import Measured, Pair, measure
+from kbrl_async.kernels.timing.cpu.host import (
+    CoreUse,
+    Flush,
+    clock_mhz,
+    evict,
+    hardware,
+    keep_heap,
+    process_time_ns,
+    taken_by_others,
+)
+from kbrl_async.kernels.timing.load import Snapshot, Watch, snapshot
+from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.report import timing_of
+from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from protocols.records import Timing
+
+_EMPTY_CALLS = 11
+_FLOOR_NS = 200.0
+_POLLUTED_SHARE = 0.1
+_POLLUTED_NS = 5_000
+
+
+class Stopwatch:
+    """Measures one candidate; `run` gives None and sets `checker.fault` where a timed call fails or is wrong."""
+
+    def __init__(self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick) -> None:
+        assert checker.session is not None
+        self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
+        self._reference = twin
+        self._candidate = checker.session
+        keep_heap()
+        self._flush = Flush(options.recipe.flush_bytes)
+        self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
+        self._slot = 0
+        nominal = checker.reference.sets[0]
+        self._tolerances = nominal.tolerances
+
+    def close(self) -> None:
+        for meter in self._meters.values():
+            meter.close()
+
+    def run(self) -> Timing | None:
+        try:
+            self._pair(False)  # both have run once before the empty calls, which answer with the last output
+            # One overhead for both: two noisy ones would turn into a speedup for short calls.
+            self._empty = min(self._empty_ns(s) for s in (self._reference, self._candidate))
+            children = (self._reference.host_pid, self._candidate.host_pid)
+            self._watch = Watch(
+                functools.partial(_snapshot, self._options.cores, children),
+                cores=len(self._options.cores) or os.cpu_count() or 1,
+                patience_s=self._options.recipe.patience_s,
+            )
+            measured = measure(self._pair_of_times, self._options.recipe, self._watch.clock)
+        except CandidateFault as fault:
+            if self._checker.fault is not fault:  # the reference's own
+                raise
+            return None
+        return self._timing(measured)
+
+    def _empty_ns(self, session: Session) -> float:
+        calls = [session.call(wire.OP_EMPTY, 0, self._checker.one_call_s) for _ in range(_EMPTY_CALLS)]
+        return statistics.median(call.elapsed_ns for call in calls)
+
+    def _pair_of_times(self) -> Pair:
+        """Both orders, one after the other: whoever comes second finds other caches, and that must not look
+        like speed.
+        """
+        self._tick()
+        candidate_first = self._rng.random() < 0.5
+        rounds = [self._pair(candidate_first), self._pair(not candidate_first)]
+        reference = sum(self._net_ns(both[0]) for both in rounds) / 2
+        candidate = sum(self._net_ns(both[1]) for both in rounds) / 2
+        samples = [sample for both in rounds for sample in both]
+        others = [taken_by_others(s.elapsed_ns, s.waited_ns, s.used_ns) for s in samples]
+        share = sum(others) / sum(s.elapsed_ns for s in samples)
+        is_polluted = sum(others) > _POLLUTED_NS and share > _POLLUTED_SHARE
+        self._watch.pair(is_polluted)
+        return Pair(reference, candidate, share, is_polluted)
+
+    def _net_ns(self, sample: Outcome) -> float:
+        return max(_FLOOR_NS, sample.elapsed_ns - self._empty)
+
+    def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
+        self._slot = (self._slot + 1) % self._options.slots
+        arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
+        self._rng.shuffle(arenas)
+        self._checker.reference.pool.mix(arenas, self._rng)
+        if candidate_first:
+            candidate = self._call_candidate()
+            reference = self._call(self._reference)
+        else:
+            reference = self._call(self._reference)
+            candidate = self._call_candidate()
+        self._compare(reference, candidate)
+        return reference, candidate
+
+    def _call(self, session: Session) -> Outcome:
+        self._flush()
+        self._evicted = evict(session.slots[self._slot])
+        return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
+
+    def _call_candidate(self) -> Outcome:
+        try:
+            return self._call(self._candidate)
+        except CandidateFault as fault:
+            self._checker.fault = fault
+            raise
+
+    def _compare(self, reference: Outcome, candidate: Outcome) -> None:
+        expected = [self._reference.read(meta) for meta in reference.tensors]
+        try:
+            got = self._checker.outputs(candidate)
+            found = self._checker.compare(got, expected, self._tolerances)
+            if found.wrong:
+                text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
+                raise CandidateFault("cheating", text, "wrong_when_timed")
+        except CandidateFault as fault:
+            self._checker.fault = fault
+            raise
+
+    def _timing(self, measured: Measured) -> Timing:
+        cores, overhead = self._options.cores, self._empty / 1000
+        way = "copied outputs" if self._candidate.copies else "frozen child"
+        cold = "cold caches" if self._evicted else "cold L2"
+        method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
+        timing = timing_of(measured, self._options.recipe, method, hardware(), clock_mhz(cores[0] if cores else 0))
+        return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))
+
+
+def _snapshot(cores: tuple[int, ...], children: tuple[int, int]) -> Snapshot:
+    """Not a method: a stopwatch that holds itself is freed by the collector alone, some time, with all its tensors."""
+    return snapshot(cores, own_s=lambda: time.process_time() + sum(map(process_time_ns, children)) / 1e9)

@@ -1,0 +1,127 @@
+"""Inside the confined child: what one run of `forward` consists of.
+
+::
+
+    recorded run   own launches (Recorder) │ ATen operators (dispatch mode), each with its CPU time
+    muted run      own kernels off; does an ATen operator produce the answer all by itself?
+
+Invariants
+* Everything used here is bound before any candidate code exists, and looked at again afterwards (`tampered`).
+* What a child tells is evidence, never proof: the trusted side compares the outputs of the muted run itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kbrl_async.kernels.backends.c import launch as c
+from kbrl_async.kernels.backends.launch.recorder import RECORDER, Recorder
+from kbrl_async.kernels.verify.operators import computes
+from kbrl_async.kernels.verify.wire import Trace
+
+_now = time.thread_time_ns
+_equal, _allclose, _is_tensor = torch.equal, torch.allclose, torch.is_tensor
+_KEPT = 8
+_LIBRARY = ("aten::", "prim::", "prims::")
+"""Namespaces of the library's operators; any other was registered by the candidate's extension."""
+_SAME = 1e-4
+"""Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
+_GUARDED: list[tuple[object, str]] = [
+    *((time, name) for name in ("time", "perf_counter", "perf_counter_ns", "monotonic", "thread_time_ns")),
+    *((torch, name) for name in ("empty", "empty_like", "zeros", "equal", "allclose", "rand", "randn")),
+    (torch.cuda, "synchronize"),
+    (torch.cuda, "Event"),
+    (Recorder, "call"),
+    (c.CKernel, "__call__"),
+    (c, "RECORDER"),
+    (ctypes, "CDLL"),
+]
+
+
+def _identities() -> list[object]:
+    return [getattr(owner, name, None) for owner, name in _GUARDED]
+
+
+_ORIGINAL = _identities()
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
+    """Counts operators, and keeps some results of the given shapes: one of them may be the answer already."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is not typed
+        self.ops: dict[str, tuple[int, int]] = {}
+        self.inside: dict[str, tuple[int, int]] = {}
+        self.kept: list[tuple[str, torch.Tensor]] = []
+        self._shapes = shapes
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, and its first call imports the whole compiler
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().partition(".")[0]
+        is_own = not name.startswith(_LIBRARY)
+        if is_own and RECORDER.is_muted:
+            raise RuntimeError(f"{name} is an own operator, and own kernels are off")
+        begin = _now()
+        result = function(*args, **(kwargs or {}))
+        spent = _now() - begin
+        book = RECORDER.launches if is_own else self.inside if RECORDER.depth else self.ops
+        count, before = book.get(name, (0, 0))
+        book[name] = (count + 1, before + spent)
+        if self._shapes and computes(name):
+            self._keep(name, result)
+        return result
+
+    def _keep(self, name: str, result: Any) -> None:
+        for item in result if isinstance(result, (list, tuple)) else [result]:
+            if _is_tensor(item) and tuple(item.shape) in self._shapes:
+                if len(self.kept) == _KEPT:
+                    del self.kept[_KEPT // 2]  # the first and the last ones stay
+                self.kept.append((name, item.clone()))
+
+
+def _is_same(item: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if item.numel() < 2 or item.dtype != wanted.dtype or item.shape != wanted.shape:
+        return False
+    if not item.is_floating_point():
+        return _equal(item, wanted)
+    return _allclose(item, wanted, rtol=_SAME, atol=_SAME * float(wanted.abs().max()), equal_nan=True)
+
+
+def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = False) -> tuple[Any, Trace]:
+    """`run()` and what it consisted of."""
+    tampered = _tampered()
+    launches: dict[str, tuple[int, int]] = {}
+    watch = watch or Watch(set())
+    RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
+    try:
+        with watch:
+            result = run()
+    finally:
+        RECORDER.is_on = RECORDER.is_muted = False
+    return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
+
+
+def answered(trace: Trace, watch: Watch, answer: list[torch.Tensor]) -> Trace:
+    """The trace, with the first operator whose result already was one of the answer's tensors."""
+    name = next((name for name, item in watch.kept for wanted in answer if _is_same(item, wanted)), "")
+    return msgspec.structs.replace(trace, answered=name)
+
+
+def _tampered() -> str:
+    for (owner, name), before, now in zip(_GUARDED, _ORIGINAL, _identities(), strict=True):
+        if before is not now:
+            return f"{getattr(owner, '__name__', owner)}.{name}"
+    return ""
+
+
+recorded(lambda: torch.ones(4).clone())  # what the first dispatch mode of a process sets up, before any fork

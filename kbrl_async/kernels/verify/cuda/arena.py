@@ -1,0 +1,74 @@
+"""Device memory that two processes hold at once: allocated by the driver, handed over as a descriptor, seen as tensors.
+
+::
+
+    trusted process ── DeviceArena.new ── fd (SCM_RIGHTS) ──▶ child: DeviceArena.received      the same bytes for both
+
+Legacy CUDA IPC handles need a shared pid namespace; these descriptors need nothing but the socket.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kbrl_async.kernels.cuda_driver.sharing import driver
+from kbrl_async.kernels.verify import values, wire
+
+ALIGNMENT = 512
+"""As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
+
+
+class _Raw:
+    """What torch asks for to see foreign device memory."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class DeviceArena:
+    """One mapping of one allocation; `raw` are its bytes. `close` may be called again."""
+
+    def __init__(self, handle: int, size: int, device: torch.device) -> None:
+        self._handle, self.size = handle, size
+        index = device.index or 0
+        self._address = driver().map(handle, size, index)
+        self.raw: Any = torch.as_tensor(_Raw(self._address, size), device=device)
+
+    @classmethod
+    def new(cls, size: int, device: torch.device) -> DeviceArena:
+        """Raises `CudaError` where the memory is not there."""
+        step = driver().granularity(device.index or 0)
+        size = max(1, -(-size // step)) * step
+        return cls(driver().create(size, device.index or 0), size, device)
+
+    @classmethod
+    def received(cls, fd: int, size: int, device: torch.device) -> DeviceArena:
+        """From the other process; closes the descriptor. `size` is the rounded one."""
+        try:
+            handle = driver().import_fd(fd)
+        finally:
+            os.close(fd)
+        return cls(handle, size, device)
+
+    def export(self) -> int:
+        """A descriptor for another process."""
+        return driver().export_fd(self._handle)
+
+    def view(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """Raises `ValueError` where `meta` reaches outside of this arena."""
+        return values.view(self.raw, meta)
+
+    def close(self) -> None:
+        if self.raw is None:
+            return
+        torch.cuda.synchronize()
+        self.raw = None
+        driver().unmap(self._address, self.size, self._handle)

@@ -1,0 +1,223 @@
+"""A reference on a GPU: its weights, draws, inputs and expected outputs live in device memory, and it times as well.
+
+One child serves every candidate of a problem, for checking and for timing: unlike on a CPU, a process's age does not
+show in its kernels' times (A against A: under 0.2 % from 20 µs on), and a fresh child costs a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import OrderedDict
+
+import msgspec
+import torch
+
+from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.session import Session
+from protocols.records import Problem
+
+BATCH_NS = 600_000
+"""A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
+MAX_BATCH = 32
+_ARENA_SHARE = 0.06
+"""Of the bench's memory, for one arena with more slots than the checks need."""
+_ROOM_SHARE = 0.4
+"""As much as this of the bench's memory must be free before another reference is made."""
+_KEPT_SHARE = 0.25
+"""Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a problem is run: `slots` places for inputs, `batch` forwards in one timed graph."""
+
+    slots: int
+    batch: int
+
+
+def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Plan:
+    """Enough forwards for a batch, as far as memory goes.
+
+    >>> plan(10_000.0, 1 << 20, 80 << 30, 3)
+    Plan(slots=32, batch=32)
+    >>> plan(3e6, 1 << 28, 80 << 30, 3)
+    Plan(slots=3, batch=1)
+    """
+    room = max(1, int(memory * _ARENA_SHARE) // max(1, bytes_a_slot))
+    batch = min(MAX_BATCH, room, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))
+    return Plan(max(batch, min(slots, max(room, 2))), batch)
+
+
+class CudaReference(Reference):
+    def __init__(
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        spares: Spares,
+        tick: Tick = no_tick,
+    ) -> None:
+        self.spares = spares
+        self._where = torch.device(options.device)
+        self._zygote = zygote
+        self._weights: DeviceArena | None = None
+        self._drawn: list[DeviceArena] = []
+        self._outs: list[wire.TensorMeta] = []
+        self.plan = Plan(options.slots, 1)
+        try:
+            super().__init__(zygote, problem, options, rng, tick)
+        except (torch.OutOfMemoryError, CudaError) as error:
+            raise ProblemError(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+
+    def _begin(self, zygote: Zygote) -> Session:
+        options = self._options
+        self.copies = True
+        setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
+        session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self.spares)
+        metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
+        if metas:
+            try:
+                self._weights = session.fetch(metas, options.reference_deadline_s)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def close(self) -> None:
+        self.session.close()
+        for arena in (*self._drawn, *((self._weights,) if self._weights else ())):
+            arena.close()
+        self._drawn, self._weights = [], None
+
+    def open(
+        self,
+        zygote: Zygote,
+        source: str,
+        entry: str,
+        artifacts: dict[str, str],
+        deadline_s: float,
+    ) -> CudaSession:
+        """The weights are copied for each child: it can write to what it is given."""
+        setup = msgspec.structs.replace(
+            self.setup(source, entry, artifacts),
+            device=self._options.device,
+            weights_bytes=self._weights.size if self._weights else 0,
+        )
+        if self._weights is None:
+            return CudaSession(zygote, setup, (), self._options.limits, deadline_s, self.spares)
+        copied = DeviceArena.new(self._weights.size, self._where)
+        copied.raw.copy_(self._weights.raw)
+        torch.cuda.synchronize()
+        try:
+            with _descriptor(copied) as fd:
+                return CudaSession(zygote, setup, (fd,), self._options.limits, deadline_s, self.spares)
+        finally:
+            copied.close()
+
+    def attach(self, session: Session) -> None:
+        assert isinstance(session, CudaSession)
+        session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
+        self.spares.refill()  # gets ready while this one is being checked
+
+    def twin(self, zygote: Zygote) -> Session:
+        return self.session
+
+    def release(self, twin: Session) -> None:
+        """Kept for the next candidate."""
+
+    def refresh(self) -> None:
+        try:
+            super().refresh()
+        except (torch.OutOfMemoryError, CudaError) as error:
+            raise ProblemError(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+        self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
+        torch.cuda.empty_cache()
+
+    def _prepare(self) -> None:
+        while self._drawn:
+            self._drawn.pop().close()
+        super()._prepare()
+
+    def _draw(self) -> list[torch.Tensor]:
+        assert isinstance(self.session, CudaSession)
+        seed = self._rng.getrandbits(31)
+        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
+        self._drawn.append(arena)
+        self.examples = tensors
+        return [values.flat(tensor) for tensor in tensors]
+
+    def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
+        """Twice: first to see the outputs and the time, then with as many slots as that asks for."""
+        session, deadline = self.session, self._options.reference_deadline_s
+        assert isinstance(session, CudaSession)
+        session.attach(self.tree, self.examples, 1)
+        for place, block in zip(session.slots[0], draws[0], strict=True):
+            place.copy_(block)
+        self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
+        session.attach(self.tree, self.examples, 1, outs=self._outs)
+        for place, block in zip(session.slots[0], draws[0], strict=True):
+            place.copy_(block)
+        elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
+        a_slot = sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
+        self.plan = plan(elapsed, a_slot, memory_of(self._options), self._options.slots)
+        self.attach(session)
+
+    @property
+    def device_bytes(self) -> int:
+        session = self.session
+        assert isinstance(session, CudaSession)
+        arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
+        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in (*one.blocks, *one.expected))
+
+
+def memory_of(options: BenchOptions) -> int:
+    """Bytes of the GPU that this bench may plan with."""
+    return int(options.memory_share * torch.cuda.get_device_properties(torch.device(options.device)).total_memory)
+
+
+def room_kept(options: BenchOptions) -> float:
+    """Bytes that its references may take together."""
+    return _KEPT_SHARE * memory_of(options)
+
+
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
+    """Close the references used longest ago until the GPU has room for another."""
+    while kept:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
+        if free >= _ROOM_SHARE * memory_of(options):
+            return
+        kept.popitem(last=False)[1].close()
+
+
+@contextlib.contextmanager
+def _descriptor(arena: DeviceArena):  # type: ignore[no-untyped-def]
+    import os
+
+    fd = arena.export()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
+    return msgspec.structs.replace(meta, kind="Tensor")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _meta_bytes(meta: wire.TensorMeta) -> int:
+    return math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize

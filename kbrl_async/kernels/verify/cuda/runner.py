@@ -1,0 +1,336 @@
+"""The runner of a child on a GPU: the same orders as on a CPU, its inputs and outputs in device memory.
+
+::
+
+    confine ─▶ CUDA context (trusted code only) ─▶ seccomp on all threads ─▶ candidate ─▶ orders
+    forward ─▶ wait for the whole device ─▶ copy outputs into the arena ─▶ wait ─▶ answer
+
+Outputs are copied by the child, because nobody can read another process's device memory; the trusted side holds the
+arena too, poisons it before each call and reads it while this process is frozen. Nothing said here is believed but
+places inside that arena, and times that the trusted side's own clock bears out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.cuda_driver.sharing import CudaError, driver
+from kbrl_async.kernels.problems import model_contract as contract
+from kbrl_async.kernels.sandbox import Isolation, gpu
+from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.cpu import runner
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
+from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
+
+
+def preload() -> None:
+    """Before any fork: what would cost every child 0.15 s. Asking whether there is a GPU would initialise CUDA, and no
+    fork of a process that has done that can use it.
+    """
+    asked = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        importlib.import_module("torch.utils.cpp_extension")
+    finally:
+        torch.cuda.is_available = asked
+
+
+preload()
+_ILLEGAL = (
+    "illegal memory access",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "unspecified launch failure",
+    "hardware stack error",
+    "invalid address space",
+    "CUDA_ERROR_ILLEGAL",
+    "CUDA_ERROR_MISALIGNED",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_HARDWARE_STACK",
+    "CUDA_ERROR_INVALID_PC",
+)
+_NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
+_MAX_FDS = 128
+_AHEAD = 8
+"""Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
+_ASSERTED = ("device-side assert", "CUDA_ERROR_ASSERT")
+
+
+def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the child. `payload` is a device, and orders come later (see `cuda_spares`), or it is the orders; `fds`:
+    the arena of weights, where there are any.
+    """
+    runner.mute()
+    setup = None if payload.startswith(b"cuda") else wire.decode_setup(payload)
+    device = torch.device(payload.decode() if setup is None else setup.device)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+    isolation = gpu.finish(isolation)
+    channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
+    if setup is None:
+        setup, fds = _await_orders(channel)
+    try:
+        made = CudaRunner(channel, setup, fds, device)
+    except BaseException as error:
+        channel.send(wire.encode(_failure(error)))
+        return
+    made.serve()
+
+
+def _await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
+    """Setup, and the descriptor of the weights; artifacts become paths of files in memory."""
+    data, fds, _, _ = socket.recv_fds(channel, wire.MAX_REPLY, _MAX_FDS)
+    if not data:
+        os._exit(0)
+    setup = wire.decode_setup(data)
+    weights = len(fds) - len(setup.artifacts)
+    paths = {key: f"/proc/self/fd/{fd}" for key, fd in zip(setup.artifacts, fds[weights:], strict=True)}
+    return msgspec.structs.replace(setup, artifacts=paths), fds[:weights]
+
+
+class CudaRunner(runner.Runner):
+    device = "cuda"
+
+    def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
+        self._where, self._driver = where, driver()
+        self._weights_bytes = setup.weights_bytes
+        self._given: DeviceArena | None = None
+        self._pending: list[torch.Tensor] = []
+        self._shared: DeviceArena | None = None
+        self._outs: list[list[wire.TensorMeta]] = []
+        self._batch: Batch | None = None
+        self._flush: Flush | None = None
+        self._poisons = False
+        self._events = self._driver.event(), self._driver.event()
+        self._own_end = self._driver.event()
+        super().__init__(channel, setup, fds)
+        if self._given is not None:
+            self._given.close()
+            self._given = None
+
+    def _construct(self, model: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.nn.Module:
+        """Straight on the GPU, because initialising large weights on a CPU takes seconds; on the CPU and moved, as
+        KernelBench does it, where the code does not work that way.
+        """
+        state = torch.get_rng_state()
+        try:
+            with self._where:
+                made = model(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, AssertionError):
+            torch.set_rng_state(state)
+            made = model(*args, **kwargs)
+        return made.to(self._where) if isinstance(made, torch.nn.Module) else made
+
+    def _init(self, setup: wire.Setup) -> Any:
+        tensors: list[torch.Tensor] = []
+        tree = values.flatten(super()._init(setup), tensors)
+        return values.restore(tree, [tensor.to(self._where, copy=True) for tensor in tensors])
+
+    def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
+        if not metas:
+            return []
+        if self._given is None:
+            self._given = DeviceArena.received(self.fds.pop(0), self._weights_bytes, self._where)
+        return [self._given.view(meta) for meta in metas]
+
+    def _take_weights(self, setup: wire.Setup) -> None:
+        super()._take_weights(setup)
+        self._driver.call("cuCtxSynchronize")
+
+    def _ready(self, setup: wire.Setup, init: Any) -> wire.Ready:
+        if setup.init is not None:
+            return wire.Ready()
+        tensors: list[torch.Tensor] = []
+        tree = values.flatten(init, tensors)
+        state = self.model.state_dict()
+        metas = self._describe([*tensors, *state.values()])
+        return wire.Ready(tree, metas[: len(tensors)], list(zip(state, metas[len(tensors) :], strict=True)))
+
+    def _describe(self, tensors: list[torch.Tensor]) -> list[wire.TensorMeta]:
+        """What the next `Export` will copy."""
+        self._pending = [values.dense(tensor.to(self._where)) for tensor in tensors]
+        return values.layout(self._pending, 0, ALIGNMENT)[0]
+
+    def failure(self, error: BaseException) -> wire.Failed:
+        return _failure(error)
+
+    def _order(self, order: wire.Order, fds: list[int]) -> None:
+        if isinstance(order, wire.Draw):
+            contract.seed(order.seed)
+            tensors: list[torch.Tensor] = []
+            tree = values.flatten(list(self._inputs()), tensors)
+            self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))
+        elif isinstance(order, wire.Export):
+            self._export(DeviceArena.received(fds[0], order.size, self._where))
+        elif isinstance(order, wire.Mute):
+            self._mute(order)
+        else:
+            self._attach(order, fds[0])
+
+    def _inputs(self) -> Any:
+        try:
+            with self._where:
+                return self.module.get_inputs()
+        except (RuntimeError, TypeError, ValueError):
+            return self.module.get_inputs()
+
+    def _export(self, arena: DeviceArena) -> None:
+        metas, _ = values.layout(self._pending, 0, ALIGNMENT)
+        for tensor, meta in zip(self._pending, metas, strict=True):
+            arena.view(meta).copy_(tensor)
+        arena.close()
+        self._pending = []
+        torch.cuda.empty_cache()
+        self.channel.send(wire.encode(wire.Ready()))
+
+    def _attach(self, order: wire.Attach, fd: int) -> None:
+        self._batch = None
+        self.slots, self.last, self.held = [], None, [None, None]
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = DeviceArena.received(fd, order.size, self._where)
+        self.copy_to, self._outs = order.copy_to, order.outs
+        for metas in order.slots:
+            self.slots.append(values.restore(order.tree, [self._shared.view(meta) for meta in metas]))
+        self.channel.send(wire.encode(wire.Ready()))
+
+    def _go(self, op: int, slot: int, nonce: int) -> None:
+        if op in (wire.OP_POISON_ON, wire.OP_POISON_OFF):
+            self._poisons = op == wire.OP_POISON_ON
+        if op == wire.OP_CAPTURE:
+            self.channel.send(wire.encode(self._captured(slot, nonce)))
+        elif op == wire.OP_REPLAY:
+            self.channel.send(wire.encode(self._replayed(slot, nonce)))
+        elif op == wire.OP_EVENT:
+            self.channel.send(wire.encode(self._event(slot, nonce)))
+        elif op == wire.OP_EVENTS:
+            elapsed = sum(self._ordinary(0)[0] for _ in range(slot))
+            self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
+        elif op == wire.OP_FREE:
+            self.double, self.last, self.held = None, None, [None, None]
+            torch.cuda.empty_cache()
+            self.channel.send(wire.encode(wire.Done(nonce, ["V", None], [])))
+        else:
+            super()._go(op, slot, nonce)
+
+    def _places(self, tensors: list[torch.Tensor]) -> list[wire.TensorMeta]:
+        """Copies of the outputs in the arena; only described where there is no room for them."""
+        self._driver.call("cuCtxSynchronize")
+        metas, end = values.layout([_contiguous(tensor) for tensor in tensors], max(0, self.copy_to), ALIGNMENT)
+        if self.copy_to >= 0 and self._shared is not None and end <= self._shared.size:
+            self._copy(tensors, metas)
+        if self._poisons:
+            self._poison(tensors)
+        return metas
+
+    def _copy(self, tensors: list[torch.Tensor], metas: list[wire.TensorMeta]) -> None:
+        assert self._shared is not None
+        for tensor, meta in zip(tensors, metas, strict=True):
+            self._shared.view(meta).copy_(tensor)
+        self._driver.call("cuCtxSynchronize")
+
+    def _poison(self, tensors: list[torch.Tensor]) -> None:
+        """What torch hands out next, for outputs of this size, holds neither zeros nor an earlier answer."""
+        fresh = [torch.empty_like(tensor) for tensor in tensors for _ in range(2) if tensor.is_cuda]
+        for tensor in fresh:
+            if tensor.is_contiguous() and tensor.dim():
+                tensor.view(torch.uint8).fill_(0x7F)
+
+    def _forward(self, slot: int) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = []
+        values.flatten(self.model(*self.slots[slot]), tensors)
+        return tensors
+
+    def _captured(self, count: int, nonce: int) -> wire.Captured:
+        self._batch = None
+        self.last, self.held = None, [None, None]
+        try:
+            self._batch = Batch(self._driver, self._the_flush, self._forward, count)
+        except Exception as error:  # Refused, or whatever forward raises when it is captured
+            self._driver.call("cuCtxSynchronize")
+            return wire.Captured(nonce, refused=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        torch.cuda.empty_cache()  # the memory of earlier graphs, only now: these were to lie elsewhere
+        return wire.Captured(nonce, {name: len(nodes) for name, nodes in self._batch.kernels.items()})
+
+    @property
+    def _the_flush(self) -> Flush:
+        if self._flush is None:
+            self._flush = Flush(self._driver, self._where)
+        return self._flush
+
+    def _replayed(self, times: int, nonce: int) -> wire.Timed:
+        assert self._batch is not None
+        if times == 0:
+            return wire.Timed(nonce, 0.0, self._batch.empty())
+        elapsed = self._batch.replay(times)
+        for outputs, metas in zip(self._batch.outputs, self._outs, strict=False):
+            for tensor, meta in zip(outputs, metas, strict=True):
+                assert self._shared is not None
+                self._shared.view(meta).copy_(tensor)
+        self._driver.call("cuCtxSynchronize")
+        return wire.Timed(nonce, elapsed)
+
+    def _event(self, slot: int, nonce: int) -> wire.Timed:
+        """One ordinary forward over a slot, its Python and all."""
+        (begin, end), call = self._events, self._driver.call
+        stream = torch.cuda.current_stream().cuda_stream
+        call("cuCtxResetPersistingL2Cache")
+        self._the_flush.now(stream)
+        call("cuEventRecord", begin, stream)
+        self._driver.record_everywhere(end, stream)
+        call("cuCtxSynchronize")
+        empty = self._driver.elapsed_ns(begin, end)
+        elapsed, outputs = self._ordinary(slot)
+        self._copy(outputs, self._outs[slot])
+        return wire.Timed(nonce, elapsed, empty, self._driver.elapsed_ns(self._events[0], self._own_end))
+
+    def _ordinary(self, slot: int) -> tuple[float, list[torch.Tensor]]:
+        (begin, end), call = self._events, self._driver.call
+        stream = torch.cuda.current_stream().cuda_stream
+        for _ in range(_AHEAD):
+            self._the_flush.now(stream)
+        call("cuEventRecord", begin, stream)
+        outputs = self._forward(slot)
+        call("cuEventRecord", self._own_end, stream)
+        self._driver.record_everywhere(end, stream)
+        call("cuCtxSynchronize")
+        return self._driver.elapsed_ns(begin, end), outputs
+
+    def _mute(self, order: wire.Mute) -> None:
+        assert self._batch is not None
+        whole, left = self._batch.without(order.kernels)
+        self._copy(self._batch.outputs[0], self._outs[0])
+        self.channel.send(wire.encode(wire.Timed(order.nonce, whole, left)))
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Only its shape and dtype are looked at."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _failure(error: BaseException) -> wire.Failed:
+    failed = runner.failure(error)
+    text = failed.text
+    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _NO_MEMORY):
+        return wire.Failed("out_of_memory", _short(text))
+    if any(words in text for words in _ILLEGAL):
+        return wire.Failed("illegal_access", _short(text))
+    if any(words in text for words in _ASSERTED) or isinstance(error, CudaError):
+        return wire.Failed("runtime_error", _short(text))
+    return failed
+
+
+def _short(text: str) -> str:
+    """Without the advice on environment variables that nobody can set here."""
+    kept = [
+        line for line in text.splitlines() if not line.startswith(("CUDA kernel errors", "For debugging", "Compile"))
+    ]
+    return "\n".join(kept)

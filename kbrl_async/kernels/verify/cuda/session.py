@@ -1,0 +1,260 @@
+"""The trusted handle on a GPU child: `Session` with an arena in device memory, and timed calls.
+
+::
+
+    write(slot) ─▶ wait for our writes ─▶ poison its output area ─▶ call ─▶ [child frozen] read, compare on the GPU
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import time
+
+import msgspec
+import torch
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
+from kbrl_async.kernels.verify.cuda.prewarmed import BYTES_ONLY, ENTRY, Spares, as_files
+from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
+
+_POISON = 0x7F
+_BLOCKED_S, _DRIVER_S = 0.1, 4.0
+_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
+_KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One timed call: what the child says lies between two events, and what our clock says of the whole call."""
+
+    elapsed_ns: float
+    wall_ns: int
+    empty_ns: float = 0.0
+    stream_ns: float = 0.0
+
+
+class CudaSession(Session):
+    entry = ENTRY
+    confined_within_s = 30.0
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        setup: wire.Setup,
+        fds: tuple[int, ...],
+        limits: Limits,
+        deadline_s: float,
+        spares: Spares,
+    ) -> None:
+        self._spares = spares
+        self._where = torch.device(setup.device)
+        self.shared: DeviceArena | None = None
+        self.captured: wire.Captured | None = None
+        self._outputs_at = 0
+        self._outs: list[tuple[wire.TensorMeta, int]] = []
+        super().__init__(zygote, setup, fds, limits, deadline_s)
+        self.copies = True
+
+    def _spawn(self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits) -> Child:
+        self._orders: tuple[wire.Setup, tuple[int, ...]] | None = (setup, fds)
+        if all(key.startswith(BYTES_ONLY) for key in setup.artifacts):
+            return self._spares.take()
+        self._orders = None
+        return super()._spawn(zygote, setup, fds, limits)
+
+    def _confined(self) -> wire.Confined:
+        try:
+            confined = super()._confined()
+        except CandidateFault as fault:  # nothing of the candidate has run yet
+            raise InfraError(f"a sandboxed process can't use the GPU ({fault.text[:200]})", _CURE) from fault
+        if self._orders is not None:
+            self._send_orders(*self._orders)
+        return confined
+
+    def _send_orders(self, setup: wire.Setup, fds: tuple[int, ...]) -> None:
+        files = as_files(setup.artifacts)
+        try:
+            socket.send_fds(self._child.channel, [wire.encode(setup)], [*fds, *files])
+        except OSError as error:
+            raise InfraError(f"a waiting sandbox child could not be given its candidate ({error})") from error
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def close(self) -> None:
+        super().close()
+        self._outs = []
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
+
+    def _starved(self, deadline_s: float, used_before_ns: int = 0) -> bool:
+        """A GPU that clears away a fault answers nobody for seconds, us neither; then the child's answer still comes.
+        While a kernel merely loops, we get our share.
+        """
+        begin = time.monotonic()
+        torch.ones(1, device=self._where)
+        torch.cuda.synchronize()
+        if time.monotonic() - begin > _BLOCKED_S and self._readable(_DRIVER_S):
+            return True
+        return super()._starved(deadline_s, used_before_ns)
+
+    def attach(
+        self,
+        tree: wire.Tree,
+        tensors: list[torch.Tensor],
+        slots: int,
+        copies: bool = True,
+        outs: list[wire.TensorMeta] | None = None,
+    ) -> None:
+        """A new arena. `outs` describes the outputs of one call; without it they are described but not copied."""
+        self.thaw()
+        self.slots, self.captured = [], None
+        metas, end = [], 0
+        for _ in range(slots):
+            placed, end = values.layout(tensors, end, ALIGNMENT)
+            metas.append(placed)
+        self._outputs_at = end
+        self._outs, end = _place_outputs(outs or [], slots, end)
+        if self.shared is not None:
+            self.shared.close()
+        self.shared = DeviceArena.new(end, self._where)
+        targets = [[_moved(meta, slot * step) for meta, step in self._outs] for slot in range(slots)]
+        order = wire.Attach(self.shared.size, tree, metas, self._outputs_at if outs is not None else -1, targets)
+        self._send_arena(order, self.shared)
+        shared = self.shared
+        self.slots = [[values.flat(shared.view(meta)) for meta in placed] for placed in metas]
+        self._reply(30.0)
+
+    def _send_arena(self, order: wire.Order, arena: DeviceArena) -> None:
+        fd = arena.export()
+        try:
+            socket.send_fds(self._child.channel, [wire.encode(order)], [fd])
+        except OSError:
+            self._ended()
+        finally:
+            os.close(fd)
+
+    def fetch(self, metas: list[wire.TensorMeta], deadline_s: float) -> DeviceArena:
+        """The tensors that the child described last, in memory of our own from now on."""
+        end = max((meta.place + _bytes(meta) for meta in metas), default=0)
+        arena = DeviceArena.new(end, self._where)
+        try:
+            self._send_arena(wire.Export(arena.size), arena)
+            self._reply(deadline_s)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    def drawn(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena]:
+        """Inputs that the problem's own `get_inputs` makes after `seed`, and the memory they lie in."""
+        self.thaw()
+        self._child.channel.send(wire.encode(wire.Draw(seed)))
+        drawn = self._reply(deadline_s)
+        if not isinstance(drawn, wire.Drawn):
+            raise InfraError("a reference gave no inputs", "The problem may be broken")
+        arena = self.fetch(drawn.tensors, deadline_s)
+        return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
+
+    def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> Outcome:
+        """As on a CPU; our writes are done before, and the child's output area holds poison."""
+        if op not in _KEEPS_OUTPUTS:
+            self.poison()
+        torch.cuda.synchronize()
+        return super().call(op, slot, deadline_s)
+
+    def poison(self) -> None:
+        if self.shared is not None:
+            self.shared.raw[self._outputs_at :].fill_(_POISON)
+
+    def read(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """A copy of an output that the child has copied into its arena."""
+        assert self.shared is not None
+        try:
+            return self.shared.view(meta).clone()
+        except (ValueError, RuntimeError) as error:
+            raise CandidateFault("cheating", "an output lies outside of its arena", "forged_result") from error
+
+    def outputs(self, count: int) -> list[torch.Tensor]:
+        """The outputs of the first `count` slots after a timed call, by output: (count, *shape). Not copies."""
+        assert self.shared is not None
+        return [_stacked(self.shared, meta, step, count) for meta, step in self._outs]
+
+    def capture(self, count: int, deadline_s: float) -> wire.Captured:
+        """Graphs of forward over the first `count` slots, made once for an arena."""
+        if self.captured is None:
+            reply = self._timed_call(wire.OP_CAPTURE, count, deadline_s)[1]
+            if not isinstance(reply, wire.Captured):
+                raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+            self.captured = reply
+        return self.captured
+
+    def replay(self, times: int, deadline_s: float) -> Sample:
+        return self._sample(*self._timed_call(wire.OP_REPLAY, times, deadline_s))
+
+    def events(self, times: int, deadline_s: float) -> Sample:
+        """Ordinary forwards over slot 0, summed."""
+        return self._sample(*self._timed_call(wire.OP_EVENTS, times, deadline_s))
+
+    def event(self, slot: int, deadline_s: float) -> Sample:
+        return self._sample(*self._timed_call(wire.OP_EVENT, slot, deadline_s))
+
+    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
+        """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0."""
+        nonce = secrets.randbits(63)
+        torch.cuda.synchronize()
+        _, _, _, reply = self._exchange(wire.encode(wire.Mute(nonce, kernels)), deadline_s)
+        if not isinstance(reply, wire.Timed) or reply.nonce != nonce:
+            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        return reply.elapsed_ns, reply.empty_ns
+
+    def _timed_call(self, op: int, argument: int, deadline_s: float) -> tuple[int, wire.Reply]:
+        nonce = secrets.randbits(64)
+        torch.cuda.synchronize()
+        elapsed, _, _, reply = self._exchange(wire.GO.pack(op, argument, nonce), deadline_s)
+        if getattr(reply, "nonce", None) != nonce:
+            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        return elapsed, reply
+
+    def _sample(self, wall_ns: int, reply: wire.Reply) -> Sample:
+        if not isinstance(reply, wire.Timed) or not (math.isfinite(reply.elapsed_ns) and reply.elapsed_ns >= 0):
+            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        return Sample(reply.elapsed_ns, wall_ns, reply.empty_ns, reply.stream_ns)
+
+
+def _bytes(meta: wire.TensorMeta) -> int:
+    return math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
+
+
+def _moved(meta: wire.TensorMeta, by: int) -> wire.TensorMeta:
+    return msgspec.structs.replace(meta, place=meta.place + by)
+
+
+def _place_outputs(
+    outs: list[wire.TensorMeta], slots: int, start: int
+) -> tuple[list[tuple[wire.TensorMeta, int]], int]:
+    """For each output: its place in slot 0 and the step to the next slot. An fp64 version of slot 0 fits, too."""
+    placed, single = [], 0
+    end = start
+    for meta in outs:
+        size = _bytes(meta)
+        step = values.padded(size, ALIGNMENT)
+        strides = tuple(math.prod(meta.shape[i + 1 :]) for i in range(len(meta.shape)))
+        placed.append((msgspec.structs.replace(meta, place=end, strides=strides), step))
+        end += step * slots
+        single += values.padded(math.prod(meta.shape) * 8, ALIGNMENT)
+    return placed, max(end, start + single)
+
+
+def _stacked(arena: DeviceArena, meta: wire.TensorMeta, step: int, count: int) -> torch.Tensor:
+    dtype = values.dtype_of(meta.dtype)
+    if step == 0:
+        return torch.empty((count, *meta.shape), dtype=dtype, device=arena.raw.device)
+    block: torch.Tensor = arena.raw[meta.place : meta.place + step * count].view(dtype)
+    return block.as_strided((count, *meta.shape), (step // dtype.itemsize, *meta.strides))

@@ -1,0 +1,401 @@
+"""Timing a correct candidate on a GPU, in the process that was just checked, against its reference's child.
+
+::
+
+    fresh mixtures ─▶ both arenas (all slots of a batch) ─▶ in random order, each child alone:
+        flush L2 ─▶ event ─▶ forward × batch ─▶ event ─▶ wait for the device ─▶ copy outputs out      (our wall: all)
+    ─▶ both frozen: every output of every slot compared here, on the GPU
+
+Two ways, always the same for both sides: `graph`, where no Python runs while the clock does, and `event`, one ordinary
+forward, where a forward can't be captured.
+
+Invariants
+* A child's times are claims. What its calls take by our own clock, beyond what it claims, must be the same as for the
+  reference, which does the same around its forward: work after the call or under a forged clock shows there.
+* Work on any stream counts: a graph holds all of it or none, an ordinary forward ends when every stream has ended.
+* Both sides get the same values behind pointers of their own, new values in every call.
+* Where a measurement goes on in other memory (`Recipe.pairs_a_place`), the candidate launches there what it launched
+  when its kernels were looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
+from kbrl_async.kernels.timing.cuda.calibration import Calibration, Steady
+from kbrl_async.kernels.timing.cuda.clocks import Observation, observe
+from kbrl_async.kernels.timing.cuda.nvml import Nvml, is_rejected
+from kbrl_async.kernels.timing.recipe import Point
+from kbrl_async.kernels.verify import compare, proof, wire
+from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cuda import proof as cuda_proof
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.cuda.session import CudaSession, Sample
+from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.report import timing_of
+from kbrl_async.kernels.verify.session import CandidateFault, Session
+from protocols.records import Candidate, Timing
+
+_FLOOR_NS = 50.0
+_AUDIT_NS = 5e6
+_LONG_NS = 1_500_000.0
+"""A batch this long is audited well enough by the calls that timed it."""
+_EXTRA_SHARE, _EXTRA_NS = 0.10, 20_000.0
+_EVENT_SHARE, _EVENT_NS = 0.25, 60_000.0
+_HIDDEN_NS = 30_000.0
+"""Two processes' calls differ by up to this much anyway."""
+_ORDINARY_NS = 400_000.0
+"""What an ordinary forward takes with its flushes."""
+_AGREE = 0.3
+_CAPTURE_S = 10.0
+_CLOCK_EVERY = 4
+_BESIDE_RATIO = 1.5
+_ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
+_BALLAST = 64 << 20
+"""At most so many bytes lie between two places, held until the end."""
+_BESIDE = "a replay gives another result: it launches on another stream than torch's current one, or acts by phase"
+RESOLVED = (
+    Point(0.0013, 0.05),
+    Point(0.0035, 0.008),
+    Point(0.025, 0.011),
+    Point(0.033, 0.0045),
+    Point(0.13, 0.004),
+    Point(1.4, 0.002),
+)
+"""What A against A could not resolve by length, on two H200s; `kbrl bench --aa` measures a host's own."""
+
+
+class CudaStopwatch:
+    """`run` gives None and sets `checker.fault` where a timed call fails, is wrong or contradicts our clock."""
+
+    def __init__(
+        self,
+        checker: Checker,
+        twin: Session,
+        options: BenchOptions,
+        rng: random.Random,
+        tick: Tick,
+        nvml: Nvml | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        assert isinstance(checker.reference, CudaReference)
+        assert isinstance(twin, CudaSession)
+        assert isinstance(checker.session, CudaSession)
+        self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
+        self._plan, self._pool = checker.reference.plan, checker.reference.pool
+        self._nominal = checker.reference.sets[0]
+        self._reference, self._candidate = twin, checker.session
+        self._limit_s = checker.one_call_s
+        self._extra: list[float] = []
+        self._claims: list[float] = []
+        self._slot = self._pairs = 0
+        self._refused = ""
+        self._kernels: dict[str, int] = {}
+        self._ballast: list[DeviceArena] = []
+        self._moved = twin if rng.random() < 0.5 else checker.session
+        self._hidden = 0.0
+        self._beside: list[tuple[float, float]] = []
+        self._nvml, self._seen = nvml, list[Observation]()
+        self._calibration, self._faults = calibration, Counter[str]()
+        self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
+
+    def close(self) -> None:
+        while self._ballast:
+            self._ballast.pop().close()
+
+    def prove(self, candidate: Candidate) -> None:
+        """Whether the candidate's own kernels make its outputs; sets `checker.fault` and `checker.evidence`."""
+        try:
+            captured = self._capture()
+            self._tick()
+            if candidate.backend not in proof.OWN_KERNELS:
+                return
+            finding = self._own_kernels(captured, candidate)
+            if finding is not None:
+                self._checker.evidence = finding.evidence
+                self._blame(CandidateFault("cheating", finding.text, finding.rule))
+        except CandidateFault as fault:
+            if self._checker.fault is not fault:
+                raise
+
+    def run(self) -> Timing | None:
+        try:
+            self._kernels = self._capture().kernels
+            self._warm_up()
+            measured = measure(self._pair, _recipe(self._options.recipe))
+            self._audit()
+        except CandidateFault as fault:
+            if self._checker.fault is not fault:  # the reference's own
+                raise
+            return None
+        return self._timing(_with_hidden(measured, self._hidden))
+
+    def _blame(self, fault: CandidateFault) -> None:
+        self._checker.fault = fault
+        raise fault
+
+    def _ask(self, session: CudaSession, call: Callable[[CudaSession], Any]) -> Any:
+        try:
+            return call(session)
+        except CandidateFault as fault:
+            if session is self._candidate:
+                self._checker.fault = fault
+            raise
+
+    def _capture(self) -> wire.Captured:
+        count, limit = self._plan.batch, _CAPTURE_S + self._limit_s
+        reference = self._ask(self._reference, lambda s: s.capture(count, max(limit, 60.0)))
+        captured: wire.Captured = self._ask(self._candidate, lambda s: s.capture(count, limit))
+        self._refused = captured.refused or (f"the reference: {reference.refused}" if reference.refused else "")
+        if not self._refused and not self._replays_rightly():
+            self._refused = _BESIDE
+            captured = msgspec.structs.replace(captured, refused=_BESIDE)
+        return captured
+
+    def _replays_rightly(self) -> bool:
+        """Whether a replay does what a call does: kernels launched on another stream are no part of the graph."""
+        count = self._plan.batch
+        self._fill(list(range(count)))
+        self._candidate.poison()
+        for session in (self._reference, self._candidate):
+            self._ask(session, lambda s: s.replay(1, 4 * self._limit_s))
+        return self._is_right(self._candidate.outputs(count), self._reference.outputs(count)).wrong == 0
+
+    # ── whose kernels ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _own_kernels(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
+        if captured.refused:
+            return self._launches()
+        names = captured.kernels
+        own = cuda_proof.own_kernels(list(names), candidate.source)
+        if not own:  # `<<<…>>>` without a stream is launched beside any capture: look at what was launched
+            return self._launches()
+        self._checker.evidence = cuda_proof.evidence(names, own)
+        whole, left, is_right = self._without(own)
+        self._checker.evidence = cuda_proof.evidence(names, own, cuda_proof.own_share(whole, left))
+        return proof.of_muted(None, is_right) or cuda_proof.of_share(names, own, whole, left)
+
+    def _launches(self) -> proof.Finding | None:
+        """As on a CPU, where a forward can't be captured: what the launchers counted, and a call without launches."""
+        self._fill([0])
+        limit, candidate = self._limit_s, self._candidate
+        trace = self._ask(candidate, lambda s: s.call(wire.OP_TRACE, 0, limit)).trace
+        found = proof.of_recorded(trace, "cuda")
+        if found is not None:
+            return found
+        self._checker.evidence = proof.evidence(trace)
+        self._fill([0])
+        expected = self._expected_of_slot_0()
+        try:
+            muted = candidate.call(wire.OP_MUTED, 0, 2 * limit)
+            is_right = self._is_right(self._checker.outputs(muted), expected).wrong == 0
+        except CandidateFault:  # it needs its kernels, which is all that is asked here
+            return None
+        return proof.of_muted(muted.trace, is_right)
+
+    def _expected_of_slot_0(self) -> list[torch.Tensor]:
+        outcome = self._reference.call(wire.OP_RUN, 0, self._limit_s)
+        return [self._reference.read(meta) for meta in outcome.tensors]
+
+    def _without(self, own: list[str]) -> tuple[float, float, bool]:
+        """Times with and without the own kernels, and whether the outputs are right without them."""
+        self._fill([0])
+        expected = [output.unsqueeze(0) for output in self._expected_of_slot_0()]
+        self._candidate.poison()
+        whole, left = self._ask(self._candidate, lambda s: s.muted(own, 10 * self._limit_s))
+        return whole, left, self._is_right(self._candidate.outputs(1), expected).wrong == 0
+
+    # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fill(self, slots: list[int]) -> None:
+        """The same fresh values in both arenas."""
+        for slot in slots:
+            places = [self._reference.slots[slot], self._candidate.slots[slot]]
+            self._rng.shuffle(places)
+            self._pool.mix(places, self._rng)
+
+    def _warm_up(self) -> None:
+        """Both know the cost of two events with nothing in between; the smaller one is taken from both."""
+        self._fill(list(range(self._plan.slots)))
+        both = (self._reference, self._candidate)
+        if self._refused:
+            empties = [self._ask(s, lambda s: s.event(0, self._limit_s)).empty_ns for s in both]
+        else:
+            for session in both:
+                self._ask(session, lambda s: s.replay(2, 4 * self._limit_s))
+            empties = [self._ask(s, lambda s: s.replay(0, self._limit_s)).empty_ns for s in both]
+        self._empty: float = min(empties)
+
+    def _pair(self) -> Pair:
+        self._tick()
+        every = self._options.recipe.pairs_a_place
+        if every and self._pairs and self._pairs % every == 0:
+            self._move()
+        self._pairs += 1
+        count = 1 if self._refused else self._plan.batch
+        self._slot = (self._slot + 1) % self._plan.slots if self._refused else 0
+        slots = list(range(self._slot, self._slot + count))
+        self._fill(slots)
+        sides = [self._reference, self._candidate]
+        self._rng.shuffle(sides)
+        samples = {id(side): self._sample(side) for side in sides}
+        self._compare(self._slot, count)
+        reference, candidate = samples[id(self._reference)], samples[id(self._candidate)]
+        self._extra.append((candidate.wall_ns - candidate.elapsed_ns) - (reference.wall_ns - reference.elapsed_ns))
+        self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
+        self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
+        net = self._net(reference, count), self._net(candidate, count)
+        mhz, fault = self._clock()
+        self._faults[fault] += bool(fault)
+        return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
+
+    def _move(self) -> None:
+        """Other memory for one side's inputs and outputs, in turns: where they lie is a bias of its own."""
+        size = self._rng.randint(1, _BALLAST)
+        with contextlib.suppress(CudaError):  # without room it changes places all the same
+            self._ballast.append(DeviceArena.new(size, torch.device(self._options.device)))
+        self._moved = self._candidate if self._moved is self._reference else self._reference
+        self._ask(self._moved, self._checker.reference.attach)
+        if self._refused:
+            return
+        captured = self._ask(self._moved, lambda s: s.capture(self._plan.batch, _CAPTURE_S + self._limit_s))
+        if self._moved is self._candidate and (captured.refused or captured.kernels != self._kernels):
+            self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
+            self._blame(CandidateFault("cheating", _ELSEWHERE, "phase"))
+
+    def _clock(self) -> tuple[float | None, str]:
+        """The clock right after a pair, and why the pair must be set aside; from inside, where our kernel runs."""
+        seen = self._observed()
+        fault = "throttled" if seen is not None and is_rejected(seen.bits) else ""
+        if self._calibration is None:
+            return (None if seen is None else seen.mhz), fault
+        beat = self._calibration.beat()
+        return beat.mhz, self._steady.fault(beat) or fault
+
+    def _observed(self) -> Observation | None:
+        """What the driver says, now and then: asking takes longer than a short call."""
+        if self._nvml is None or len(self._claims) % _CLOCK_EVERY:
+            return None
+        self._seen.append(observe(self._nvml))
+        return self._seen[-1]
+
+    def _net(self, sample: Sample, count: int) -> float:
+        return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
+
+    def _sample(self, session: CudaSession) -> Sample:
+        session.poison()  # of the reference, too: both find the GPU as the same work of ours left it
+        slot = self._slot
+        if self._refused:
+            sample: Sample = self._ask(session, lambda s: s.event(slot, self._limit_s))
+        else:
+            sample = self._ask(session, lambda s: s.replay(1, self._limit_s))
+        return sample
+
+    def _compare(self, first: int, count: int) -> None:
+        end = first + count
+        got = [output[first:] for output in self._candidate.outputs(end)]
+        expected = [output[first:] for output in self._reference.outputs(end)]
+        found = self._is_right(got, expected)
+        if found.wrong:
+            text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
+            self._blame(CandidateFault("cheating", text, "wrong_when_timed"))
+        slot = self._rng.randrange(first, end)
+        for ours, theirs in zip(self._reference.slots[slot], self._candidate.slots[slot], strict=True):
+            if not self._nominal.mutated and not compare.same_values(ours, theirs):
+                self._blame(CandidateFault("cheating", "an input was changed by a timed call", "input_mutation"))
+
+    def _is_right(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> compare.Difference:
+        return self._checker.compare(got, expected, self._nominal.tolerances)
+
+    # ── our clock against its claims ────────────────────────────────────────────────────────────────────────────────
+
+    def _audit(self) -> None:
+        """What the candidate's calls take beyond their claims, against what the reference's take. A first suspicion is
+        looked into with longer calls: a noisy host must not make a cheat of anybody.
+        """
+        if self._refused:
+            self._refuse_side_stream()
+        claim, extra = statistics.median(self._claims), statistics.median(self._extra)
+        allowed = _EXTRA_SHARE * claim + _EXTRA_NS
+        if self._refused:
+            allowed = _EVENT_SHARE * claim + _EVENT_NS
+            extra = self._hidden = self._repeated(claim, _AUDIT_NS)
+        elif claim < _LONG_NS or extra > allowed:
+            extra = self._repeated(claim, _AUDIT_NS)
+        if extra > allowed:
+            extra = self._repeated(claim, 4 * _AUDIT_NS)
+        if extra <= allowed:
+            return
+        self._checker.evidence = f"claimed {claim / 1000:.0f} µs, {extra / 1000:.0f} µs more by the bench's own clock"
+        text = "a timed call keeps the device busy for longer than between its events: work outside of the timed stream"
+        self._blame(CandidateFault("cheating", text, "side_stream" if self._refused else "forged_time"))
+
+    def _refuse_side_stream(self) -> None:
+        """Its time counts on whatever stream it works; that nobody waits for that stream is no honest kernel either."""
+        everywhere = statistics.median(elapsed for elapsed, _ in self._beside)
+        own = statistics.median(stream for _, stream in self._beside)
+        if everywhere > _BESIDE_RATIO * own and everywhere - own > _EXTRA_NS:
+            self._checker.evidence = f"{own / 1000:.0f} µs on torch's stream, {everywhere / 1000:.0f} µs on all streams"
+            text = "forward returns before its work on another stream is waited for"
+            self._blame(CandidateFault("cheating", text, "side_stream"))
+
+    def _repeated(self, claim: float, enough_ns: float) -> float:
+        """The same from many replays in each call, where a short batch would drown in the noise of calling; the least
+        of several calls, because a host only ever adds to them.
+        """
+        times = max(2, min(200, math.ceil(enough_ns / max(claim, _ORDINARY_NS if self._refused else 1.0))))
+        least = {id(self._reference): math.inf, id(self._candidate): math.inf}
+        for _ in range(3):
+            for session in (self._reference, self._candidate):
+                many = self._many(session, times)
+                extra = (many.wall_ns - many.elapsed_ns) / times
+                least[id(session)] = min(least[id(session)], extra)
+        return least[id(self._candidate)] - least[id(self._reference)]
+
+    def _many(self, session: CudaSession, times: int) -> Sample:
+        limit = max(self._limit_s, times * self._limit_s / 10)
+        sample: Sample = self._ask(
+            session, lambda s: s.events(times, limit) if self._refused else s.replay(times, limit)
+        )
+        return sample
+
+    def _timing(self, measured: Measured) -> Timing:
+        empty = f"{self._empty / 1000:.1f} µs of empty events subtracted"
+        if self._refused:
+            way = f"events around an ordinary forward ({self._refused}), {self._hidden / 1000:.0f} µs outside of them"
+        else:
+            way = f"CUDA graph of {self._plan.batch} forward{'s' if self._plan.batch > 1 else ''}"
+        reasons = "".join(f", {count} {reason}" for reason, count in sorted(self._faults.items()) if count)
+        method = f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected{reasons}"
+        chip = torch.cuda.get_device_name(torch.device(self._options.device))
+        timing = timing_of(measured, self._options.recipe, method, chip, measured.mhz)
+        throttle = sorted({reason for seen in self._seen for reason in seen.throttle})
+        return msgspec.structs.replace(timing, throttle=throttle)
+
+
+def _recipe(recipe: Recipe) -> Recipe:
+    """With what a GPU bench resolves, where nobody has measured it on this host; 0 says that nothing is to be added."""
+    if recipe.resolved or recipe.placement == 0:
+        return recipe
+    return msgspec.structs.replace(recipe, resolved=RESOLVED)
+
+
+def _with_hidden(measured: Measured, hidden_ns: float) -> Measured:
+    """Time that lies outside of a candidate's events is its time all the same."""
+    more = max(0.0, hidden_ns - _HIDDEN_NS) / 1e6
+    factor = measured.candidate_ms / (measured.candidate_ms + more)
+    inside = measured.interval
+    interval = Interval(inside.median * factor, inside.lo * factor, inside.hi * factor)
+    return msgspec.structs.replace(measured, interval=interval, candidate_ms=measured.candidate_ms + more)

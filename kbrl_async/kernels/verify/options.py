@@ -1,0 +1,77 @@
+"""What a caller may choose about verification and timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.timing import Recipe
+from kbrl_async.kernels.timing.roofline import Peaks
+
+Tick = Callable[[], None]
+"""Called between two steps of what takes long."""
+
+_INTERPRETER_S = 60.0
+_GPU_CANDIDATE_S, _GPU_CALL_S = 15.0, 2.0
+_GPU_HOST_BYTES = 8 << 30
+
+
+def no_tick() -> None:
+    """Nobody waits."""
+
+
+class BenchOptions(msgspec.Struct, frozen=True):
+    device: str = "cpu"
+    """`"cpu"` or `"cuda:N"`; the zygote's profile must fit: see `bench.zygote_for`."""
+    cores: tuple[int, ...] = ()
+    """Children, and the calling thread while it times, are pinned to these. One core: candidates get no
+    threads at all.
+    """
+    deadline_s: float = 2.0
+    """For one candidate, from its fork to the last correctness call."""
+    call_floor_s: float = 0.25
+    call_factor: float = 50.0
+    """One call may take `max(call_floor_s, call_factor × the reference's time)`."""
+    reference_deadline_s: float = 60.0
+    references: int = 8
+    """Problems whose reference child is kept."""
+    reference_bytes: int = 256 * 2**20
+    """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
+    memory_share: float = 1.0
+    """Of the GPU's memory, what this bench may plan with: a third where three benches are on it."""
+    reuse: int = 64
+    """Candidates that see the same secret input sets before new ones are drawn."""
+    pool: int = 4
+    """Secret draws that timed inputs are mixed from."""
+    slots: int = 3
+    copy_outputs: bool = False
+    """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
+    a child.
+    """
+    peaks: Peaks | None = None
+    """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating. None: see
+    `Bench.probe`.
+    """
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
+    limits: Limits = msgspec.field(default_factory=Limits)
+
+
+def options_for_gpu(options: BenchOptions) -> BenchOptions:
+    """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
+    return msgspec.structs.replace(
+        options,
+        deadline_s=max(options.deadline_s, _GPU_CANDIDATE_S),
+        call_floor_s=max(options.call_floor_s, _GPU_CALL_S),
+        limits=msgspec.structs.replace(options.limits, memory_bytes=max(options.limits.memory_bytes, _GPU_HOST_BYTES)),
+    )
+
+
+def options_for_interpreter(options: BenchOptions) -> BenchOptions:
+    """Triton's interpreter takes half a millisecond for each program instance."""
+    return msgspec.structs.replace(
+        options,
+        deadline_s=max(options.deadline_s, _INTERPRETER_S),
+        call_floor_s=max(options.call_floor_s, _INTERPRETER_S / 10),
+    )

@@ -1,0 +1,94 @@
+"""Whether a candidate's own kernels do the work: rules over what its process traced and what the trusted side compared.
+
+::
+
+    recorded run ─▶ no own launch: no_own_kernel        share of CPU time next to nothing: decoy_kernel
+    muted run    ─▶ outputs still right (compared here): decoy_kernel    an operator had the answer alone: decoy_kernel
+
+A library call for a sub-step is honest: a product from the library with an own epilogue passes, however small the
+epilogue's share. What fails is a kernel that the answer does not need.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kbrl_async.kernels.backends.launch.devices import ON_CPU, ON_GPU
+from kbrl_async.kernels.verify.operators import computes
+from kbrl_async.kernels.verify.wire import Trace
+
+RECORDED = frozenset({"c", "triton"})
+"""Backends whose launches all go through `launch.proof.RECORDER`."""
+OWN_KERNELS = ON_CPU | ON_GPU
+"""Backends whose candidates must bring kernels of their own."""
+MIN_SHARE = 0.002
+MIN_LIBRARY_NS = 300_000
+"""Under this, times are those of calling, not of computing, and a share says nothing."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A broken rule, with what shows it."""
+
+    rule: str
+    text: str
+    evidence: str
+
+
+def of_recorded(trace: Trace, device: str = "cpu", backend: str = "") -> Finding | None:
+    """What a run says by itself; None where the own kernels may well do the work.
+
+    Shares of time are asked for on the CPU only: on a GPU the host's time says nothing.
+    """
+    if trace.tampered:
+        text = f"the candidate replaced {trace.tampered}"
+        return Finding("tampered", text, f"{trace.tampered} is another object than before the candidate was loaded")
+    if not trace.launches:
+        text = "forward launched none of the candidate's own kernels: the result comes from the library"
+        return Finding("no_own_kernel", text, f"own launches: none; {_library(trace)}")
+    calls = [name for name in trace.inside if computes(name)]
+    if calls and backend == "c":
+        text = f"an own kernel calls {calls[0]}: C code that reaches into the library"
+        return Finding("decoy_kernel", text, evidence(trace))
+    own, library = own_ns(trace), library_ns(trace)
+    if device == "cpu" and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
+        text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time: the library did the work"
+        return Finding("decoy_kernel", text, evidence(trace))
+    return None
+
+
+def of_muted(trace: Trace | None, is_still_right: bool) -> Finding | None:
+    """What a run without own kernels says. `is_still_right`: as the trusted side found by comparing."""
+    if is_still_right:
+        text = "the outputs are the same with all of the candidate's own kernels switched off: they are decoys"
+        return Finding(
+            "decoy_kernel", text, "own kernels off, outputs right" + (f"; {_library(trace)}" if trace else "")
+        )
+    if trace is not None and trace.answered:
+        text = f"{trace.answered} computes the whole answer, the own kernel only passes it on"
+        return Finding("decoy_kernel", text, f"own kernels off, the result of {trace.answered} is the answer")
+    return None
+
+
+def own_ns(trace: Trace) -> int:
+    """CPU time in own kernels, without the library calls that they made."""
+    return max(0, sum(spent for _, spent in trace.launches.values()) - sum(spent for _, spent in trace.inside.values()))
+
+
+def library_ns(trace: Trace) -> int:
+    return sum(spent for book in (trace.ops, trace.inside) for name, (_, spent) in book.items() if computes(name))
+
+
+def evidence(trace: Trace) -> str:
+    """One line: own kernels and operators with counts and microseconds."""
+    own = ", ".join(f"{name} ×{count} {spent / 1000:.0f} µs" for name, (count, spent) in trace.launches.items())
+    return f"own kernels: {own or 'none'}; {_library(trace)}"
+
+
+def _library(trace: Trace) -> str:
+    ops = [
+        f"{name} ×{count} {spent / 1000:.0f} µs"
+        for book in (trace.ops, trace.inside)
+        for name, (count, spent) in book.items()
+        if computes(name)
+    ]
+    return f"library operators: {', '.join(ops[:12]) or 'none'}"

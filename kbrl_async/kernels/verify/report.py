@@ -1,0 +1,139 @@
+"""Findings → `Verdict`: fault, message and hint for the model, all of it text that is bounded and cleaned; and what was
+measured → `Timing`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kbrl_async.kernels.timing import Measured, Recipe
+from kbrl_async.kernels.verify.compare import Difference
+from kbrl_async.kernels.verify.session import CandidateFault
+from protocols.records import Fault, Timing, Verdict
+
+MAX_TEXT = 800
+_HINTS = {
+    Fault.TIMEOUT: "Look for a loop that does not end, or for far too much work.",
+    Fault.ILLEGAL_ACCESS: "Check loop bounds and index arithmetic against the shapes that are passed in.",
+    Fault.OUT_OF_MEMORY: "Allocate less: outputs and small scratch buffers only.",
+    Fault.RUNTIME_ERROR: "Fix the Python error in ModelNew, or the arguments passed to the kernel.",
+}
+_RULE_HINTS = {
+    "input_mutation": "Write results into a new tensor, never into the inputs.",
+    "output_overwritten": "Do not keep and reuse one output buffer.",
+    "tensor_subclass": "Return plain tensors.",
+    "shape": "Allocate the output with the reference's shape.",
+    "dtype": "Allocate the output with the reference's dtype.",
+    "layout": "Write every element of the output into memory of its own.",
+    "structure": "Return what the reference returns: the same number of tensors in the same containers.",
+    "output_alias": "Allocate the output; never return an input or a view of one.",
+    "state_carried": "Depend on nothing that an earlier call left behind: no accumulating buffers, no cached results.",
+    "no_own_kernel": "Launch your own kernel in forward, without a fallback to torch.",
+    "decoy_kernel": "Let your own kernel compute the result; torch may only do sub-steps.",
+    "reference_copied": "Write a kernel of your own: the reference's code earns nothing.",
+    "wrong_when_timed": "Compute every call in full: timed calls are checked like all others.",
+    "side_stream": "Let torch's current stream wait for every stream that you use, before forward returns.",
+    "forged_time": "Do not replace functions of the bench; work only inside forward.",
+    "tampered": "Do not replace functions of Python, torch or the launcher.",
+    "forged_result": "Let forward return its result; write to no file descriptor.",
+}
+
+
+class Findings(Protocol):
+    fault: CandidateFault | None
+    passed: int
+    total: int
+    worst: Difference | None
+    failed: list[tuple[str, Difference]]
+    isolation: tuple[str, tuple[str, ...]]
+    kernelbench: bool | None
+    carries_state: bool
+    evidence: str
+
+    @property
+    def tolerance_note(self) -> str: ...
+
+
+def clean(text: str) -> str:
+    """At most 800 printable characters."""
+    printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
+    return printable if len(printable) <= MAX_TEXT else printable[: MAX_TEXT - 2] + " …"
+
+
+def verdict_of(found: Findings) -> Verdict:
+    fault, message, hint, rule = Fault.OK, "", "", ""
+    if found.fault is not None:
+        fault, rule = Fault(found.fault.kind), found.fault.rule
+        message = clean(found.fault.text)
+        hint = _RULE_HINTS.get(rule, _HINTS.get(fault, ""))
+    elif found.failed:
+        fault = Fault.INCORRECT
+        message, hint = _explain(found)
+        if found.carries_state:
+            rule, hint = "state_carried", _RULE_HINTS["state_carried"]
+            message = f"the same inputs were answered rightly once and wrongly another time. {message}"
+    level, missing = found.isolation
+    worst = found.worst
+    return Verdict(
+        fault,
+        found.passed,
+        found.total,
+        message,
+        hint,
+        rule,
+        clean(found.evidence or message),
+        max_abs_error=None if worst is None else worst.worst,
+        tolerance=None if worst is None else worst.allowed,
+        isolation=level,
+        isolation_missing=list(missing),
+        kernelbench=_kernelbench(found),
+        tolerance_note=found.tolerance_note,
+    )
+
+
+def _kernelbench(found: Findings) -> bool | None:
+    """Its comparison knows no rules, but a run that ended or has another shape is wrong there too."""
+    if found.fault is not None and found.fault.kind != "cheating" and found.kernelbench is None:
+        return False
+    return found.kernelbench
+
+
+def _explain(found: Findings) -> tuple[str, str]:
+    names = ", ".join(sorted({name for name, _ in found.failed}))
+    name, worst = max(found.failed, key=lambda item: item[1].wrong / max(1, item[1].total))
+    where = f"[{', '.join(map(str, worst.where))}]"
+    message = (
+        f"{worst.wrong} of {worst.total} values are wrong on the {name} inputs; worst at {where}: got {worst.got:.6g}, "
+        f"expected {worst.expected:.6g}, allowed difference {worst.allowed:.3g}. {found.passed} of {found.total} input "
+        f"sets passed; wrong: {names}."
+    )
+    if worst.nans:
+        return message + f" {worst.nans} values are NaN.", "Guard against 0/0, inf−inf and uninitialised memory."
+    share = worst.wrong / max(1, worst.total)
+    if share > 0.99:
+        return message, "Nearly everything is wrong: check the formula, and that every output element is written."
+    if share < 0.1:
+        return message, "Few values are wrong: check the edges, tails and special cases."
+    return message, "Check the formula, and on which inputs it goes wrong."
+
+
+def timing_of(measured: Measured, recipe: Recipe, method: str, hardware: str, clock_mhz: float | None) -> Timing:
+    """What every stopwatch says in the same way; `load` is the measurement's own."""
+    interval = measured.interval
+    return Timing(
+        measured.n,
+        interval.median,
+        interval.lo,
+        interval.hi,
+        measured.candidate_ms,
+        measured.reference_ms,
+        recipe.confidence,
+        method,
+        measured.stopped,
+        hardware,
+        clock_mhz,
+        load=measured.load,
+        resolution=measured.share,
+        rejected=measured.rejected,
+        spent_s=measured.spent_s,
+    )

@@ -1,0 +1,118 @@
+"""Trees of tensors and plain values ↔ a wire form: structure here, tensors in a flat list beside it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kbrl_async.kernels.verify.wire import TensorMeta, Tree
+
+_ALIGNMENT = 64
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def flatten(value: Any, tensors: list[torch.Tensor]) -> Tree:
+    """The tree of `value`; its tensors are appended to `tensors`. `TypeError` for what has no wire form."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["T", len(tensors) - 1]
+    if isinstance(value, _PLAIN):
+        return ["V", value]
+    if isinstance(value, torch.dtype):
+        return ["Y", str(value).removeprefix("torch.")]
+    if isinstance(value, (list, torch.Size)) and not isinstance(value, torch.Size):
+        return ["L", [flatten(item, tensors) for item in value]]
+    if isinstance(value, tuple):
+        return ["U", [flatten(item, tensors) for item in value]]
+    if isinstance(value, dict):
+        # In the order of the keys: which of them a candidate writes first must not matter.
+        return ["D", {str(key): flatten(value[key], tensors) for key in sorted(value, key=str)}]
+    raise TypeError(
+        f"a {type(value).__name__} can't be handed over: only tensors, numbers, strings and containers of them"
+    )
+
+
+def restore(tree: Tree, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    kind, body = tree
+    if kind == "T":
+        return tensors[body]
+    if kind == "V":
+        return body
+    if kind == "Y":
+        return getattr(torch, body)
+    if kind == "L":
+        return [restore(item, tensors) for item in body]
+    if kind == "U":
+        return tuple(restore(item, tensors) for item in body)
+    return {key: restore(item, tensors) for key, item in body.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`ValueError` for a name that is no dtype of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+def describe(tensor: torch.Tensor, place: int) -> TensorMeta:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return TensorMeta(name, tuple(tensor.shape), tensor.stride(), place, type(tensor).__name__)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself where its elements fill one block of memory in some order, else a contiguous copy."""
+    tensor = tensor.detach()
+    block = torch.empty_like(tensor, memory_format=torch.preserve_format)
+    return tensor if block.stride() == tensor.stride() else tensor.contiguous()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory block of a dense tensor as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def layout(tensors: list[torch.Tensor], start: int = 0, alignment: int = _ALIGNMENT) -> tuple[list[TensorMeta], int]:
+    """Places for dense tensors one after another from `start`, aligned; and the end."""
+    metas = []
+    for tensor in tensors:
+        metas.append(describe(tensor, start))
+        start += padded(tensor.numel() * tensor.element_size(), alignment)
+    return metas, start
+
+
+def padded(size: int, alignment: int = _ALIGNMENT) -> int:
+    """`size` bytes, rounded up."""
+    return -(-size // alignment) * alignment
+
+
+def view(buffer: Any, meta: TensorMeta) -> torch.Tensor:
+    """The tensor that `meta` places in `buffer`, sharing memory. `buffer`: bytes, or a tensor of bytes anywhere."""
+    dtype = dtype_of(meta.dtype)
+    count = 1
+    for size in meta.shape:
+        count *= size
+    if isinstance(buffer, torch.Tensor):
+        size = count * dtype.itemsize
+        if not 0 <= meta.place <= buffer.numel() - size:
+            raise ValueError("a tensor lies outside of its arena")
+        return buffer[meta.place : meta.place + size].view(dtype).as_strided(meta.shape, meta.strides)
+    if count == 0:
+        return torch.empty(meta.shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=meta.place).as_strided(meta.shape, meta.strides)
+
+
+def save(fd: int, tensors: list[torch.Tensor]) -> list[TensorMeta]:
+    """Write tensors to a file by `write` (no mapping stays behind, so that the file can be sealed)."""
+    blocks = [dense(tensor) for tensor in tensors]
+    metas, end = layout(blocks)
+    os.ftruncate(fd, end)
+    for block, meta in zip(blocks, metas, strict=True):
+        data = memoryview(flat(block).view(torch.uint8).numpy().data) if block.numel() else memoryview(b"")
+        written = 0
+        while written < len(data):
+            written += os.pwrite(fd, data[written:], meta.place + written)
+    return metas

@@ -1,0 +1,1 @@
+"""Optional tools around a run; nothing but the command line imports them."""

@@ -1,0 +1,267 @@
+"""What must hold after the end of a run, whatever was done to it: counted again from journal, archive and checkpoint.
+
+::
+
+    aggregator.sqlite · rollouts.sqlite · broker.sqlite · checkpoints/ · policies/ · summary.json
+      └─ gather ─▶ Evidence ─ judge ─▶ [Check]
+
+Invariants: `judge` is pure; a check that fails says which ids or figures are off.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kbrl_async.durable import numbered
+from kbrl_async.rollouts.turns import split_turn_id
+from kbrl_async.runs.archive.history import entries_of
+from kbrl_async.runs.config import SUMMARY_FILE
+from protocols.events import TaskRow
+from protocols.records import GroupOutcome
+
+_SHOWN = 5
+
+
+class Check(msgspec.Struct, frozen=True):
+    name: str
+    ok: bool
+    says: str
+
+
+class Evidence(msgspec.Struct):
+    """What a finished run has left, counted from files."""
+
+    summary: dict[str, Any] = {}
+    admitted: dict[str, int] = {}
+    """Rollouts that each admitted group asked for, by group."""
+    ended: list[tuple[str, str]] = []
+    """(group, rollout) for each rollout that ended in the journal, scored or lost."""
+    lost: dict[str, int] = {}
+    """Rollouts without a reward, by reason."""
+    batches: dict[str, list[str]] = {}
+    """Groups of each batch."""
+    trained: list[tuple[str, int]] = []
+    """(batch, version that it made), in the journal's order."""
+    failed: list[str] = []
+    """Batches that ended without an update."""
+    journaled: list[str] = []
+    """Rollouts that the journal says were scored."""
+    archived: list[str] | None = None
+    """Rollouts in the archive; None where the run keeps none."""
+    group_ends: dict[str, str] | None = None
+    """How each group ended, as the archive says."""
+    updates: list[tuple[str, int]] | None = None
+    """(batch, version) of the archive."""
+    progress: dict[str, Any] = {}
+    """What the learner's newest checkpoint says."""
+    policies: list[int] = []
+    counters: dict[str, int] = {}
+    live: list[str] = []
+    """Tasks that the broker's journal still holds. A torn journal may have brought one back that had ended."""
+    evaluated: list[str] = []
+    """Held-out rollouts that ended."""
+    left: list[str] = []
+    """Processes of the run that have outlived it."""
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """All checks, in the order in which a reader would ask."""
+    return [check(evidence) for check in _CHECKS]
+
+
+def _verdict(name: str, problems: Iterable[str], says: str) -> Check:
+    found = [problem for problem in problems if problem]
+    return Check(name, not found, "; ".join(found) if found else says)
+
+
+def _ended(evidence: Evidence) -> Check:
+    return _verdict("the run has ended", ["" if evidence.summary else f"there is no {SUMMARY_FILE}"], "summary written")
+
+
+def _groups(evidence: Evidence) -> Check:
+    """I1: every admitted group has exactly one end."""
+    summary = evidence.summary
+    fields = ("groups_trained", "groups_filtered", "groups_dropped_stale", "groups_failed")
+    counts = [int(summary.get(field, 0)) for field in fields]
+    admitted = int(summary.get("groups_admitted", -1))
+    problems = [_differs("ends", sum(counts), "admitted", admitted)]
+    problems.append(_differs("admitted in the journal", len(evidence.admitted), "in the summary", admitted))
+    if evidence.group_ends is not None:
+        problems.append(_ids("groups without an end in the archive", set(evidence.admitted) - set(evidence.group_ends)))
+        ends = Counter(evidence.group_ends.values())
+        kinds = (GroupOutcome.TRAINED, GroupOutcome.FILTERED, GroupOutcome.DROPPED_STALE, GroupOutcome.FAILED)
+        problems += [_differs(f"{k} in the archive", ends[k], "counted", n) for k, n in zip(kinds, counts, strict=True)]
+    trained, filtered, stale, failed = counts
+    says = f"{admitted} admitted = {trained} trained + {filtered} filtered + {stale} stale + {failed} failed"
+    return _verdict("every group has one end", problems, says)
+
+
+def _rollouts(evidence: Evidence) -> Check:
+    """Nothing twice: a rollout ends once. Nothing lost: all rollouts of a trained group have ended."""
+    ends = Counter(rollout for _, rollout in evidence.ended)
+    by_group = Counter(group for group, _ in evidence.ended)
+    gone = {batch for batch, _ in evidence.trained}
+    groups = {group for batch, members in evidence.batches.items() if batch in gone for group in members}
+    short = {group for group in groups if by_group[group] != evidence.admitted.get(group)}
+    problems = [
+        _ids("ended twice", {rollout for rollout, count in ends.items() if count > 1}),
+        _ids("trained groups with rollouts missing or too many", short),
+    ]
+    lost = ", ".join(f"{count} {reason}" for reason, count in sorted(evidence.lost.items()))
+    says = f"{len(ends)} ended once, {len(evidence.journaled)} with a reward"
+    return _verdict("every rollout ended once", problems, says + (f", {lost}" if lost else ""))
+
+
+def _archive(evidence: Evidence) -> Check:
+    """A score that counts has its record, and the counts agree."""
+    if evidence.archived is None:
+        return Check("every score has its record", True, "this run keeps no archive")
+    problems = [_ids("scored, and not in the archive", set(evidence.journaled) - set(evidence.archived))]
+    return _verdict("every score has its record", problems, f"{len(set(evidence.journaled))} records")
+
+
+def _batches(evidence: Evidence) -> Check:
+    """Each batch entered the weights once, each group one batch, and each made the next version."""
+    uses = Counter(group for batch, _ in evidence.trained for group in evidence.batches.get(batch, []))
+    versions = [version for _, version in evidence.trained]
+    problems = [
+        _ids("groups in two trained batches", {group for group, count in uses.items() if count > 1}),
+        _ids("batches trained twice", {b for b, n in Counter(b for b, _ in evidence.trained).items() if n > 1}),
+        "" if versions == list(range(1, len(versions) + 1)) else f"versions {versions[:_SHOWN]}… are not 1, 2, 3, …",
+        _ids("batches without an end", set(evidence.batches) - {b for b, _ in evidence.trained} - set(evidence.failed)),
+    ]
+    if evidence.updates is not None and sorted(evidence.updates) != sorted(evidence.trained):
+        problems.append(f"{len(evidence.updates)} updates in the archive, {len(evidence.trained)} in the journal")
+    return _verdict("every batch was trained once", problems, f"{len(versions)} updates")
+
+
+def _learner(evidence: Evidence) -> Check:
+    """What the weights say of themselves."""
+    made = len(evidence.trained)
+    progress = evidence.progress
+    last = evidence.trained[-1][0] if evidence.trained else ""
+    problems = [
+        _differs("batches in the checkpoint", int(progress.get("batches", 0)), "trained", made),
+        _differs("version of the checkpoint", int(progress.get("version", 0)), "trained", made),
+        "" if progress.get("last_batch_id", "") == last else f"its last batch is {progress.get('last_batch_id')}",
+    ]
+    return _verdict("the learner counts the same", problems, f"checkpoint of version {progress.get('version', 0)}")
+
+
+def _broker(evidence: Evidence) -> Check:
+    counters = evidence.counters
+    submitted, finished = counters.get("submitted", 0), counters.get("finished", 0)
+    over = {rollout for _, rollout in evidence.ended} | set(evidence.evaluated)
+    over |= {batch for batch, _ in evidence.trained} | set(evidence.failed)
+    problems = [
+        _differs("submitted", submitted, "finished + live", finished + len(evidence.live)),
+        _ids("still live, without an end", {task for task in evidence.live if split_turn_id(task)[0] not in over}),
+    ]
+    names = ("duplicates", "lost", "expired", "nacked", "poisoned", "stale")
+    more = ", ".join(f"{name} {counters[name]}" for name in names if counters.get(name))
+    says = f"{submitted} submitted, {finished} finished, {len(evidence.live)} left"
+    return _verdict("the broker's tasks add up", problems, says + (f" ({more})" if more else ""))
+
+
+def _policy(evidence: Evidence) -> Check:
+    made, newest = len(evidence.trained), max(evidence.policies, default=-1)
+    problems = [
+        "" if made else "nothing was trained",
+        _differs("newest policy", newest, "updates", made),
+        "" if evidence.summary.get("heldout_correct_rate_after") is not None else "the final policy was not evaluated",
+    ]
+    rate = evidence.summary.get("heldout_correct_rate_after")
+    says = f"policy-v{newest}, correct on {rate:.0%} of the held-out answers" if rate is not None else ""
+    return _verdict("the final policy is trained and evaluated", problems, says)
+
+
+def _processes(evidence: Evidence) -> Check:
+    return _verdict("nothing runs on", [_ids("processes left", evidence.left)], "all processes are gone")
+
+
+_CHECKS: tuple[Callable[[Evidence], Check], ...] = (
+    _ended, _groups, _rollouts, _archive, _batches, _learner, _broker, _policy, _processes,
+)  # fmt: skip
+
+
+def _differs(name: str, value: int, other: str, expected: int) -> str:
+    return "" if value == expected else f"{name} {value}, {other} {expected}"
+
+
+def _ids(what: str, ids: Iterable[str]) -> str:
+    found = sorted(ids)
+    return f"{what}: {', '.join(found[:_SHOWN])}{' …' if len(found) > _SHOWN else ''} ({len(found)})" if found else ""
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gather(run_dir: Path) -> Evidence:
+    """Reads what is there; what is missing stays empty, and a check will say so."""
+    evidence = Evidence()
+    if (run_dir / SUMMARY_FILE).is_file():
+        evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
+    _read_journal(run_dir / "aggregator.sqlite", evidence)
+    _read_archive(run_dir / "rollouts.sqlite", evidence)
+    _read_broker(run_dir / "broker.sqlite", evidence)
+    for _, folder in numbered(run_dir / "checkpoints", "step-")[-1:]:
+        evidence.progress = msgspec.json.decode((folder / "state.json").read_bytes())["progress"]
+    evidence.policies = [version for version, _ in numbered(run_dir / "policies", "policy-v")]
+    return evidence
+
+
+def _read_journal(path: Path, evidence: Evidence) -> None:
+    admitted, ended, batches, trained, journaled, lost = {}, [], {}, [], [], Counter[str]()
+    failed: list[str] = []
+    for blob in entries_of(path) if path.is_file() else ():
+        entry = msgspec.msgpack.decode(blob)
+        match entry["type"]:
+            case "admitted":
+                admitted[entry["group_id"]] = entry["rollouts"]
+            case "scored":
+                ended.append((entry["group_id"], entry["rollout_id"]))
+                journaled.append(entry["rollout_id"])
+            case "lost":
+                ended.append((entry["group_id"], entry["rollout_id"]))
+                lost[entry["reason"]] += 1
+            case "evaluated":
+                evidence.evaluated.append(entry["rollout_id"])
+            case "batch_made":
+                batches[entry["batch_id"]] = entry["group_ids"]
+            case "batch_trained":
+                trained.append((entry["batch_id"], entry["version"]))
+            case "batch_failed":
+                failed.append(entry["batch_id"])
+    evidence.admitted, evidence.ended, evidence.batches = admitted, ended, batches
+    evidence.trained, evidence.failed, evidence.journaled, evidence.lost = trained, failed, journaled, dict(lost)
+
+
+def _read_archive(path: Path, evidence: Evidence) -> None:
+    if path.is_file():
+        evidence.archived = [row[0] for row in _query(path, "SELECT rollout_id FROM rollouts")]
+        evidence.group_ends = dict(_query(path, "SELECT group_id, outcome FROM groups"))
+        evidence.updates = list(_query(path, "SELECT batch_id, version FROM updates ORDER BY version"))
+
+
+def _read_broker(path: Path, evidence: Evidence) -> None:
+    for (value,) in _query(path, "SELECT value FROM meta WHERE key = 'counters'"):
+        evidence.counters = msgspec.msgpack.decode(value)
+    rows = _query(path, "SELECT row FROM tasks")
+    tasks = [msgspec.msgpack.decode(row, type=TaskRow) for (row,) in rows]
+    evidence.live = [task.task_id for task in tasks if task.stage]
+
+
+def _query(path: Path, statement: str) -> list[Any]:
+    if not path.is_file():
+        return []
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
+    try:
+        return db.execute(statement).fetchall()
+    finally:
+        db.close()

@@ -1,0 +1,176 @@
+"""What a search leaves beside its kernel: everything as JSON, and what a person wants to read as Markdown. Pure."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from kbrl_async.kernels.funnel import Result
+from kbrl_async.kernels.verify.inputs import KINDS
+from kbrl_async.lab.optimize.proving import Final, Proof
+from kbrl_async.lab.optimize.search import Search
+from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.tree import Attempt, fingerprint
+
+FORMAT = 1
+METHOD = (
+    "Every kernel was compiled and run in a sandbox on secret inputs that its author could not know; a trusted process "
+    "compared its outputs with the module's. Times are pairs of module and kernel in random order on one pinned core; "
+    "the interval is that of the median of their ratios, and it counts as faster only where all of it lies above 1. "
+    "The file itself was read back from disk, verified again on new secret inputs and timed for longer."
+)
+_SHOWN_ERRORS = 5
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the search was made with."""
+
+    engine: str
+    prompt_option: str
+    backend: str
+    seconds: float
+    budget: dict[str, Any]
+    examples: tuple[str, ...] = ()
+    cost: float = 0.0
+
+
+def versions() -> dict[str, str]:
+    """Of what took part."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("kbrl-async", "torch", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def document(
+    target: Target, search: Search, facts: Facts, proof: Proof | None, finals: Sequence[Final]
+) -> dict[str, Any]:
+    """`optimized_X.evidence.json`."""
+    return {
+        "format": FORMAT,
+        "target": {"title": target.title, "kind": target.kind, "problem": target.problem.source},
+        "written": None if proof is None else {"path": proof.path, "sha256": proof.winner.sha256},
+        "proof": None if proof is None else proof.winner.result.document(),
+        "finals": [{"attempt": f.attempt, "sha256": f.sha256, "result": f.result.document()} for f in finals],
+        "input_sets": [kind.name for kind in KINDS],
+        "method": METHOD,
+        "versions": versions(),
+        "search": {**msgspec.to_builtins(facts), "stopped": search.stopped, **counts(search)},
+        "tree": search.tree.document(),
+        "sources": {fingerprint(a.source): a.source for a in search.tree if a.source and a.same_as is None},
+    }
+
+
+def counts(search: Search) -> dict[str, Any]:
+    attempts = list(search.tree)
+    judged = Counter(a.judgement.category for a in attempts if a.judgement is not None and a.same_as is None)
+    return {
+        "attempts": len(attempts),
+        "tokens": search.tokens,
+        "distinct": sum(a.judgement is not None and a.same_as is None for a in attempts),
+        "repeats": sum(a.same_as is not None for a in attempts),
+        "lost": sum(bool(a.lost) for a in attempts),
+        "proven": len(search.tree.proven()),
+        "by_category": dict(judged),
+    }
+
+
+def markdown(target: Target, search: Search, facts: Facts, proof: Proof | None, finals: Sequence[Final]) -> str:
+    """`optimized_X.evidence.md`."""
+    parts = [f"# {target.title}", "", conclusion(proof, search, finals), ""]
+    if proof is not None:
+        parts += ["## Proof", "", *_table(("", ""), proof_rows(proof.winner.result)), "", METHOD, ""]
+        sets = ", ".join(dict.fromkeys(kind.name for kind in KINDS))
+        parts += [f"Kinds of secret inputs: {sets} (fewer for very large inputs).", ""]
+    elif errors := failures(search):
+        parts += ["## How far the best attempts came", "", *_table(("attempt", "verdict", "what"), errors), ""]
+    total = counts(search)
+    parts += ["## Search", ""]
+    rows = [("engine", facts.engine), ("prompt", facts.prompt_option), ("seconds", f"{facts.seconds:.1f}")]
+    rows += [(name, str(total[name])) for name in ("attempts", "distinct", "repeats", "proven", "tokens")]
+    rows += [("ended by", search.stopped), ("verdicts", ", ".join(f"{n} {c}" for c, n in total["by_category"].items()))]
+    parts += [*_table(("", ""), rows), "", "```", *tree_lines(search), "```", ""]
+    parts += ["## Versions", "", *_table(("", ""), list(versions().items())), ""]
+    return "\n".join(parts)
+
+
+def conclusion(proof: Proof | None, search: Search, finals: Sequence[Final] = ()) -> str:
+    """One sentence."""
+    if proof is not None:
+        timing = proof.winner.result.timing
+        speed = "not timed" if timing is None else f"{timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f})"
+        return f"Proven, {speed} the speed of the module."
+    if any(final.result.timing is not None and final.result.timing.stopped == "disturbed" for final in finals):
+        return (
+            "Kernels were proven right, and others used the core so much that no time could be trusted. No file was "
+            "written: try again when the machine is quieter."
+        )
+    if search.tree.proven():
+        return "Kernels were proven right, and none was proven faster than the module. No file was written."
+    return "No kernel was proven right. No file was written."
+
+
+def proof_rows(result: Result) -> list[tuple[str, str]]:
+    return [(name, text.replace("\n", " ")) for name, text in result.rows()]
+
+
+def failures(search: Search) -> list[tuple[str, str, str]]:
+    """(attempt, verdict, message) of the wrong attempts that came furthest."""
+    rows = []
+    for attempt in search.tree.failures()[:_SHOWN_ERRORS]:
+        judged = attempt.judgement
+        assert judged is not None
+        sets = f", {judged.passed} of {judged.total} input sets" if judged.total else ""
+        said = " ".join((judged.rule and f"{judged.rule}:", judged.message)).strip()
+        rows.append((str(attempt.number), judged.fault.value.replace("_", " ") + sets, " ".join(said.split())[:200]))
+    return rows
+
+
+def tree_lines(search: Search, most: int = 40) -> list[str]:
+    """The tree as text: distinct attempts, those with proven descendants first."""
+    lines: list[str] = []
+
+    def walk(number: int | None, depth: int) -> None:
+        for child in sorted(search.tree.children(number), key=lambda n: -_best_below(search, n)):
+            attempt = search.tree[child]
+            if attempt.same_as is None and attempt.judgement is not None and len(lines) < most:
+                lines.append("  " * depth + described(attempt))
+                walk(child, depth + 1)
+
+    walk(None, 0)
+    hidden = counts(search)["distinct"] - len(lines)
+    return [*lines, *([f"… and {hidden} more"] if hidden > 0 else [])]
+
+
+def described(attempt: Attempt) -> str:
+    judged = attempt.judgement
+    if judged is None:
+        return f"{attempt.number} {attempt.lost or 'not judged'}"
+    if judged.is_proven:
+        speed = "" if judged.speedup is None else f" {judged.speedup:.2f}× [{judged.lo:.2f}, {judged.hi:.2f}]"
+        return f"{attempt.number} correct{speed}"
+    sets = f" {judged.passed}/{judged.total}" if judged.total else ""
+    return f"{attempt.number} {judged.category}{sets} {judged.rule}".rstrip()
+
+
+def _best_below(search: Search, number: int) -> float:
+    own = search.tree[number].judgement
+    mine = -1.0 if own is None else (own.lo or 0.1) if own.is_proven else 0.0
+    return max([mine, *(_best_below(search, child) for child in search.tree.children(number))])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]

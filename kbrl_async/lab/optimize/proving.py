@@ -1,0 +1,127 @@
+"""The last step: the best few kernels as the very files that people would use, verified from disk, longer.
+
+The search times hundreds of kernels briefly; the one that looked fastest was lucky too. So the best few are written to
+hidden files, read back, verified on new secret inputs and timed anew for longer; the surest of them wins.
+
+Invariant: the file's name appears only after its bytes were verified; it is put there by one rename, and nothing else
+ever writes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.errors import InfraError, UserError
+from kbrl_async.kernels.funnel import Result, VerifyOptions
+from kbrl_async.kernels.funnel.verifier import default_bench
+from kbrl_async.kernels.timing import Recipe
+from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
+from kbrl_async.lab.optimize.driver import Verifies
+from kbrl_async.lab.optimize.module_file import render
+from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.tree import Attempt
+from protocols.records import Candidate
+
+FINALISTS = 3
+CAREFUL = Recipe(
+    warmup_s=0.025,
+    min_pairs=20,
+    max_pairs=200,
+    cap_s=1.5,
+    resolution=0.01,
+    margin=0.02,
+    pairs_a_place=CAREFUL_PAIRS_A_PLACE,
+    patience_s=5.0,
+    reject_cap=8,
+)
+
+
+class Final(msgspec.Struct, frozen=True):
+    """One finalist's second examination."""
+
+    attempt: int
+    result: Result
+    sha256: str
+    """Of the file that was verified."""
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """`path` is there, and its bytes are those of `winner`."""
+
+    path: str
+    winner: Final
+    finals: tuple[Final, ...]
+
+
+def careful_options(options: VerifyOptions) -> VerifyOptions:
+    """The same verification with a longer measurement."""
+    bench = options.bench or default_bench(options.cores)
+    return msgspec.structs.replace(options, bench=msgspec.structs.replace(bench, recipe=CAREFUL))
+
+
+def prove(
+    finalists: Sequence[Attempt],
+    target: Target,
+    verifier: Verifies,
+    path: Path,
+    backend: str,
+    version: str,
+    allow_slower: bool = False,
+) -> tuple[Proof | None, tuple[Final, ...]]:
+    """Writes `path` with the surest finalist; None, and no file, where none holds. Blocks for seconds.
+
+    :raises UserError: the folder can't be written.
+    """
+    finals: list[Final] = []
+    with contextlib.ExitStack() as stack:
+        hidden: dict[int, Path] = {}
+        for attempt in finalists:
+            hidden[attempt.number] = stack.enter_context(_hidden(path, attempt.number))
+            text = render(target, attempt.source, path.name, backend, version)
+            finals.append(_examine(attempt, text, hidden[attempt.number], target, verifier, backend))
+        held = [final for final in finals if final.result.ok and (allow_slower or _is_faster(final))]
+        if not held:
+            return None, tuple(finals)
+        winner = max(held, key=_floor)
+        if _sha256(hidden[winner.attempt].read_bytes()) != winner.sha256:
+            raise InfraError(f"{hidden[winner.attempt]} has changed since it was verified", "Try again")
+        os.replace(hidden[winner.attempt], path)
+    return Proof(str(path), winner, tuple(finals)), tuple(finals)
+
+
+def _examine(attempt: Attempt, text: str, hidden: Path, target: Target, verifier: Verifies, backend: str) -> Final:
+    try:
+        hidden.write_text(text)
+    except OSError as error:
+        raise UserError(f"{hidden.parent} can't be written: {error.strerror}", "Give --output FILE elsewhere") from None
+    data = hidden.read_bytes()
+    result = verifier.verify(target.problem, Candidate(data.decode(), backend))
+    return Final(attempt.number, result, _sha256(data))
+
+
+@contextlib.contextmanager
+def _hidden(path: Path, number: int) -> Iterator[Path]:
+    """A name beside `path` that is gone afterwards."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.{number}")
+    try:
+        yield hidden
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _is_faster(final: Final) -> bool:
+    return final.result.timing is not None and final.result.timing.is_faster
+
+
+def _floor(final: Final) -> float:
+    return final.result.timing.lo if final.result.timing is not None else 0.0
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,128 @@
+"""The search as a state machine: `ask` says what to sample next, `wrote` and `judged` tell it what came of it.
+
+::
+
+    ask(now) ─▶ Ask ─▶ … ─▶ wrote ─ new source? ─▶ to be verified ─▶ judged
+       └ None: the budget is spent, or it was stopped    └ the same as before, or none: ends here
+
+Invariants: nothing is asked for beyond the budget; every Ask ends in exactly one of judged, same as before, lost.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from kbrl_async.lab.optimize.budget import Budget
+from kbrl_async.lab.optimize.choosing import Chooser
+from kbrl_async.lab.optimize.tree import Attempt, Judgement, Tree
+from protocols.records import Fault
+
+
+class SearchOptions(msgspec.Struct, frozen=True):
+    budget: Budget = Budget(seconds=60.0)
+    max_turns: int = 4
+    width: int = 8
+    """Refinements of one attempt, at most."""
+    repeats: int = 200
+    """Answers in a row that bring no new source, after which the engine has nothing more to say."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request for one answer."""
+
+    number: int
+    parent: int | None
+    """The attempt to refine; None: a first answer."""
+
+
+class Search:
+    """See the module. `now` is in seconds, since whenever."""
+
+    def __init__(self, options: SearchOptions, rng: random.Random, now: float) -> None:
+        self.options, self._began = options, now
+        self.tree = Tree()
+        self.tokens = 0
+        self.stopped = ""
+        """Why nothing more is asked for: time, tokens, attempts, repeats, or what `stop` was told."""
+        self._chooser = Chooser(rng, options.max_turns, options.width)
+        self._open: set[int] = set()
+        self._repeats = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return not self._open
+
+    def seconds(self, now: float) -> float:
+        return now - self._began
+
+    def share(self, now: float) -> float:
+        """How much of the budget is spent."""
+        return self.options.budget.share(self.seconds(now), self.tokens, len(self.tree))
+
+    def stop(self, reason: str) -> None:
+        self.stopped = self.stopped or reason
+
+    def ask(self, now: float) -> Ask | None:
+        self.stop(self.options.budget.spent(self.seconds(now), self.tokens, len(self.tree)))
+        if self._repeats >= self.options.repeats:
+            self.stop("repeats")
+        if self.stopped:
+            return None
+        made = self.tree.ask(self._chooser.choose(self.tree), self.seconds(now))
+        self._open.add(made.number)
+        return Ask(made.number, made.parent)
+
+    def plant(self, source: str, origin: str, now: float) -> Attempt:
+        """A candidate from elsewhere, such as a retrieved kernel: it costs an attempt and can be refined."""
+        made = self.tree.ask(None, self.seconds(now), origin)
+        self._open.add(made.number)
+        return self._written(made.number, source, 0)
+
+    def wrote(self, number: int, source: str, tokens: int, problem: str = "") -> Attempt:
+        """An answer has come; `problem` says why there is no source in it. Verify it if `needs_verdict`."""
+        self.tokens += tokens
+        attempt = self._written(number, source, tokens)
+        if not source:
+            self.judged(number, Judgement(Fault.FORMAT_ERROR, "format", problem))
+        return self.tree[attempt.number]
+
+    def needs_verdict(self, attempt: Attempt) -> bool:
+        return bool(attempt.source) and attempt.same_as is None and attempt.judgement is None
+
+    def judged(self, number: int, judgement: Judgement) -> None:
+        self.tree.judge(number, judgement)
+        attempt = self.tree[number]
+        self._close(number, paid=judgement.is_proven and self._is_better_than_parent(attempt))
+
+    def lost(self, number: int, reason: str) -> None:
+        """No verdict will come: the host failed, or the search ended before."""
+        self.tree.lose(number, reason)
+        self._open.discard(number)
+
+    @property
+    def best(self) -> Attempt | None:
+        return next(iter(self.tree.proven()), None)
+
+    def _written(self, number: int, source: str, tokens: int) -> Attempt:
+        attempt = self.tree.write(number, source, tokens)
+        if attempt.same_as is not None:
+            self._repeats += 1
+            self._close(number, paid=False)
+        elif source:
+            self._repeats = 0
+        return attempt
+
+    def _close(self, number: int, *, paid: bool) -> None:
+        self._open.discard(number)
+        if self.tree[number].origin == "policy":
+            self._chooser.learn(self.tree[number], paid=paid)
+
+    def _is_better_than_parent(self, attempt: Attempt) -> bool:
+        parent = None if attempt.parent is None else self.tree[attempt.parent].judgement
+        mine = attempt.judgement
+        if parent is None or mine is None or not parent.is_proven:
+            return True
+        return (mine.lo or 0.0) > (parent.lo or 0.0)

@@ -1,0 +1,136 @@
+"""What the archive adds to a run: when each stage of a turn began and ended, which rule fired, and whole records."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.errors import KbrlError
+from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, Span, Turn
+from kbrl_async.runs.archive import archive
+from kbrl_async.runs.archive.archive import Archive, Row
+from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from protocols.records import BenchReport, Frame, Generation, RolloutRequest
+
+PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
+"""What the archive calls them; rows of other purposes are no part of this report."""
+
+
+class Archived(msgspec.Struct, frozen=True):
+    """Times are epoch seconds."""
+
+    rows: list[Row]
+    updates: list[archive.Update]
+    path: Path
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """How often the infrastructure gave up, by its reason."""
+        return dict(Counter(row.status for row in self.rows if row.status != "ok"))
+
+    @property
+    def rules(self) -> dict[str, int]:
+        return dict(Counter(f"{row.fault}: {row.rule}" for row in self.rows if row.rule).most_common(20))
+
+
+def read_archive(path: Path) -> Archived | None:
+    """None where there is none, or none that can be read."""
+    try:
+        with Archive(path) as opened:
+            return Archived(list(opened.rows()), opened.updates(), path)
+    except (KbrlError, sqlite3.Error, msgspec.MsgspecError):
+        return None
+
+
+def records(path: Path, task_ids: Sequence[str]) -> dict[str, list[Frame]]:
+    """Whole records of a few turns."""
+    with Archive(path) as opened:
+        return {task_id: opened.record(task_id) for task_id in task_ids}
+
+
+def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
+    return {(row.rollout_id, row.turn): row for row in rows if row.status == "ok"}
+
+
+def enriched(turn: Turn, row: Row | None) -> Turn:
+    """A turn of the journal with what the archive knows of it."""
+    if row is None:
+        return turn
+    stats = msgspec.structs.replace(turn.stats, staleness=_age(row), advantage=row.advantage)
+    return _timed(msgspec.structs.replace(turn, stats=stats, task_id=row.task_id), row)
+
+
+def as_turns(rows: Sequence[Row]) -> list[Turn]:
+    """Turns from the archive alone; an evaluation rollout is its best turn."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.status == "ok" and PHASES.get(row.purpose, row.purpose) != TRAIN:
+            kept = best.get(row.rollout_id)
+            if kept is None or (row.correct, row.lo or 0.0) > (kept.correct, kept.lo or 0.0):
+                best[row.rollout_id] = row
+    evaluated = {row.task_id for row in best.values()}
+    return [_turn(row) for row in rows if row.status == "ok" and (row.purpose == "train" or row.task_id in evaluated)]
+
+
+def _turn(row: Row) -> Turn:
+    stats = RolloutStats(
+        problem_id=row.problem_id,
+        level=row.level,
+        reward=row.reward or 0.0,
+        format=row.fault != "format_error",
+        compiled=row.compiled,
+        correct=row.correct,
+        cheated=row.fault == "cheating",
+        fast=row.lo is not None and row.lo > 1.0,
+        speedup=row.speedup,
+        speedup_lo=row.lo,
+        speedup_hi=row.hi,
+        turn=row.turn,
+        tokens=row.tokens,
+        policy_version=row.policy_version,
+        staleness=_age(row),
+        advantage=row.advantage,
+        seconds={span.stage: max(0.0, span.finished - span.started) for span in row.spans},
+        rollout_id=row.rollout_id,
+        fault=row.fault,
+        role=row.role,
+        funnel=_steps(row),
+    )
+    return _timed(Turn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
+
+
+def _steps(row: Row) -> tuple[Step, ...]:
+    """How far it came, by its columns: the funnel without the stages' seconds."""
+    passed = {
+        "format": row.fault != "format_error",
+        "static": row.fault != "static_violation",
+        "compile": row.compiled,
+        "full_inputs": row.correct,
+        "timing": row.speedup is not None,
+    }
+    steps = []
+    for name, did_pass in passed.items():
+        steps.append(Step(name, did_pass))
+        if not did_pass:
+            break
+    return tuple(steps)
+
+
+def _timed(turn: Turn, row: Row) -> Turn:
+    spans = tuple(Span(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
+    return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
+
+
+def _age(row: Row) -> int | None:
+    return None if row.trained_on is None else row.trained_on - row.policy_version
+
+
+def parts(record: Sequence[Frame]) -> Mapping[str, Frame]:
+    """The frames of a record by what they are."""
+    names = {RolloutRequest: "request", Generation: "generation", BenchReport: "bench"}
+    return {names[type(frame)]: frame for frame in record if type(frame) in names}

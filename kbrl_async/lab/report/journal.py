@@ -1,0 +1,85 @@
+"""The aggregator's journal as plain data: scored turns, batches and updates, of runs with or without an archive.
+
+The entries' types belong to a service, which this floor never imports; they are read by their tags and field names.
+What a later version adds is passed over.
+
+Invariant: an evaluation rollout is one turn here, its best; a training rollout is as many as it took.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kbrl_async.lab.report.model import TRAIN, Turn
+from kbrl_async.runs.archive.history import entries_of
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+
+FILE = "aggregator.sqlite"
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Groups that were trained on together; times are on the run's own clock."""
+
+    index: int
+    group_ids: tuple[str, ...]
+    made: float
+    trained: float | None = None
+    version: int | None = None
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """`turns[i].at` is on the run's own clock."""
+
+    turns: list[Turn]
+    batches: list[Batch]
+    problems: dict[str, str]
+    """Of admitted groups."""
+
+
+def read_journal(path: Path) -> Journal | None:
+    """None where there is no journal, or none that can be read."""
+    if not path.is_file():
+        return None
+    try:
+        return _collect(_entries(path))
+    except (sqlite3.Error, msgspec.MsgspecError):
+        return None
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    decoder = msgspec.msgpack.Decoder(dict[str, Any])
+    return map(decoder.decode, entries_of(path))
+
+
+def _collect(entries: Iterator[dict[str, Any]]) -> Journal:
+    turns: list[Turn] = []
+    batches: dict[str, Batch] = {}
+    problems: dict[str, str] = {}
+    clock = 0.0
+    for entry in entries:
+        clock = max(clock, entry.get("at") or 0.0)
+        match entry.get("type"):
+            case "admitted":
+                problems[entry["group_id"]] = entry["problem_id"]
+            case "evaluated" if entry["stats"] is not None:
+                turns.append(Turn(_stats(entry), entry["phase"], entry["phase"], clock))
+            case "rollout_ended":
+                turns.append(Turn(_stats(entry), TRAIN, entry["group_id"], clock))
+            case "turn_taken" if not entry["group_id"].startswith("eval-"):
+                turns.append(Turn(_stats(entry), TRAIN, entry["group_id"], clock))
+            case "batch_made":
+                batches[entry["batch_id"]] = Batch(entry["index"], tuple(entry["group_ids"]), clock)
+            case "batch_trained" if entry["batch_id"] in batches:
+                made = batches[entry["batch_id"]]
+                batches[entry["batch_id"]] = msgspec.structs.replace(made, trained=clock, version=entry["version"])
+    return Journal(turns, list(batches.values()), problems)
+
+
+def _stats(entry: dict[str, Any]) -> RolloutStats:
+    stats = msgspec.convert(entry["stats"], RolloutStats)
+    return stats if stats.rollout_id else msgspec.structs.replace(stats, rollout_id=entry["rollout_id"])

@@ -1,0 +1,126 @@
+"""What a report is made of: one run as plain data, whatever files it was read from.
+
+::
+
+    RUN/  ─ read_run ─▶  RunData  ─ sections ─▶  HTML
+
+Invariants
+* Times (`at`, spans) are seconds since the run's first sign of life.
+* What a run folder lacks is an empty field and a line in `missing`, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kbrl_async.runs.telemetry.system_metrics import SystemSample
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+
+TRAIN, BEFORE, AFTER = "train", "eval-before", "eval-after"
+ROUND = "eval-v"
+"""Begins the phase of an evaluation during training; the policy version follows."""
+STAGES = ("generate", "compile", "bench", "score", "train")
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Somebody's work on one task."""
+
+    stage: str
+    start: float
+    end: float
+    worker: str = ""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One scored turn of a rollout, in the order of scoring."""
+
+    stats: RolloutStats
+    phase: str = TRAIN
+    """`train`, `eval-before`, `eval-after`, or `eval-v5` for a round during training."""
+    group_id: str = ""
+    at: float | None = None
+    """When it was scored."""
+    asked: float | None = None
+    """When it was asked for."""
+    spans: tuple[Span, ...] = ()
+    task_id: str = ""
+    """Its key in the archive."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """One update of the policy."""
+
+    version: int
+    """That it made."""
+    at: float
+    start: float | None = None
+    """When the learner took the batch up."""
+    made: float | None = None
+    """When the batch was put together."""
+    group_ids: tuple[str, ...] = ()
+
+
+class Kernel(msgspec.Struct, frozen=True):
+    """The fastest verified kernel of a problem, beside what it replaces."""
+
+    problem_id: str
+    speedup: float
+    lo: float
+    hi: float
+    source: str = ""
+    reference: str = ""
+    file: str = ""
+    policy_version: int | None = None
+    rollout_id: str = ""
+    turn: int = 0
+    at: float | None = None
+    candidate_ms: float | None = None
+    reference_ms: float | None = None
+    baselines: Mapping[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
+    pairs: int | None = None
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """A warning or an error of a process."""
+
+    at: float
+    process: str
+    level: str
+    event: str
+    detail: str = ""
+
+
+class RunData(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module's docstring."""
+
+    name: str
+    summary: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    config: str = ""
+    """The resolved configuration as YAML."""
+    turns: Sequence[Turn] = ()
+    updates: Sequence[Update] = ()
+    system: Sequence[SystemSample] = ()
+    """`t` is seconds since the start here."""
+    curves: Mapping[str, Sequence[tuple[float, float]]] = msgspec.field(default_factory=dict)
+    """(update, value) of the learner's metrics."""
+    kernels: Sequence[Kernel] = ()
+    rules: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """How often each tripwire or check against cheating fired."""
+    log: Sequence[LogLine] = ()
+    log_count: int = 0
+    facts: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Hardware, toolchains, isolation and versions, as the run saw them."""
+    started_at: float = 0.0
+    """Epoch seconds of time 0."""
+    duration: float = 0.0
+    missing: Sequence[str] = ()
+
+    @property
+    def training(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.phase == TRAIN]
+
+    def phase(self, name: str) -> list[RolloutStats]:
+        return [turn.stats for turn in self.turns if turn.phase == name]

@@ -1,0 +1,215 @@
+"""A run folder becomes `RunData`: the archive where there is one, else what the journal, logs and metrics hold.
+
+::
+
+    rollouts.sqlite ─┐
+    aggregator.sqlite├─▶ turns, updates ─┐
+    logs/            ┘                   ├─▶ RunData
+    metrics/system.jsonl  summary.json   │
+    tensorboard/  kernels/  config.yaml ─┘
+
+Only reads. A file that is missing or torn costs its part of the report, and is named in `missing`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from kbrl_async.errors import UserError
+from kbrl_async.lab.report import archived
+from kbrl_async.lab.report.archived import Archived
+from kbrl_async.lab.report.clockwork import Clock
+from kbrl_async.lab.report.comparing import curves
+from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
+from kbrl_async.lab.report.journal import Journal, read_journal
+from kbrl_async.lab.report.kernels import read_kernels
+from kbrl_async.lab.report.logfiles import Logs, read_logs
+from kbrl_async.lab.report.model import RunData, Span, Turn, Update
+from kbrl_async.runs import summary
+from kbrl_async.runs.archive import archive
+from kbrl_async.runs.telemetry import logs
+from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
+
+POLICY_CURVES = ("loss", "entropy", "grad_norm", "mismatch_kl", "ess", "ratio_p99", "lr", "tokens_per_s")
+
+
+def read_run(path: Path) -> RunData:
+    """Everything that a report of `path` shows. UserError where it is no run folder."""
+    stored = archived.read_archive(path / archive.FILE)
+    journal = read_journal(path / JOURNAL_FILE)
+    config = _config(path / "config.yaml")
+    if not any((path / name).exists() for name in (archive.FILE, JOURNAL_FILE, "config.yaml")):
+        raise UserError(f"{path} is no run folder", "Give a folder that 'kbrl train' made")
+    log = read_logs(path / "logs")
+    samples = Tail(path / "metrics" / "system.jsonl").new()
+    result = _summary(path / "summary.json")
+    origin = min([sample.t for sample in samples[:1]] + [log.began or float("inf")] + _first(stored))
+    origin = origin if origin < float("inf") else 0.0
+    clock = _clock(journal, log, stored, origin)
+    turns = _turns(journal, stored, clock, origin)
+    updates = _updates(journal, stored, log, clock, origin)
+    system = [msgspec.structs.replace(sample, t=sample.t - origin) for sample in samples]
+    problems = str((config or {}).get("problems") or "")
+    return RunData(
+        name=str(result.get("run") or path.name),
+        summary=result,
+        config=_shown(config),
+        turns=turns,
+        updates=updates,
+        system=system,
+        curves=_curves(path, stored),
+        kernels=read_kernels(turns, path, stored.path if stored else None, problems),
+        rules=stored.rules if stored else {},
+        log=[msgspec.structs.replace(line, at=line.at - origin) for line in log.loud],
+        log_count=log.loud_count,
+        facts=_facts(stored, log),
+        started_at=origin,
+        duration=_duration(turns, updates, system),
+        missing=_missing(config, stored, journal, result, samples),
+    )
+
+
+def _first(stored: Archived | None) -> list[float]:
+    return [row.spans[0].queued for row in (stored.rows if stored else [])[:200] if row.spans and row.spans[0].queued]
+
+
+def _config(path: Path) -> dict[str, Any] | None:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _shown(config: dict[str, Any] | None) -> str:
+    """As YAML, secrets blanked."""
+    return yaml.safe_dump(dict(logs.redact(None, "", config)), sort_keys=False, allow_unicode=True) if config else ""
+
+
+def _summary(path: Path) -> summary.Summary:
+    try:
+        return summary.read(path)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _clock(journal: Journal | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
+    """From the run's own clock to seconds since `origin`."""
+    walls = {version: end for version, (_, end) in log.updated.items()}
+    walls |= {update.version: update.finished for update in (stored.updates if stored else []) if update.finished}
+    batches = journal.batches if journal else []
+    pairs = [(b.trained, walls[b.version]) for b in batches if b.trained is not None and b.version in walls]
+    if not pairs and stored:
+        pairs = [(row.clock, row.at) for row in stored.rows if row.clock]
+    return Clock([(run, wall - origin) for run, wall in pairs])
+
+
+def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origin: float) -> list[Turn]:
+    if journal is None or (stored and not journal.turns):
+        turns = archived.as_turns(stored.rows) if stored else []
+        return [_since(turn, origin) for turn in turns]
+    rows = archived.by_turn(stored.rows) if stored else {}
+    ages = _ages(journal)
+    out = []
+    for turn in journal.turns:
+        timed = msgspec.structs.replace(turn, at=clock(turn.at or 0.0))
+        row = rows.get((turn.stats.rollout_id, turn.stats.turn))
+        if row is not None:
+            timed = _since(archived.enriched(turn, row), origin)
+        elif (index := ages.get(turn.group_id)) is not None:
+            age = index - turn.stats.policy_version
+            timed = msgspec.structs.replace(timed, stats=msgspec.structs.replace(turn.stats, staleness=age))
+        out.append(timed)
+    return out
+
+
+def _ages(journal: Journal) -> dict[str, int]:
+    """The version that each group was trained on."""
+    return {
+        group_id: batch.index for batch in journal.batches if batch.trained is not None for group_id in batch.group_ids
+    }
+
+
+def _since(turn: Turn, origin: float) -> Turn:
+    spans = tuple(Span(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
+    at = None if turn.at is None else turn.at - origin
+    asked = None if turn.asked is None else turn.asked - origin
+    return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
+
+
+def _updates(journal: Journal | None, stored: Archived | None, log: Logs, clock: Clock, origin: float) -> list[Update]:
+    spans = dict(log.updated)
+    spans |= {u.version: (u.started, u.finished) for u in (stored.updates if stored else []) if u.finished}
+    groups = {batch.version: batch for batch in (journal.batches if journal else []) if batch.version is not None}
+    members = _members(stored)
+    versions = sorted(set(spans) | {version for version in groups if version is not None})
+    out = []
+    for version in versions:
+        batch, span = groups.get(version), spans.get(version)
+        trained = clock(batch.trained or 0.0) if batch else 0.0
+        out.append(
+            Update(
+                version,
+                span[1] - origin if span else trained,
+                span[0] - origin if span else None,
+                clock(batch.made) if batch else None,
+                batch.group_ids if batch else tuple(members.get(version - 1, ())),
+            )
+        )
+    return out
+
+
+def _members(stored: Archived | None) -> dict[int, dict[str, None]]:
+    """The groups that were trained on, by the version that they were trained on."""
+    members: dict[int, dict[str, None]] = defaultdict(dict)
+    for row in stored.rows if stored else ():
+        if row.trained_on is not None:
+            members[row.trained_on][row.group_id] = None
+    return members
+
+
+def _curves(path: Path, stored: Archived | None) -> Mapping[str, Sequence[tuple[float, float]]]:
+    """The learner's own metrics by update: from the archive, else from TensorBoard's files."""
+    if stored and stored.updates:
+        return {
+            name: [(float(u.version), u.metrics[name]) for u in stored.updates if name in u.metrics]
+            for name in POLICY_CURVES
+        }
+    found = curves(path, [f"policy/{name}" for name in POLICY_CURVES])
+    return {tag.removeprefix("policy/"): points for tag, points in found.items()}
+
+
+def _facts(stored: Archived | None, log: Logs) -> dict[str, str]:
+    facts = dict(log.facts)
+    if stored and stored.lost:
+        facts["turns that infrastructure lost"] = ", ".join(f"{n} {status}" for status, n in stored.lost.items())
+    return facts
+
+
+def _duration(turns: Sequence[Turn], updates: Sequence[Update], system: Sequence[SystemSample]) -> float:
+    ends = [turn.at or 0.0 for turn in turns] + [update.at for update in updates] + [s.t for s in system[-1:]]
+    return max(ends, default=0.0)
+
+
+def _missing(
+    config: dict[str, Any] | None,
+    stored: Archived | None,
+    journal: Journal | None,
+    result: Mapping[str, Any],
+    samples: Sequence[object],
+) -> list[str]:
+    lacks = {
+        "The run has no archive (rollouts.sqlite), as runs before it was introduced, or with archive.keep=none: single "
+        "rollouts have durations but no times of day, and rules that fired are not known.": stored is None,
+        "The aggregator's journal is missing or can't be read.": journal is None,
+        "The run has not ended: it has no summary.json, and these are the figures so far.": not result,
+        "metrics/system.jsonl is missing: queues and the business of processes are not known.": not samples,
+        "config.yaml is missing or can't be read.": config is None,
+    }
+    return [words for words, is_so in lacks.items() if is_so]

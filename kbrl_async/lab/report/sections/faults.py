@@ -1,0 +1,120 @@
+"""Where candidates end: the funnel, faults over time, and what was caught cheating."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.model import RunData, Turn
+from kbrl_async.lab.report.plots import Bar, row, rows, stacked, time_label, time_ticks
+from kbrl_async.lab.report.sections.columns import columns
+from kbrl_async.lab.report.sections.layout import figure, grid, section
+from kbrl_async.runs.archive.funnel import funnel
+
+COLUMNS = 36
+OUTCOMES = (
+    ("faster", "fast"), ("correct", "correct"), ("incorrect", "slow"), ("crashed", "c5"), ("no compile", "wrong"),
+    ("static check", "broken"), ("no code", "none"), ("cheating", "cheat"),
+)  # fmt: skip
+FAULTS = {
+    "incorrect": 2, "runtime_error": 3, "timeout": 3, "out_of_memory": 3, "illegal_access": 3, "compile_error": 4,
+    "static_violation": 5, "format_error": 6, "cheating": 7,
+}  # fmt: skip
+STEPS = {
+    "format": "has code",
+    "static": "static check",
+    "compile": "compiles",
+    "small_inputs": "small inputs",
+    "full_inputs": "full inputs",
+    "timing": "timed",
+}
+
+
+def make(run: RunData) -> Markup:
+    if not run.training:
+        return Markup("")
+    intro = (
+        "Every candidate passes the same steps and leaves at the first that it fails. What is ours to answer for, such "
+        "as a lost worker, is never scored."
+    )
+    charts = grid([_funnel(run), _over_time(run), _counts(run)])
+    return section("faults", "Faults and cheating", intro, charts, _rules(run))
+
+
+def _funnel(run: RunData) -> Markup:
+    steps = funnel(turn.stats.funnel for turn in run.training) or run.summary.get("funnel") or {}
+    if not steps:
+        return Markup("")
+    whole = max(step["entered"] for step in steps.values()) or 1
+    made = []
+    for name, step in steps.items():
+        entered, passed = step["entered"], step["passed"]
+        bars = [
+            Bar(0, 100 * passed / whole, "correct s5"),
+            Bar(100 * passed / whole, 100 * entered / whole, "wrong s3"),
+        ]
+        tip = f"{passed:,.0f} of {entered:,.0f} passed; {numbers.seconds(step['seconds'])} in all"
+        made.append(
+            row(STEPS.get(name, name), bars, value=f"−{entered - passed:,.0f}" if entered > passed else "0", tip=tip)
+        )
+    return figure("Funnel", "passed (green) and failed at each step", rows(made, label="funnel", kind="bars"))
+
+
+def outcome(turn: Turn) -> int:
+    """Index into `OUTCOMES`."""
+    stats = turn.stats
+    if stats.fault in FAULTS:
+        return FAULTS[stats.fault]
+    return 0 if stats.fast else 1 if stats.correct else 2
+
+
+def _over_time(run: RunData) -> Markup:
+    found = columns(run, COLUMNS)
+    if len(found) < 2:
+        return Markup("")
+    counts = [(column.at, Counter(map(outcome, column.turns))) for column in found]
+    shares = [(at, [float(count[k]) for k in range(len(OUTCOMES))]) for at, count in counts]
+    chart = stacked(
+        OUTCOMES,
+        shares,
+        label="outcomes over time",
+        x_format=time_label,
+        x_ticks=time_ticks(run.duration, 5, found[0].at),
+    )
+    return figure("Outcomes over time", "share of the rollouts of an update", chart)
+
+
+def _counts(run: RunData) -> Markup:
+    found = Counter(map(outcome, run.training))
+    most = max(found.values())
+    made = [
+        row(
+            name,
+            [Bar(0, 100 * found[i] / most, f"{class_} s5")] if found[i] else [],
+            value=f"{found[i]:,}",
+            tip=numbers.percent(found[i] / len(run.training)),
+        )
+        for i, (name, class_) in enumerate(OUTCOMES)
+    ]
+    return figure(
+        "Outcomes",
+        f"of {numbers.count(len(run.training), 'training rollout')}",
+        rows(made, label="outcomes", kind="bars"),
+    )
+
+
+def _rules(run: RunData) -> Content:
+    """What fired, where the archive knows."""
+    if not run.rules:
+        return ""
+    lines = [
+        element("tr", element("td", rule, class_="w"), element("td", f"{count:,}", class_="n"))
+        for rule, count in run.rules.items()
+    ]
+    head = element("tr", element("th", "check that fired"), element("th", "turns", class_="n"))
+    return figure(
+        "Checks",
+        "the commonest, evaluation included",
+        element("div", element("table", element("thead", head), element("tbody", join(lines))), class_="scroll"),
+    )

@@ -1,0 +1,115 @@
+"""The fastest kernels: their speedups as intervals against 1×, a table to sort, and their source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.highlight import source
+from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.model import Kernel, RunData
+from kbrl_async.lab.report.plots import Bar, Mark, Scale, axis_row, row, rows
+from kbrl_async.lab.report.sections.layout import figure, section
+
+MOST_INTERVALS, MOST_ROWS, MOST_SOURCES = 60, 300, 24
+WIDEST = 2.0
+"""Factor by which the axis goes beyond the slowest and the fastest kernel; intervals are cut there."""
+
+
+def make(run: RunData) -> Markup:
+    if not run.kernels:
+        return Markup("")
+    faster = sum(kernel.lo > 1 for kernel in run.kernels)
+    intro = (
+        f"The best correct kernel of each of {numbers.count(len(run.kernels), 'problem')}, ranked by the lower end of "
+        f"its speedup's 95\u00a0% interval. Faster than the reference, the whole interval above 1×: {faster or 'none'}."
+    )
+    return section("kernels", "Kernels", intro, _forest(run.kernels), _table(run), _sources(run.kernels))
+
+
+def _forest(kernels: Sequence[Kernel]) -> Markup:
+    shown = kernels[:MOST_INTERVALS]
+    scale = Scale.logarithmic([*_ends(shown), 0.5, 2.0], 0.0, 100.0)
+    one = scale.percent(1.0)
+    made = [_interval(kernel, scale, one) for kernel in shown]
+    axis = [(scale.percent(tick), f"{tick:g}×") for tick in scale.ticks()]
+    left = f" The first {MOST_INTERVALS} of {len(kernels)}." if len(kernels) > MOST_INTERVALS else ""
+    note = f"median of paired runs over the reference, and its 95 % interval; logarithmic.{left}"
+    return figure("Speedups", note, rows([*made, axis_row(axis)], label="speedup intervals", kind="bare thin forest"))
+
+
+def _ends(kernels: Sequence[Kernel]) -> list[float]:
+    """Of the intervals; one that says nothing (a bench that was disturbed all the time) does not stretch the axis."""
+    least, most = min(kernel.speedup for kernel in kernels), max(kernel.speedup for kernel in kernels)
+    return [min(most * WIDEST, max(least / WIDEST, end)) for kernel in kernels for end in (kernel.lo, kernel.hi)]
+
+
+def _interval(kernel: Kernel, scale: Scale, one: float) -> Markup:
+    class_ = "fast" if kernel.lo > 1 else "slow" if kernel.hi >= 1 else "wrong"
+    bar = Bar(scale.percent(kernel.lo), max(scale.percent(kernel.hi), scale.percent(kernel.lo)), f"{class_} s3")
+    tip = f"{kernel.problem_id}: {numbers.times(kernel.speedup)} ({_between(kernel)})"
+    mark = Mark(scale.percent(kernel.speedup), class_)
+    return row(kernel.problem_id, [bar], value=numbers.times(kernel.speedup), marks=[mark], guides=[one], tip=tip)
+
+
+def _between(kernel: Kernel) -> str:
+    return f"{numbers.times(kernel.lo)} … {numbers.times(kernel.hi)}"
+
+
+def _table(run: RunData) -> Markup:
+    baselines = sorted({name for kernel in run.kernels for name in kernel.baselines})
+    has_times = any(kernel.candidate_ms is not None for kernel in run.kernels)
+    heads = [("problem", ""), ("speedup", "n"), ("95 % interval", "n")]
+    heads += [("kernel", "n"), ("reference", "n")] if has_times else []
+    heads += [(f"over {name}", "n") for name in baselines] + [("policy", "n"), ("found at", "n"), ("rollout", "")]
+    head = element(
+        "tr",
+        join(element("th", name, class_=class_ or None, data_sort=str(i)) for i, (name, class_) in enumerate(heads)),
+    )
+    body = [_line(kernel, baselines, has_times) for kernel in run.kernels[:MOST_ROWS]]
+    made = element("table", element("thead", head), element("tbody", join(body)), class_="sortable")
+    left = f"the first {MOST_ROWS} of {len(run.kernels):,}" if len(run.kernels) > MOST_ROWS else ""
+    return figure("Leaderboard", left, element("div", made, class_="scroll tall"))
+
+
+def _line(kernel: Kernel, baselines: Sequence[str], has_times: bool) -> Markup:
+    who = f"{kernel.rollout_id}{f' turn {kernel.turn + 1}' if kernel.turn else ''}"
+    values: list[tuple[Content, float | None]] = [
+        (numbers.times(kernel.speedup), kernel.speedup),
+        (_between(kernel), kernel.lo),
+    ]
+    if has_times:
+        values += [(numbers.milliseconds(ms), ms) for ms in (kernel.candidate_ms, kernel.reference_ms)]
+    values += [
+        (_over(kernel, name), kernel.baselines[name][0] if name in kernel.baselines else None) for name in baselines
+    ]
+    version = None if kernel.policy_version is None else float(kernel.policy_version)
+    values += [(f"v{kernel.policy_version}", version), (numbers.seconds(kernel.at), kernel.at)]
+    cells = [element("td", shown, class_="n", data_v="" if key is None else f"{key:.6g}") for shown, key in values]
+    return element("tr", element("td", kernel.problem_id), *cells, element("td", who))
+
+
+def _over(kernel: Kernel, name: str) -> str:
+    return numbers.times(kernel.baselines[name][0]) if name in kernel.baselines else "–"
+
+
+def _sources(kernels: Sequence[Kernel]) -> Markup:
+    shown = [kernel for kernel in kernels if kernel.source][:MOST_SOURCES]
+    if not shown:
+        return Markup("")
+    parts = [_source(kernel, is_open=number == 0) for number, kernel in enumerate(shown)]
+    return element("h3", "Source beside the reference") + join(parts)
+
+
+def _source(kernel: Kernel, *, is_open: bool) -> Markup:
+    said = f"{numbers.times(kernel.speedup)}  ({_between(kernel)})"
+    head = element("summary", element("b", kernel.problem_id), " ", element("small", said))
+    sides = [
+        _side("kernel" + (f", in {kernel.file}" if kernel.file else ""), kernel.source),
+        _side("reference", kernel.reference),
+    ]
+    return element("details", head, element("div", *sides, class_="pair"), open=is_open)
+
+
+def _side(title: str, text: str) -> Markup:
+    return element("div", element("h4", title), source(text))

@@ -1,0 +1,80 @@
+"""What the run was and came to, in figures that fit on one screen."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.model import RunData
+from kbrl_async.runs.summary import tenths
+from kbrl_async.runs.telemetry.training_metrics import outcome_rates
+
+
+def make(run: RunData) -> Markup:
+    began = datetime.fromtimestamp(run.started_at, UTC).strftime("%Y-%m-%d %H:%M UTC") if run.started_at else ""
+    what = [began, f"{numbers.seconds(run.duration)} in all" if run.duration else "", *_settings(run)]
+    line = element("p", " · ".join(word for word in what if word), class_="subtitle")
+    return element(
+        "header", element("p", "Run report", class_="kicker"), element("h1", run.name), line, _tiles(run), _notes(run)
+    )
+
+
+def _settings(run: RunData) -> list[str]:
+    found = dict(line.split(": ", 1) for line in run.config.splitlines() if ": " in line and not line.startswith(" "))
+    wanted = (("model_name", "model {}"), ("backend", "backend {}"), ("loss", "loss {}"), ("mode", "{}"))
+    return [words.format(found[key].replace("_", " ")) for key, words in wanted if key in found]
+
+
+def _tiles(run: RunData) -> Markup:
+    stats = [turn.stats for turn in run.training]
+    first, last = (outcome_rates(part) for part in tenths(stats)) if stats else ({}, {})
+    s = run.summary
+    best = run.kernels[0] if run.kernels else None
+    tiles = [
+        _tile("correct", numbers.percent(last.get("correct_rate")), _from(numbers.percent(first.get("correct_rate")))),
+        _tile(
+            "faster than reference", numbers.percent(last.get("fast_1")), _from(numbers.percent(first.get("fast_1")))
+        ),
+        _tile("reward", numbers.plain(last.get("reward_mean")), _from(numbers.plain(first.get("reward_mean")))),
+        _tile(
+            "best kernel",
+            numbers.times(best.speedup if best else None),
+            best.problem_id if best else "none correct yet",
+        ),
+        _tile("updates", numbers.plain(len(run.updates)), _rate(run)),
+        _tile("rollouts", numbers.plain(float(len(stats))), _groups(s)),
+    ]
+    return element("div", *tiles, class_="tiles")
+
+
+def _tile(name: str, value: str, note: str) -> Markup:
+    return element("div", element("span", name), element("b", value), element("small", note), class_="tile")
+
+
+def _from(first: str) -> str:
+    return f"last tenth of the rollouts; first tenth {first}"
+
+
+def _rate(run: RunData) -> str:
+    rate = run.summary.get("updates_per_hour")
+    oldest = max((turn.stats.staleness or 0 for turn in run.training), default=0)
+    said = f"{rate:.0f} an hour; " if rate else ""
+    return f"{said}oldest data {numbers.count(oldest, 'version')} behind"
+
+
+def _groups(summary: Any) -> str:
+    if "groups_admitted" not in summary:
+        return "so far"
+    ends = {name: summary.get(f"groups_{name}") for name in ("trained", "filtered", "dropped_stale", "failed")}
+    said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in ends.items() if count)
+    mark = "" if summary.get("groups_add_up", True) else " (these do not add up)"
+    return f"{summary['groups_admitted']} groups: {said or 'none ended'}{mark}"
+
+
+def _notes(run: RunData) -> Content:
+    if not run.missing:
+        return ""
+    title = element("b", "What this report lacks")
+    return element("aside", title, element("ul", join(element("li", words) for words in run.missing)), class_="note")

@@ -1,0 +1,89 @@
+"""What refinement turns bring, where rollouts take several."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.markup import Markup
+from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.plots import Bar, Line, Mark, axis_row, legend, line_chart, row, rows
+from kbrl_async.lab.report.sections.layout import figure, grid, section
+from kbrl_async.runs.telemetry import turn_metrics
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
+
+MOST_TURNS = 16
+THIRDS = 3
+
+
+def make(run: RunData) -> Markup:
+    stats = [turn.stats for turn in run.training]
+    if not any(s.turn for s in stats):
+        return Markup("")
+    written = kernels(stats)
+    rollouts = len({s.rollout_id for s in written})
+    repaired = turn_metrics.compile_fix_rate(written)
+    said = (
+        ""
+        if repaired is None
+        else f" {numbers.percent(repaired)} of first compile errors are repaired in the next turn."
+    )
+    intro = (
+        f"{numbers.count(rollouts, 'rollout')} of {len(written) / max(1, rollouts):.1f} turns on average: after each "
+        f"turn the policy is told what happened and tries again.{said}"
+    )
+    key = legend([("none", "first third of the run"), ("c3", "last third")])
+    correct = _by_turn(written, "correct_rate", "Correct by turn")
+    compiles = _by_turn(written, "compile_rate", "Compiles by turn")
+    return section("turns", "Refinement turns", intro, key, grid([correct, compiles, _success(written)]))
+
+
+def _thirds(stats: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:
+    size = max(1, len(stats) // THIRDS)
+    return stats[:size], stats[-size:]
+
+
+def _by_turn(stats: Sequence[RolloutStats], rate: str, title: str) -> Markup:
+    first, last = map(_by_number, _thirds(stats))
+    made = [
+        _dumbbell(number, outcome_rates(first.get(number, [])).get(rate), outcome_rates(last.get(number, [])).get(rate))
+        for number in sorted(set(first) | set(last))[:MOST_TURNS]
+    ]
+    axis = ((0.0, "0"), (50.0, "50"), (100.0, "100 %"))
+    return figure(title, "share of the turns", rows([*made, axis_row(axis)], label=title, kind="bare thin"))
+
+
+def _dumbbell(number: int, before: float | None, after: float | None) -> Markup:
+    ends = sorted(value for value in (before, after) if value is not None)
+    marks = [Mark(100 * v, c) for v, c in ((before, "none open"), (after, "c3")) if v is not None]
+    bars = [Bar(100 * ends[0], 100 * ends[-1], "c3 s2")]
+    tip = f"turn {number + 1}: {numbers.percent(before)} in the first third, {numbers.percent(after)} in the last"
+    return row(f"turn {number + 1}", bars, marks=marks, value=numbers.percent(after), tip=tip)
+
+
+def _by_number(stats: Sequence[RolloutStats]) -> dict[int, list[RolloutStats]]:
+    found: dict[int, list[RolloutStats]] = defaultdict(list)
+    for s in stats:
+        found[s.turn].append(s)
+    return found
+
+
+def _success(stats: Sequence[RolloutStats]) -> Markup:
+    """How many rollouts have a correct kernel by their n-th turn, early and late in the run."""
+    first, last = _thirds(stats)
+    lines = [
+        Line(name, _solved(part), colour, dots=True)
+        for name, colour, part in (("first third", "c8", first), ("last third", "c3", last))
+    ]
+    chart = line_chart(lines, label="solved by turn", y_format=numbers.percent, y_ends=(0.0, 1.0), labels="names")
+    return figure("Solved within n turns", "share of rollouts with a correct kernel by then", chart)
+
+
+def _solved(stats: Sequence[RolloutStats]) -> list[tuple[float, float]]:
+    rollouts = turn_metrics.trajectories(stats)
+    longest = max((len(rollout) for rollout in rollouts), default=0)
+    return [
+        (float(n), sum(any(turn.correct for turn in rollout[:n]) for rollout in rollouts) / len(rollouts))
+        for n in range(1, longest + 1)
+    ]

@@ -1,0 +1,44 @@
+"""What a run's configuration means for the small policy: how it is made, and the corpus that it can be taught by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kbrl_async.lab.small_policy.author import CAREFUL
+from kbrl_async.lab.small_policy.corpus import examples
+from kbrl_async.lab.small_policy.making import Progress, SmallPolicyOptions, ensure_small_policy
+from kbrl_async.runs.config import Config
+
+
+def ensure(config: Config, cache: Path, told: Progress, device: str) -> Path:
+    """The small policy's folder, made now where the cache has none. `told(what, share)` hears of it, and may raise."""
+    return ensure_small_policy(cache, small_options(config), told, device)
+
+
+def small_options(config: Config) -> SmallPolicyOptions:
+    sft = config.sft
+    return SmallPolicyOptions(
+        examples=sft.examples,
+        prompt_option=config.prompt_option,
+        hidden_size=sft.hidden_size,
+        layers=sft.layers,
+        heads=sft.heads,
+        vocab_size=sft.vocab_size,
+        context=sft.context,
+        max_seconds=sft.max_seconds,
+        steps=sft.steps,
+        batch_tokens=sft.batch_tokens,
+        learning_rate=sft.lr,
+        turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
+        verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
+        backend=config.backend,
+        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
+    )
+
+
+def right_answers(config: Config) -> list[tuple[str, str]]:
+    """Prompts with answers without a slip: to the suite's training problems and to ones like them."""
+    count = config.demonstrations.examples
+    seed, option = config.seed + 1, config.prompt_option
+    drawn = examples(seed, count, habits=CAREFUL, prompt_option=option, backend=config.backend)
+    return [(example.prompt, example.answer) for example in drawn]

@@ -1,0 +1,199 @@
+"""Matrix products: linear layers with an epilogue, feed-forward blocks, attention of one head."""
+
+from __future__ import annotations
+
+from kbrl_async.lab.small_policy.author import Author
+from kbrl_async.lab.small_policy.cuda.source import (
+    ITEM,
+    LARGEST,
+    TOTAL,
+    CudaAnswer,
+    Group,
+    chain_function,
+    items,
+    launch,
+)
+from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
+from kbrl_async.lab.small_policy.families.linear import Linear
+from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.ops import c_lines
+
+TILE = 64
+
+
+class Product:
+    """`y = x wᵀ + d` and what follows each element `v` of it, as one kernel."""
+
+    def __init__(self, author: Author, bias: bool, epilogue: list[str], extra: str = "") -> None:
+        self._author, self._bias, self._epilogue = author, bias, epilogue
+        bias_parameter = "const float *d, " if bias else ""
+        self.head = f"const float *x, const float *w, {bias_parameter}{extra}float *out, long m, long n, long k"
+        self.is_tiled = author.is_fast()
+
+    def kernel(self, name: str) -> list[str]:
+        body = self._tiled() if self.is_tiled else self._plain()
+        return [f"__global__ void {name}({self.head}) {{", *indent(body, 1), "}"]
+
+    def grid(self, rows: str, columns: str) -> str:
+        if self.is_tiled:
+            right = f"(({columns} + 63) // 64, ({rows} + 63) // 64)"
+            return self._author.slip("argument", right, f"({columns} // 64, {rows} // 128)")
+        return items(self._author, f"({rows} * {columns})")
+
+    def _finish(self, value: str) -> list[str]:
+        start = self._author.slip("start", f"{value} + d[j]", value) if self._bias else value
+        put = statement(self._author, "out[i * n + j] = v;", ("out", "y"))
+        return [f"float v = {start};", *self._epilogue, put]
+
+    def _plain(self) -> list[str]:
+        author = self._author
+        weight = author.slip("index", "w[j * k + p]", "w[p * n + j]")
+        return [
+            ITEM.replace("i =", "t =", 1),
+            f"if ({author.slip('bound', 't >= m * n', 't >= m * n / 2')}) return;",
+            "long i = t / n, j = t % n;",
+            "float s = 0.0f;",
+            f"for (long p = 0; {author.slip('bound', 'p < k', 'p < k - 1')}; p++) s += x[i * k + p] * {weight};",
+            *self._finish("s"),
+        ]
+
+    def _tiled(self) -> list[str]:
+        author = self._author
+        inner = author.slip("index", "b[q][4 * tx + z]", "b[q][tx + z]")
+        end = author.slip("bound", "p < k", "p < k - 16")
+        return [
+            "__shared__ float a[16][65], b[16][65];",
+            "int t = threadIdx.x, tx = t % 16, ty = t / 16;",
+            "long row = blockIdx.y * 64L, col = blockIdx.x * 64L;",
+            "float acc[4][4] = {};",
+            f"for (long p = 0; {end}; p += 16) {{",
+            "    for (int e = t; e < 1024; e += 256) {",
+            "        long r = e / 16, c = p + e % 16;",
+            "        a[e % 16][r] = row + r < m && c < k ? x[(row + r) * k + c] : 0.0f;",
+            "        b[e % 16][r] = col + r < n && c < k ? w[(col + r) * k + c] : 0.0f;",
+            "    }",
+            "    __syncthreads();",
+            "    for (int q = 0; q < 16; q++) {",
+            "        for (int u = 0; u < 4; u++) {",
+            f"            for (int z = 0; z < 4; z++) acc[u][z] += a[q][4 * ty + u] * {inner};",
+            "        }",
+            "    }",
+            *([author.slip("syntax", "    __syncthreads();", "    __syncthreads()")]),
+            "}",
+            "for (int u = 0; u < 4; u++) {",
+            "    for (int z = 0; z < 4; z++) {",
+            "        long i = row + 4 * ty + u, j = col + 4 * tx + z;",
+            "        if (i >= m || j >= n) continue;",
+            *indent(self._finish("acc[u][z]"), 2),
+            "    }",
+            "}",
+        ]
+
+
+def linear(spec: Linear, author: Author) -> CudaAnswer:
+    join = [author.slip("formula", "v = v + e[i * n + j];", "v = v - e[i * n + j];")] if spec.residual else []
+    extra = "const float *e, " if spec.residual else ""
+    # In a tile `e` counts loads, but in a scope of its own.
+    product = Product(author, spec.bias, [*join, *c_lines(spec.steps, author)], extra)
+    tensors = [
+        "x",
+        "self.linear.weight",
+        *(["self.linear.bias"] if spec.bias else []),
+        *(["y"] if spec.residual else []),
+    ]
+    forward = (
+        "m, k, n = x.shape[0], x.shape[1], self.linear.weight.shape[0]",
+        "out = torch.empty(m, n, device=x.device)",
+        launch("run", product.grid("m", "n"), *tensors, "out", "m", "n", "k"),
+    )
+    return CudaAnswer(tuple(product.kernel("run")), forward)
+
+
+def perceptron(spec: Perceptron, author: Author) -> CudaAnswer:
+    """Products in one kernel, what is between them in another."""
+    product = Product(author, True, [])
+    gate = author.slip("formula", "f(t[i]) * s[i]", "f(t[i]) + s[i]") if spec.gated else "f(t[i])"
+    pointers = "float *t, const float *s, long n" if spec.gated else "float *t, long n"
+    mix = [f"__global__ void mix({pointers}) {{", "    " + ITEM, f"    if (i < n) t[i] = {gate};", "}"]
+    add = [
+        "__global__ void add(const float *x, float *out, long n) {",
+        "    " + ITEM,
+        "    if (i < n) " + author.slip("formula", "out[i] += x[i];", "out[i] -= x[i];"),
+        "}",
+    ]
+    up, down = product.grid("m", "n"), product.grid("m", "k")
+    forward = [
+        "m, k, n = x.shape[0], x.shape[1], self.up.weight.shape[0]",
+        "t = torch.empty(m, n, device=x.device)",
+        launch("dense", up, "x", "self.up.weight", "self.up.bias", "t", "m", "n", "k"),
+    ]
+    if spec.gated:
+        forward += [
+            "s = torch.empty_like(t)",
+            launch("dense", up, "x", "self.gate.weight", "self.gate.bias", "s", "m", "n", "k"),
+        ]
+    forward += [
+        launch("mix", items(author, "(m * n)"), "t", *(["s"] if spec.gated else []), "m * n"),
+        "out = torch.empty_like(x)",
+        launch("dense", down, "t", "self.down.weight", "self.down.bias", "out", *_down(author)),
+        *([launch("add", "(m * k + 255) // 256", "x", "out", "m * k")] if spec.residual else []),
+    ]
+    kernels = ("dense", "mix", *(["add"] if spec.residual else []))
+    source = (
+        *product.kernel("dense"),
+        *chain_function(spec.steps, author),
+        *mix,
+        *(add if spec.residual else []),
+    )
+    return CudaAnswer(source, tuple(forward), kernels)
+
+
+def _down(author: Author) -> tuple[str, str, str]:
+    return ("m", "n", "k") if author.slip("argument", "", "wrong") else ("m", "k", "n")
+
+
+def attention(spec: Attention, author: Author) -> CudaAnswer:
+    """A block a query (fast), or a thread a query (slow); the row of scores lies in global memory."""
+    group = Group(author.is_fast())
+    scale = author.slip("formula", "/ sqrtf((float)d)", "/ d", "* sqrtf((float)d)")
+    limit = "r + 1" if spec.causal else "rows"
+    cols = author.slip("bound", limit, f"{limit} - 1" if spec.causal else "rows / 2")
+    exp = author.style("exp", "expf")
+    key = author.slip("index", "k[c * d + p]", "k[p * d + c]")
+    mean = author.slip("formula", "v / s", "v")
+    columns = "threadIdx.x; p < d; p += blockDim.x" if group.together else "0; p < d; p++"
+    body = [
+        *group.prologue(author),
+        f"long cols = {cols};",
+        "float *b = a + r * rows;",
+        *group.loop(
+            "float v = 0.0f;",
+            f"for (long p = 0; p < d; p++) v += q[r * d + p] * {key};",
+            statement(author, f"b[c] = v {scale};"),
+        ),
+        "float m = -INFINITY;",
+        *group.loop("m = fmaxf(m, b[c]);"),
+        *group.max(),
+        f"float s = {author.slip('start', '0.0f', '1.0f')};",
+        *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"),
+        *group.sum(),
+        f"for (long p = {columns}) {{",
+        "    float v = 0.0f;",
+        "    for (long c = 0; c < cols; c++) v += b[c] * x[c * d + p];",
+        f"    out[r * d + p] = {mean};",
+        "}",
+    ]
+    source = (
+        *group.helpers(LARGEST, TOTAL),
+        "__global__ void run(const float *q, const float *k, const float *x, float *a, float *out,",
+        "        long rows, long d) {",
+        *indent(body, 1),
+        "}",
+    )
+    forward = (
+        "rows, d = q.shape",
+        "out = torch.empty_like(q)",
+        "a = torch.empty(rows, rows, device=q.device)",
+        launch("run", group.grid(author, "rows"), "q", "k", "v", "a", "out", "rows", "d", block=group.block),
+    )
+    return CudaAnswer(source, forward)

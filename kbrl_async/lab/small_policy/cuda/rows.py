@@ -1,0 +1,113 @@
+"""Row-wise work: a thread a row (slow), or a block a row with its threads' sums joined (fast)."""
+
+from __future__ import annotations
+
+from kbrl_async.lab.small_policy.author import Author
+from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, CudaAnswer, Group, launch
+from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce
+from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.ops import c_lines
+
+MAXIMUM = "m = fmaxf(m, b[c]);"
+
+
+def norm(spec: RowNorm, author: Author) -> CudaAnswer:
+    group = Group(author.is_fast())
+    members = [member.split(" ")[0] for member in spec.module().members]
+    tensors = ["x", *(["y"] if spec.residual else []), *members, "out"]
+    letters = ["x", *(["y"] if spec.residual else []), *"wd"[: len(members)]]
+    parameters = ", ".join(f"const float *{letter}" for letter in letters)
+    join = [author.slip("formula", "v = v + y[r * cols + c];", "v = v + y[c];")] if spec.residual else []
+    read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
+    compute, last = _statistics(spec.kind, author, group)
+    body = [
+        *group.prologue(author),
+        f"float *b = out + r * {author.slip('index', 'cols', 'rows')};",
+        *group.loop(
+            f"float v = {read};", *join, *c_lines(spec.before, author), statement(author, "b[c] = v;", ("b", "o"))
+        ),
+        *compute,
+        *group.loop(f"float v = {last};", *c_lines(spec.after, author), "b[c] = v;"),
+    ]
+    helpers = (LARGEST, TOTAL) if "softmax" in spec.kind else (TOTAL,)
+    source = (
+        *group.helpers(*helpers),
+        f"__global__ void run({parameters}, float *out, long rows, long cols) {{",
+        *indent(body, 1),
+        "}",
+    )
+    return CudaAnswer(source, ("out = torch.empty_like(x)", *_launched(author, group, tensors)))
+
+
+def _launched(author: Author, group: Group, tensors: list[str]) -> tuple[str, ...]:
+    sizes = author.slip("argument", "rows, cols = x.shape", "cols, rows = x.shape")
+    return sizes, launch("run", group.grid(author, "rows"), *tensors, "rows", "cols", block=group.block)
+
+
+def _statistics(kind: str, author: Author, group: Group) -> tuple[list[str], str]:
+    """Lines that compute the row's statistics from `b`, and the expression that normalises `b[c]`."""
+    total = f"float s = {author.slip('start', '0.0f', '1.0f')};"
+    exp = author.style("exp", "expf")
+    if kind in ("softmax", "log_softmax"):
+        start = author.slip("start", "float m = -INFINITY;", "float m = 1e30f;")
+        top = [start, *group.loop(MAXIMUM), *group.max()]
+        if kind == "softmax":
+            last = author.slip("formula", "b[c] / s", "b[c]", "b[c] * s")
+            return [*top, total, *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"), *group.sum()], last
+        last = author.slip("formula", "b[c] - m - logf(s)", "b[c] - logf(s)", "b[c] - m + logf(s)")
+        return [*top, total, *group.loop(f"s += {exp}(b[c] - m);"), *group.sum()], last
+    if kind == "layer_norm":
+        spread = author.slip("formula", "(b[c] - u) * (b[c] - u)", "b[c] * b[c]")
+        root = author.slip("formula", "sqrtf(q / cols + 1e-5f)", "sqrtf(q + 1e-5f)", "(q / cols + 1e-5f)")
+        mean = [total, *group.loop("s += b[c];"), *group.sum(), "float u = s / cols;"]
+        variance = ["float q = 0.0f;", *group.loop(f"q += {spread};"), *group.sum("q"), f"float k = 1.0f / {root};"]
+        return [*mean, *variance], "(b[c] - u) * k * w[c] + d[c]"
+    squares = [total, *group.loop("s += b[c] * b[c];"), *group.sum()]
+    if kind == "rms_norm":
+        root = author.slip("formula", "sqrtf(s / cols + 1e-6f)", "sqrtf(s + 1e-6f)", "(s / cols + 1e-6f)")
+        return [*squares, f"float k = 1.0f / {root};"], "b[c] * k * w[c]"
+    root = author.slip("formula", "sqrtf(s)", "s")
+    return [*squares, f"float k = 1.0f / ({root} + 1e-6f);"], "b[c] * k"
+
+
+def reduce(spec: RowReduce, author: Author) -> CudaAnswer:
+    group = Group(author.is_fast())
+    read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
+    item = [f"float v = {read};", *c_lines(spec.before, author)]
+    body = [*group.prologue(author), *_reduction(spec.kind, author, group, item), "float v = s;"]
+    body += c_lines(spec.after, author)
+    put = statement(author, "out[r] = v;", ("out", "y"))
+    body += [f"if (threadIdx.x == 0) {put}" if group.together else put]
+    helpers = {"max": (LARGEST,), "logsumexp": (LARGEST, TOTAL)}.get(spec.kind, (TOTAL,))
+    source = (
+        *group.helpers(*helpers),
+        "__global__ void run(const float *x, float *out, long rows, long cols) {",
+        *indent(body, 1),
+        "}",
+    )
+    forward = ("out = torch.empty(x.shape[0], device=x.device)", *_launched(author, group, ["x", "out"]))
+    return CudaAnswer(source, forward)
+
+
+def _reduction(kind: str, author: Author, group: Group, item: list[str]) -> list[str]:
+    """Lines that leave the row's number in `s`."""
+    zero = f"float s = {author.slip('start', '0.0f', '1.0f')};"
+    top = [
+        f"float m = {author.slip('start', '-INFINITY', '1e30f')};",
+        *group.loop(*item, author.slip("formula", "m = fmaxf(m, v);", "m = fminf(m, v);")),
+        *group.max(),
+    ]
+    if kind == "max":
+        return [*top, "float s = m;"]
+    if kind == "logsumexp":
+        exp = author.style("exp", "expf")
+        finish = author.slip("formula", "s = m + logf(s);", "s = logf(s);")
+        return [*top, zero, *group.loop(*item, f"s += {exp}(v - m);"), *group.sum(), finish]
+    add = statement(author, "s += v * v;" if kind == "norm" else "s += v;", ("s", "sum"))
+    summed = [zero, *group.loop(*item, add), *group.sum()]
+    if kind == "std":
+        spread = ["float q = 0.0f;", *group.loop(*item, "q += (v - u) * (v - u);"), *group.sum("q")]
+        root = author.slip("formula", "s = sqrtf(q / (cols - 1));", "s = sqrtf(q / cols * 2);", "s = q / (cols - 1);")
+        return [*summed, "float u = s / cols;", *spread, root]
+    ways = {"sum": (), "mean": ("s = s / cols;", "s = s / rows;"), "norm": ("s = sqrtf(s);", "s = s;")}[kind]
+    return [*summed, *([author.slip("formula", *ways)] if ways else [])]

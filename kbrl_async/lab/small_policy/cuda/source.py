@@ -1,0 +1,130 @@
+"""How an answer in CUDA is laid out as text, and the pieces that several families share.
+
+As in C every line stands alone, so that the small policy's tokenizer merges whole lines.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kbrl_async.lab.small_policy.author import Author
+from kbrl_async.lab.small_policy.families.source import Module, indent
+from kbrl_async.lab.small_policy.ops import Step, c_lines
+
+ITEM = "long i = blockIdx.x * (long)blockDim.x + threadIdx.x;"
+"""One thread an item."""
+BLOCK = 256
+
+
+class CudaAnswer(msgspec.Struct, frozen=True):
+    """The CUDA side: device code, the statements of `ModelNew.forward`, and the kernels that they launch."""
+
+    source: tuple[str, ...]
+    forward: tuple[str, ...]
+    kernels: tuple[str, ...] = ("run",)
+
+
+def render(module: Module, answer: CudaAnswer, author: Author) -> str:
+    """The policy's response: a fenced Python file that defines `ModelNew`."""
+    closing = author.slip("fence", "```\n", "")
+    lines = [
+        "```python",
+        "import torch",
+        "import torch.nn as nn",
+        "from kbrl_async.launch import cuda_kernel",
+        'SOURCE = r"""',
+        "#include <math.h>",
+        *answer.source,
+        '"""',
+        "class ModelNew(nn.Module):",
+        f"    def __init__({', '.join(('self', *module.init_arguments))}):",
+        "        super().__init__()",
+        *indent(module.members, 2),
+        *(f'        self.{name} = cuda_kernel(SOURCE, "{name}")' for name in answer.kernels),
+        f"    def forward({', '.join(('self', *module.arguments))}):",
+        *indent(answer.forward, 2),
+        "        return out",
+    ]
+    return "\n".join(lines) + "\n" + closing
+
+
+def chain_function(steps: tuple[Step, ...], author: Author, join: str = "") -> list[str]:
+    """`f(v)`, or `f(v, w)` where `join` says how a second value comes in first."""
+    parameters = "float v, float w" if join else "float v"
+    body = [*([join] if join else []), *c_lines(steps, author)]
+    return [f"__device__ float f({parameters}) {{", *indent(body, 1), "    return v;", "}"]
+
+
+def items(author: Author, count: str, each: int = BLOCK) -> str:
+    """Grid of a kernel whose blocks take `each` items."""
+    return author.slip("argument", f"({count} + {each - 1}) // {each}", f"{count} // {4 * each}", str(each))
+
+
+def launch(kernel: str, grid: str, *arguments: str, block: int = BLOCK) -> str:
+    return f"self.{kernel}[{grid}, {block}]({', '.join(arguments)})"
+
+
+TOTAL = (
+    "__device__ float total(float s) {",
+    "    __shared__ float part[32];",
+    "    for (int k = 16; k > 0; k /= 2) s += __shfl_xor_sync(0xffffffff, s, k);",
+    "    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = s;",
+    "    __syncthreads();",
+    "    s = 0.0f;",
+    "    for (int k = 0; k < blockDim.x / 32; k++) s += part[k];",
+    "    __syncthreads();",
+    "    return s;",
+    "}",
+)
+"""Sum over a block; every thread gets it."""
+LARGEST = (
+    "__device__ float largest(float m) {",
+    "    __shared__ float part[32];",
+    "    for (int k = 16; k > 0; k /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, k));",
+    "    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = m;",
+    "    __syncthreads();",
+    "    m = part[0];",
+    "    for (int k = 1; k < blockDim.x / 32; k++) m = fmaxf(m, part[k]);",
+    "    __syncthreads();",
+    "    return m;",
+    "}",
+)
+"""Maximum over a block; every thread gets it."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Who works on one row: one thread alone (slow), or a block together (fast)."""
+
+    together: bool
+
+    @property
+    def head(self) -> str:
+        first, step = ("threadIdx.x", "c += blockDim.x") if self.together else ("0", "c++")
+        return f"for (long c = {first}; c < cols; {step}) {{"
+
+    def loop(self, *body: str) -> list[str]:
+        return [self.head, *indent(body, 1), "}"]
+
+    def sum(self, name: str = "s") -> list[str]:
+        return [f"{name} = total({name});"] if self.together else []
+
+    def max(self) -> list[str]:
+        return ["m = largest(m);"] if self.together else []
+
+    def helpers(self, *helpers: tuple[str, ...]) -> list[str]:
+        return [line for helper in helpers for line in helper] if self.together else []
+
+    def prologue(self, author: Author, rows: str = "rows") -> list[str]:
+        if self.together:
+            return ["long r = blockIdx.x;"]
+        bound = author.slip("bound", f"r >= {rows}", f"r >= {rows} - 1", f"r >= {rows} / 2")
+        return ["long r = blockIdx.x * (long)blockDim.x + threadIdx.x;", f"if ({bound}) return;"]
+
+    def grid(self, author: Author, rows: str) -> str:
+        if self.together:
+            return author.slip("bound", rows, f"{rows} - 1", f"{rows} // 2")
+        return items(author, rows, 64)
+
+    @property
+    def block(self) -> int:
+        return BLOCK if self.together else 64

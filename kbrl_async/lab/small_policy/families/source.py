@@ -1,0 +1,129 @@
+"""How a problem file and an answer are laid out as text, whatever the family.
+
+A family describes itself as a `Module` (the PyTorch side) and writes an `Answer` (the C side); both are rendered here.
+Every line stands alone on purpose: the small policy's tokenizer merges whole lines.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kbrl_async.lab.small_policy.author import Author
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A named size: `cpu` makes ≥ 0.2 ms of eager work on one core, `gpu` fills a GPU."""
+
+    name: str
+    cpu: int
+    gpu: int
+
+    def line(self) -> str:
+        return f"{self.name} = {self.cpu}  # gpu: {self.gpu}"
+
+
+class Module(msgspec.Struct, frozen=True):
+    """The PyTorch side: what `Model` holds and does."""
+
+    title: str
+    shapes: tuple[Shape, ...]
+    forward: tuple[str, ...]
+    """Statements that assign `x` last."""
+    inputs: tuple[str, ...]
+    """Expressions of `get_inputs`, in the order of `arguments`."""
+    arguments: tuple[str, ...] = ("x",)
+    init_arguments: tuple[str, ...] = ()
+    """Names of shapes that the constructor takes."""
+    members: tuple[str, ...] = ()
+    """Statements of the constructor, the same in `Model` and `ModelNew`."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The C side: the kernel and the statements of `ModelNew.forward`."""
+
+    kernel: tuple[str, ...]
+    forward: tuple[str, ...]
+
+
+class Family(Protocol):
+    """One problem of a family."""
+
+    def module(self) -> Module: ...
+
+    def answer(self, author: Author) -> Answer: ...
+
+
+def indent(lines: tuple[str, ...] | list[str], depth: int) -> list[str]:
+    return [" " * 4 * depth + line if line else "" for line in lines]
+
+
+def render_problem(module: Module) -> str:
+    """The text of a KernelBench problem file."""
+    functional = any("F." in line for line in (*module.forward, *module.members))
+    signature = ", ".join(("self", *module.init_arguments))
+    return "\n".join(
+        [
+            "import torch",
+            "import torch.nn as nn",
+            *(["import torch.nn.functional as F"] if functional else []),
+            "",
+            "",
+            "class Model(nn.Module):",
+            f'    """{module.title}"""',
+            "",
+            f"    def __init__({signature}):",
+            "        super().__init__()",
+            *indent(module.members, 2),
+            "",
+            f"    def forward({', '.join(('self', *module.arguments))}):",
+            *indent(module.forward, 2),
+            "        return x",
+            "",
+            "",
+            *[shape.line() for shape in module.shapes],
+            "",
+            "",
+            "def get_inputs():",
+            f"    return [{', '.join(module.inputs)}]",
+            "",
+            "",
+            "def get_init_inputs():",
+            f"    return [{', '.join(module.init_arguments)}]",
+            "",
+        ]
+    )
+
+
+def render_answer(module: Module, answer: Answer, author: Author) -> str:
+    """The policy's response: a fenced Python file that defines `ModelNew`."""
+    closing = author.slip("fence", "```\n", "")
+    pragma = author.style("", '#pragma GCC optimize("Ofast")')
+    lines = [
+        "```python",
+        "import torch",
+        "import torch.nn as nn",
+        "from kbrl_async.launch import c_kernel",
+        'SOURCE = r"""',
+        *([pragma] if pragma else []),
+        "#include <math.h>",
+        *answer.kernel,
+        '"""',
+        "class ModelNew(nn.Module):",
+        f"    def __init__({', '.join(('self', *module.init_arguments))}):",
+        "        super().__init__()",
+        *indent(module.members, 2),
+        '        self.kernel = c_kernel(SOURCE, "run")',
+        f"    def forward({', '.join(('self', *module.arguments))}):",
+        *indent(answer.forward, 2),
+        "        return out",
+    ]
+    return "\n".join(lines) + "\n" + closing
+
+
+def statement(author: Author, text: str, wrong_name: tuple[str, str] | None = None) -> str:
+    """A C statement in which the author may forget the semicolon or use a name that does not exist."""
+    if wrong_name:
+        text = author.slip("name", text, text.replace(*wrong_name))
+    return author.slip("syntax", text, text.removesuffix(";"))

@@ -1,0 +1,185 @@
+"""Makes the small policy once: corpus → tokenizer → Qwen2 model → SFT → a plain Hugging Face folder in the cache.
+
+Invariants
+* The folder appears whole or not at all (temp folder, then rename); its name is the hash of everything that shaped it.
+* From there on the small policy is loaded like any other model: no other code path knows it is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import kbrl_async.lab.small_policy
+from kbrl_async.kernels.problems.loading import SUITE
+from kbrl_async.lab.small_policy.author import Habits
+from kbrl_async.lab.small_policy.corpus import Example, examples
+from kbrl_async.lab.small_policy.tokenizer import EOS, train_tokenizer
+from kbrl_async.learning.sft import SftOptions, SftReport, train_sft
+
+READY = "sft.json"
+"""Written last into the folder: how the policy was made."""
+
+
+class SmallPolicyOptions(msgspec.Struct, frozen=True):
+    """What the small policy is made from. `max_seconds` bounds the training alone."""
+
+    seed: int = 0
+    examples: int = 24_000
+    prompt_option: str = "compact"
+    hidden_size: int = 192
+    layers: int = 4
+    heads: int = 4
+    vocab_size: int = 2048
+    context: int = 768
+    max_seconds: float = 300.0
+    steps: int = 300
+    batch_tokens: int = 3072
+    learning_rate: float = 2e-3
+    habits: Habits = Habits()
+    turn_share: float = 0.0
+    """Share of the corpus that answers feedback to an attempt: for runs with refinement turns."""
+    verdict_share: float = 0.0
+    """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
+    shot_share: float = 0.0
+    """Share of the corpus's first turns whose prompt holds worked examples: for prompt_option=raicl."""
+    backend: str = "c"
+    """What the answers are written in."""
+
+
+Progress = Callable[[str, float], None]
+"""Called with a line to show and the share done (0 … 1)."""
+
+
+def ensure_small_policy(
+    cache: Path,
+    options: SmallPolicyOptions,
+    progress: Progress = lambda line, share: None,
+    device: str = "cpu",
+) -> Path:
+    """The policy's folder, made on first use. Safe to call from several processes: the first rename wins."""
+    folder = cache / f"small-{_fingerprint(options)}"
+    if (folder / READY).is_file():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    try:
+        _make(unfinished, options, progress, device)
+        if folder.exists():
+            shutil.rmtree(unfinished if (folder / READY).is_file() else folder)
+        if unfinished.exists():
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
+    torch.manual_seed(options.seed)
+    transformers_logging.disable_progress_bar()
+    progress("writing the corpus", 0.0)
+    corpus = list(
+        examples(
+            options.seed,
+            options.examples,
+            habits=options.habits,
+            prompt_option=options.prompt_option,
+            turn_share=options.turn_share,
+            verdict_share=options.verdict_share,
+            shot_share=options.shot_share,
+            backend=options.backend,
+        )
+    )
+    tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
+    pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
+    model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options).to(device)
+    sft = SftOptions(
+        steps=options.steps,
+        epochs=0,
+        max_seconds=options.max_seconds,
+        batch_tokens=options.batch_tokens,
+        token_budget=2 * options.batch_tokens,
+        learning_rate=options.learning_rate,
+        tree_tokens=768 if device == "cpu" else 0,
+    )
+    with _without_plans(device):
+        report = train_sft(
+            model, pairs, sft, lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share)
+        )
+    model.to("cpu").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    facts = {"report": report._asdict(), "options": msgspec.to_builtins(options)}
+    (folder / READY).write_text(json.dumps(facts, indent=1))
+    return report
+
+
+def _without_plans(device: str) -> contextlib.AbstractContextManager[None]:
+    """cuDNN's attention plans for every new shape, for tenths of a second, and here each microbatch has its own."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen: contextlib.AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return chosen
+
+
+def small_model(vocab_size: int, eos: int, pad: int, options: SmallPolicyOptions) -> Any:
+    """A Qwen2-architecture model with tied embeddings, randomly initialised."""
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=options.hidden_size,
+        intermediate_size=4 * options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        max_position_embeddings=options.context,
+        tie_word_embeddings=True,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def bucketed(pairs: list[tuple[list[int], list[int]]], seed: int, batch: int = 64) -> list[tuple[list[int], list[int]]]:
+    """The same pairs, neighbours of like length within random windows: batches then hold almost no padding."""
+    rng = random.Random(seed)
+    out: list[tuple[list[int], list[int]]] = []
+    for start in range(0, len(pairs), 8 * batch):
+        window = sorted(pairs[start : start + 8 * batch], key=lambda pair: len(pair[0]) + len(pair[1]))
+        parts = [window[i : i + batch] for i in range(0, len(window), batch)]
+        rng.shuffle(parts)
+        out += [pair for part in parts for pair in part]
+    return out
+
+
+def tokenize(corpus: list[Example], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids with end-of-text) of each example."""
+    end = [tokenizer.convert_tokens_to_ids(EOS)]
+    prompts = tokenizer([e.prompt for e in corpus], return_attention_mask=False)["input_ids"]
+    answers = tokenizer([e.answer for e in corpus], return_attention_mask=False)["input_ids"]
+    return [(prompt, answer + end) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def _fingerprint(options: SmallPolicyOptions) -> str:
+    """Hash of the options, of this room's code and of the suite: whatever could change the result."""
+    digest = hashlib.sha256(msgspec.json.encode(options))
+    room = Path(kbrl_async.lab.small_policy.__file__).parent
+    for path in sorted([*room.rglob("*.py"), *SUITE.rglob("*.py"), *SUITE.rglob("*.toml")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,9 +1,0 @@
-"""For a zygote whose children run Triton kernels on a GPU: importing this module imports and asks, before any fork,
-what they could not afford or may not do (start a program) later.
-"""
-
-from __future__ import annotations
-
-from kbrl_async.launch import triton_cache
-
-triton_cache.preload()

@@ -1,0 +1,1 @@
+"""One learner on several processes."""

@@ -1,0 +1,146 @@
+"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.learning.policies.adapters import add_adapters
+from kbrl_async.learning.policies.quantising import loading_options
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ModelOptions(msgspec.Struct, frozen=True):
+    path: str
+    """A folder with `config.json` and safetensors, or a hub name."""
+    dtype: str = "fp32"
+    """Of the stored weights; `TrainerOptions.dtype` is that of the arithmetic."""
+    device: str = "cpu"
+    attention: str = "sdpa"
+    revision: str | None = None
+    lora_rank: int = 0
+    """0 trains all weights."""
+    lora_alpha: float = 0.0
+    """0 means twice the rank."""
+    gradient_checkpointing: bool = False
+    adapters: tuple[str, ...] = ()
+    """More LoRA adapters beside the main one."""
+    quantisation: str = "none"
+    """Of a frozen base that an adapter goes on top of: `none`, `nf4` or `int8`."""
+
+
+def load_model(options: ModelOptions) -> torch.nn.Module:
+    """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {options.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}")
+    _check_path(options.path)
+    quantised = loading_options(options.quantisation, options.device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            options.path,
+            dtype=DTYPES[options.dtype],
+            attn_implementation=options.attention,
+            revision=options.revision,
+            use_safetensors=True,
+            **quantised,
+        )
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", options.path, error) from error
+    model = (model if quantised else model.to(options.device)).eval()
+    if options.gradient_checkpointing:
+        enable_checkpointing(model)
+        model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
+    if options.lora_rank == 0:
+        plain: torch.nn.Module = model
+        return plain
+    wrapped = wrap_lora(model, options.lora_rank, options.lora_alpha)
+    add_adapters(wrapped, options.adapters)
+    return wrapped
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Has each decoder layer computed again in the backward pass; active in training mode."""
+    # transformers 5.23 has another name for it, and warns of the one before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
+    """The tokenizer beside the model; must know its end-of-text token."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    _check_path(path)
+    # By a model's type alone, AutoTokenizer would put that family's own word splitting over a custom tokenizer.json.
+    chosen = PreTrainedTokenizerFast if _is_plain_tokenizer(path) else AutoTokenizer
+    try:
+        tokenizer = chosen.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", path, error) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {path} has no end-of-text token", "Set eos_token in its config")
+    return tokenizer
+
+
+def _is_plain_tokenizer(path: str) -> bool:
+    """A folder whose `tokenizer.json` says everything, as `PreTrainedTokenizerFast` saves it."""
+    settings = Path(path).expanduser() / "tokenizer_config.json"
+    if not settings.is_file():
+        return False
+    named = msgspec.json.decode(settings.read_bytes()).get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn.Module:
+    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        # peft asks transformers for a property by its deprecated name; nothing a user could do about it.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        wrapped: torch.nn.Module = get_peft_model(model, config)
+    return wrapped
+
+
+def causal_lm(model: torch.nn.Module) -> torch.nn.Module:
+    """The causal LM inside a peft wrapper, its LoRA layers included; the model itself otherwise."""
+    inner: torch.nn.Module = model.get_base_model() if is_lora(model) else model  # type: ignore[operator]
+    return inner
+
+
+def is_lora(model: torch.nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _check_path(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        state = "does not exist" if not folder.exists() else "holds no config.json"
+        raise ConfigError(f"model folder {path} {state}", "Give a Hugging Face model folder or a hub name")
+
+
+def _cannot_load(what: str, path: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"can't load the {what} {path!r}: {first_line}",
+        "Check the name, the network or HF_TOKEN, or give a local folder with config.json and safetensors",
+    )

@@ -1,4 +1,0 @@
-"""Families of problems: each knows its PyTorch module and how an author would answer it in C.
-
-To add one: one file with a `Family` subclass, one line in `kbrl_async.policy.specs`.
-"""

@@ -1,0 +1,1 @@
+"""The rollout buffer: which groups are open, ready, in a batch, or ended."""

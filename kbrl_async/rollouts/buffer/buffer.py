@@ -1,0 +1,396 @@
+"""The group book: which groups are open, ready, in a batch, or ended, and why. Pure and replayable.
+
+::
+
+    admit ─▶ open ── all rollouts ended ─▶ ready ─ poll ─▶ in a batch ─▶ trained | failed
+              │             │                  └─ too old ─▶ dropped_stale
+              │             ├─ fewer than 2 scored ─▶ failed | dropped_stale
+              │             └─ all rewards the same ─▶ filtered          finish ─▶ failed("run_ended")
+
+Invariants, after every call
+* admitted == trained + filtered + dropped_stale + failed + open, where open counts ready and batched groups too (I1).
+* A rollout enters at most one batch; doubled, late and unknown events change nothing (I1).
+* A batch on version n holds no sample older than n − S (I2).
+* At most (S+1)·P groups are open, and never more than the remaining batches need.
+* `replay(options, events)` of the returned events gives the same book (I9).
+
+Holding back (`_must_wait`) keeps slow groups from being dropped. Why that is always possible: batch n on version n
+leaves at most S·P of the window's (S+1)·P groups behind, and batches n+1 … n+S have S·P places for them. So with no
+deadline and samples as fresh as their admission, nothing is dropped; S = 0 is the synchronous baseline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.buffer import batching
+from kbrl_async.rollouts.buffer.events import (
+    IGNORED,
+    Admitted,
+    BatchFailed,
+    BatchMade,
+    BatchTrained,
+    Change,
+    Closed,
+    Event,
+    Finished,
+    HoldBegan,
+    Lost,
+    Scored,
+    Swept,
+)
+from kbrl_async.rollouts.buffer.group import BufferState, Group, rewards_by_turn
+from kbrl_async.rollouts.rewards.advantages import find_baseline
+from protocols.records import GroupOutcome, TrainGroup, TrainSample
+
+STALE = "stale"
+RUN_ENDED = "run_ended"
+ZERO_VARIANCE = "zero_variance"
+TOO_FEW = "too_few_rollouts"
+RUNNING_RATE = 0.3
+"""Weight of a problem's newest group in its running mean reward."""
+
+
+class BufferOptions(msgspec.Struct, frozen=True):
+    groups_per_batch: int
+    """P."""
+    max_batches: int
+    max_lag: int = 1
+    """S."""
+    hold_s: float = 20.0
+    """Longest wait for a group that would become too old."""
+    baseline: str = "leave_one_out"
+    scale_by_std: bool = True
+    """Divide a batch's advantages by their root mean square."""
+    filter_zero_variance: bool = True
+    min_rollouts: int = 2
+    prefetch: int = 0
+    """Batches that may wait behind the one that trains (0 or 1)."""
+    bench_after: int = 3
+    """Failed groups in a row after which a problem is benched."""
+    bench_s: float = 120.0
+    first_version: int = 0
+
+
+class RolloutBuffer:
+    """Owned by the aggregator. Each mutation returns a `Change`: journal its event, then act on it.
+
+    change = book.scored("g000001", "g000001.r0", samples, now)
+    change = book.poll(now)          # again and again until change.event is None
+    """
+
+    def __init__(self, options: BufferOptions) -> None:
+        if options.groups_per_batch < 1 or options.max_lag < 0 or options.prefetch not in (0, 1):
+            raise ConfigError("groups_per_batch < 1, max_lag < 0 or prefetch not 0 or 1", "Correct the value")
+        self.options = options
+        self.version = options.first_version
+        self.counts: Counter[str] = Counter()
+        """`admitted` and one entry a `GroupOutcome`."""
+        self.reasons: Counter[str] = Counter()
+        self.batches_trained = 0
+        self.batches_failed = 0
+        self.is_finished = False
+        self.window_lag = options.max_lag
+        """The S that admission goes by; an alarm may lower it. What is open already keeps the S it was promised."""
+        self.is_paused = False
+        """Nothing is admitted while anything open may still end by itself."""
+        find_baseline(options.baseline)
+        self._groups: dict[str, Group] = {}
+        self._batches: dict[str, BatchMade] = {}
+        self._next_group = 0
+        self._next_batch = 0
+        self._hold: HoldBegan | None = None
+        self._failures: Counter[str] = Counter()
+        self._benched: dict[str, float] = {}
+        self._running: dict[str, dict[int, float]] = {}
+
+    @classmethod
+    def replay(cls, options: BufferOptions, events: Iterable[Event]) -> RolloutBuffer:
+        """The book as it was after `events`."""
+        book = cls(options)
+        for event in events:
+            book.apply(event)
+        return book
+
+    # ── all of it ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> BufferState:
+        """To be written at once: it shares what is open with the book."""
+        return BufferState(
+            self.version,
+            dict(self.counts),
+            dict(self.reasons),
+            self.batches_trained,
+            self.batches_failed,
+            self.is_finished,
+            self.window_lag,
+            self.is_paused,
+            list(self._groups.values()),
+            list(self._batches.values()),
+            self._next_group,
+            self._next_batch,
+            self._hold,
+            dict(self._failures),
+            dict(self._benched),
+            self._running,
+        )
+
+    def restore(self, state: BufferState) -> None:
+        """The book as it was when `state` was taken; its options stay."""
+        self.version, self.counts, self.reasons = state.version, Counter(state.counts), Counter(state.reasons)
+        self.batches_trained, self.batches_failed = state.batches_trained, state.batches_failed
+        self.is_finished, self.window_lag, self.is_paused = state.is_finished, state.window_lag, state.is_paused
+        self._groups = {group.group_id: group for group in state.groups}
+        self._batches = {batch.batch_id: batch for batch in state.batches}
+        self._next_group, self._next_batch, self._hold = state.next_group, state.next_batch, state.hold
+        self._failures, self._benched = Counter(state.failures), state.benched
+        self._running = state.running
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that have not ended: they hold the window's slots."""
+        return len(self._groups)
+
+    @property
+    def is_done(self) -> bool:
+        """All batches are trained, or the run was finished, and nothing is left open."""
+        return (self.is_finished or self.batches_trained >= self.options.max_batches) and not self._groups
+
+    def room(self) -> int:
+        """How many groups may be admitted now."""
+        if self.is_finished or (self.is_paused and self._is_moving):
+            return 0
+        p, left = self.options.groups_per_batch, self.options.max_batches - self.batches_trained
+        return max(0, min(self.window_lag + 1, left) * p - len(self._groups))
+
+    def benched(self, now: float) -> frozenset[str]:
+        """Problems that failed too often in a row, not to be chosen now (unless nothing else is left)."""
+        return frozenset(problem for problem, until in self._benched.items() if until > now)
+
+    def open_rollouts(self) -> dict[str, list[str]]:
+        """Rollouts still awaited, by group: what a restarted aggregator submits again."""
+        return {
+            g.group_id: [r for r in rollout_ids(g.group_id, g.expected) if r not in g.scored and r not in g.lost]
+            for g in self._groups.values()
+            if not g.is_complete
+        }
+
+    def group_version(self, group_id: str) -> int | None:
+        """The policy version at admission of an open group; None once it has ended."""
+        group = self._groups.get(group_id)
+        return None if group is None else group.admitted_version
+
+    def group_problem(self, group_id: str) -> str:
+        """The problem of an open group."""
+        return self._groups[group_id].problem_id
+
+    def outstanding(self) -> list[BatchMade]:
+        """Batches made and not yet answered, oldest first."""
+        return list(self._batches.values())
+
+    def train_groups(self, batch_id: str) -> list[TrainGroup]:
+        """The groups of an outstanding batch, with advantages: the same on every call."""
+        chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
+        return batching.train_groups(chosen, self.options.baseline, scale_by_std=self.options.scale_by_std)
+
+    def next_deadline(self) -> float | None:
+        """When `poll` must be called at the latest."""
+        return None if self._hold is None else self._hold.at + self.options.hold_s
+
+    def check(self) -> None:
+        """AssertionError unless the counters add up (I1)."""
+        ended = sum(self.counts[outcome] for outcome in GroupOutcome)
+        assert self.counts["admitted"] == ended + len(self._groups), (self.counts, len(self._groups))
+
+    # ── mutations ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, problem_id: str, level: int, rollouts: int, now: float) -> Change:
+        """Opens a group on the newest version; ignored when there is no room."""
+        if self.room() < 1 or rollouts < self.options.min_rollouts:
+            return IGNORED
+        return self._do(Admitted(f"g{self._next_group:06d}", problem_id, level, rollouts, self.version, now))
+
+    def scored(self, group_id: str, rollout_id: str, samples: list[TrainSample], now: float) -> Change:
+        """A rollout has its rewards. No samples count as lost."""
+        if not self._awaits(group_id, rollout_id):
+            return IGNORED
+        if not samples:
+            return self._do(Lost(group_id, rollout_id, "no_samples", now))
+        return self._do(Scored(group_id, rollout_id, samples, now))
+
+    def lost(self, group_id: str, rollout_id: str, reason: str, now: float) -> Change:
+        """A rollout ended without a reward; `reason` is a `Fault` or another word, `"stale"` for too old."""
+        if not self._awaits(group_id, rollout_id):
+            return IGNORED
+        return self._do(Lost(group_id, rollout_id, reason, now))
+
+    def poll(self, now: float) -> Change:
+        """Drops what is too old, then makes a batch if one is due, or begins to hold it back."""
+        stale = [g.group_id for g in self._groups.values() if self._is_too_old(g)]
+        if stale:
+            return self._do(Swept(stale, now))
+        if self.is_finished or len(self._batches) > self.options.prefetch:
+            return IGNORED
+        left = self.options.max_batches - self.batches_trained - len(self._batches)
+        ready = sorted((g for g in self._groups.values() if g.is_ready), key=lambda g: (g.oldest, g.group_id))
+        if left < 1 or len(ready) < self.options.groups_per_batch:
+            return IGNORED
+        if self._must_wait(ready):
+            if self._hold is None or self._hold.index != self._next_index:
+                return self._do(HoldBegan(self._next_index, now))
+            if now < self._hold.at + self.options.hold_s:
+                return IGNORED
+        chosen = [g.group_id for g in ready[: self.options.groups_per_batch]]
+        return self._do(BatchMade(f"batch-{self._next_batch:06d}", self._next_index, chosen, now))
+
+    def trained(self, batch_id: str, version: int, now: float) -> Change:
+        """The learner answered with its new version."""
+        return self._do(BatchTrained(batch_id, version, now)) if batch_id in self._batches else IGNORED
+
+    def batch_failed(self, batch_id: str, reason: str, now: float) -> Change:
+        """The learner could not train it."""
+        return self._do(BatchFailed(batch_id, reason, now)) if batch_id in self._batches else IGNORED
+
+    def finish(self, now: float, reason: str = RUN_ENDED) -> Change:
+        """Ends all groups outside a batch as failed; an outstanding batch may still be answered."""
+        return IGNORED if self.is_finished else self._do(Finished(reason, now))
+
+    # ── applying events ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, event: Event) -> list[Closed]:
+        """The only place where state changes: a pure function of state and event."""
+        match event:
+            case Admitted():
+                self._groups[event.group_id] = Group(
+                    event.group_id, event.problem_id, event.level, event.rollouts, event.version
+                )
+                self._next_group += 1
+                self.counts["admitted"] += 1
+                return []
+            case Scored():
+                group = self._groups[event.group_id]
+                group.scored[event.rollout_id] = event.samples
+                return self._settle(group, event.at)
+            case Lost():
+                group = self._groups[event.group_id]
+                group.lost[event.rollout_id] = event.reason
+                return self._settle(group, event.at)
+            case Swept():
+                return [self._close(g, GroupOutcome.DROPPED_STALE, STALE, event.at) for g in event.group_ids]
+            case HoldBegan():
+                self._hold = event
+                return []
+            case BatchMade():
+                self._batches[event.batch_id] = event
+                self._next_batch += 1
+                self._hold = None
+                for group_id in event.group_ids:
+                    group = self._groups[group_id]
+                    group.batch_id = event.batch_id
+                    group.running = dict(self._running.get(group.problem_id, {}))
+                return []
+            case BatchTrained():
+                batch = self._batches.pop(event.batch_id)
+                self.version = max(self.version, event.version)
+                self.batches_trained += 1
+                for group_id in batch.group_ids:
+                    self._learn_mean(self._groups[group_id])
+                return [self._close(g, GroupOutcome.TRAINED, "", event.at) for g in batch.group_ids]
+            case BatchFailed():
+                batch = self._batches.pop(event.batch_id)
+                self.batches_failed += 1
+                return [self._close(g, GroupOutcome.FAILED, event.reason, event.at) for g in batch.group_ids]
+            case Finished():
+                self.is_finished = True
+                self._hold = None
+                waiting = [g.group_id for g in self._groups.values() if not g.batch_id]
+                return [self._close(g, GroupOutcome.FAILED, event.reason, event.at) for g in waiting]
+
+    def _do(self, event: Event) -> Change:
+        return Change(event, self.apply(event))
+
+    def _settle(self, group: Group, at: float) -> list[Closed]:
+        """Closes a complete group that can't be trained; leaves the others open or ready."""
+        if not group.is_complete:
+            return []
+        if len(group.scored) < self.options.min_rollouts:
+            if STALE in group.lost.values():
+                return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
+            reason = next(iter(group.lost.values()), TOO_FEW)
+            return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
+        o = self.options
+        if batching.teaches_nothing(group, o.baseline, filter_zero_variance=o.filter_zero_variance):
+            return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
+        return []
+
+    def _close(self, group_id: str, outcome: GroupOutcome, reason: str, at: float) -> Closed:
+        group = self._groups.pop(group_id)
+        self.counts[outcome] += 1
+        if reason:
+            self.reasons[reason] += 1
+        self._judge(group.problem_id, outcome is GroupOutcome.FAILED and not self.is_finished, at)
+        return Closed(group_id, group.problem_id, outcome, reason)
+
+    def _judge(self, problem_id: str, has_failed: bool, at: float) -> None:
+        if not has_failed:
+            self._failures.pop(problem_id, None)
+            return
+        self._failures[problem_id] += 1
+        if self._failures[problem_id] >= self.options.bench_after:
+            self._benched[problem_id] = at + self.options.bench_s
+            self._failures.pop(problem_id)
+
+    # ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _next_index(self) -> int:
+        return self.version + len(self._batches)
+
+    @property
+    def _is_moving(self) -> bool:
+        # Complete groups that are too few for a batch wait for new ones: a pause that held those back would never end.
+        return bool(self._batches) or any(not group.is_complete for group in self._groups.values())
+
+    def _awaits(self, group_id: str, rollout_id: str) -> bool:
+        group = self._groups.get(group_id)
+        if group is None or rollout_id in group.scored or rollout_id in group.lost:
+            return False
+        return rollout_id in rollout_ids(group_id, group.expected)
+
+    def _is_too_old(self, group: Group) -> bool:
+        # What is known, not what is feared: a group admitted long ago may yet be generated by a fresh policy.
+        known = group.known_oldest
+        return not group.batch_id and known is not None and self._next_index - known > self.options.max_lag
+
+    def _must_wait(self, ready: list[Group]) -> bool:
+        """This batch would leave more groups of some version behind than the batches that may take them have places.
+
+        Groups of version x fit batches up to x + S; after batch n, (x + S − n)·P places are left for them. Waiting
+        helps only while one of them is still open and this batch has a place that no group of that age takes.
+        """
+        p, n = self.options.groups_per_batch, self._next_index
+        chosen = ready[:p]
+        taken = {g.group_id for g in chosen}
+        rest = [g for g in self._groups.values() if not g.batch_id and g.group_id not in taken]
+        for x in {g.oldest for g in rest if not g.is_complete}:
+            places = p * max(0, x + self.options.max_lag - n)
+            if sum(g.oldest <= x for g in rest) > places and sum(g.oldest <= x for g in chosen) < p:
+                return True
+        return False
+
+    def _learn_mean(self, group: Group) -> None:
+        known = self._running.setdefault(group.problem_id, {})
+        for turn, rewards in rewards_by_turn(group).items():
+            mean = sum(rewards) / len(rewards)
+            known[turn] = mean if turn not in known else known[turn] + RUNNING_RATE * (mean - known[turn])
+
+
+def rollout_ids(group_id: str, count: int) -> list[str]:
+    """The ids of a group's rollouts: `g000012.r0` …"""
+    return [f"{group_id}.r{i}" for i in range(count)]

@@ -1,0 +1,194 @@
+"""What a policy is told of its last kernel, and the prompt of the next refinement turn.
+
+::
+
+    record of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
+
+Invariants
+* Thoughts are dropped: only the extracted kernel goes on, whole or not at all.
+* A prompt that exceeds its budget loses examples first, then lines of the error, the kernel, all of the feedback.
+* Error text is at most 800 characters and ten lines, and holds no frame of ours (the reports clean it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
+from kbrl_async.rollouts.prompts.templates import prompt_forms
+from protocols.records import BenchReport, BuildReport, Fault, Frame, Generation, Problem, Timing
+
+KERNEL_CHARACTERS = 20_000
+"""Of a kernel that is shown again; a longer one is not shown."""
+ERROR_CHARACTERS = 800
+ERROR_LINES = 10
+_NOISE = re.compile(r"^(In file included|compilation terminated|ninja:|\s*\|)|note: ")
+
+
+class Feedback(msgspec.Struct, frozen=True):
+    """One turn's result as the model reads it."""
+
+    fault: Fault
+    category: str
+    """format, static, compile, runtime, resources, mismatch, cheating, slow or fast."""
+    error: str = ""
+    hint: str = ""
+    passed: int = 0
+    total: int = 0
+    speedup: float | None = None
+    limits: str = ""
+    """What limits a correct kernel, where the timing says so."""
+    kernel: str = ""
+    """The source that this is about; empty where none could be extracted."""
+
+
+CATEGORIES = {
+    Fault.FORMAT_ERROR: "format",
+    Fault.STATIC_VIOLATION: "static",
+    Fault.COMPILE_ERROR: "compile",
+    Fault.RUNTIME_ERROR: "runtime",
+    Fault.ILLEGAL_ACCESS: "runtime",
+    Fault.TIMEOUT: "resources",
+    Fault.OUT_OF_MEMORY: "resources",
+    Fault.INCORRECT: "mismatch",
+    Fault.CHEATING: "cheating",
+}
+_HINTS = {
+    "format": "Answer with one fenced Python file that defines ModelNew with a forward.",
+    "static": "Only a kernel of your own may compute; keep to the allowed imports and calls.",
+    "compile": "Fix the first error; the others may follow from it.",
+    "runtime": "Check what forward passes to the kernel, and every index against the shapes.",
+    "resources": "Look for a loop that does not end, or for far too much work or memory.",
+    "mismatch": "Check the formula step by step against the module, then the edges of every loop.",
+    "cheating": "Compute the result anew from the inputs in every call, with your own kernel.",
+    "slow": "It is right. Now make it faster: pass over memory once, fuse loops, vectorise.",
+    "fast": "It is right and faster than PyTorch. Keep it right and make it faster still.",
+}
+_BACKEND_HINTS = {
+    ("c", "slow"): (
+        'It is right. Make it faster: `#pragma GCC optimize("Ofast")` before math.h gives vector math, `restrict` and '
+        "one pass over memory let loops vectorise."
+    ),
+    ("c", "compile"): "Fix the first error; declare what you use, end statements with a semicolon, include math.h.",
+    ("triton", "mismatch"): "Check masks, strides and the reduction axis; accumulate in float32.",
+    ("triton", "slow"): "It is right. Make it faster: larger blocks, more warps, fewer passes over memory.",
+    ("cuda", "slow"): "It is right. Make it faster: coalesced 16-byte loads, fewer launches, shared memory for reuse.",
+    ("cuda", "runtime"): "Check grid and block sizes, bounds in the kernel, and shared memory sizes.",
+}
+
+
+def feedback_of(record: Sequence[Frame], backend: str) -> Feedback:
+    """From a finished record without infrastructure faults."""
+    kernel, reports = "", []
+    bench: BenchReport | None = None
+    for frame in record:
+        if isinstance(frame, Generation):
+            kernel = frame.candidate.source if frame.candidate else ""
+            reports.append((frame.fault, frame.message, ""))
+        elif isinstance(frame, BuildReport):
+            reports.append((frame.fault, frame.message, frame.hint))
+        elif isinstance(frame, BenchReport):
+            bench = frame
+            reports.append((frame.verdict.fault, frame.verdict.message, frame.verdict.hint))
+    fault, message, hint = next((r for r in reports if r[0] is not Fault.OK), (Fault.OK, "", ""))
+    timing = bench.timing if bench else None
+    category = CATEGORIES.get(fault) or ("fast" if timing is not None and timing.is_faster else "slow")
+    return Feedback(
+        fault,
+        category,
+        shortened(message),
+        hint or _BACKEND_HINTS.get((backend, category), _HINTS[category]),
+        bench.verdict.passed if bench else 0,
+        bench.verdict.total if bench else 0,
+        timing.speedup if timing else None,
+        _limits(timing),
+        kernel,
+    )
+
+
+def shortened(message: str) -> str:
+    """The lines of an error that matter, at most ten, at most 800 characters."""
+    lines = [line.rstrip() for line in message.splitlines() if line.strip() and not _NOISE.search(line)]
+    text = "\n".join((lines or message.splitlines())[:ERROR_LINES])
+    return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 2] + " …"
+
+
+def _limits(timing: Timing | None) -> str:
+    if timing is None:
+        return ""
+    share = timing.roofline
+    spent = f"{timing.candidate_ms:.3g} ms against {timing.reference_ms:.3g} ms of PyTorch"
+    return spent if share is None else f"{spent}, {share:.0%} of what the memory and arithmetic of this machine allow"
+
+
+def render_turn(
+    option: str,
+    problem: Problem,
+    feedback: Feedback,
+    contract: str = "c",
+    budget: TokenBudget = UNBOUNDED,
+    hardware: str = "",
+) -> str:
+    """The prompt of the turn after `feedback`, in the same template as the first turn's and within `budget`.
+
+    Where not even the shortest feedback fits, the rollout is started afresh: the first turn's prompt.
+    """
+    firsts = list(prompt_forms(option, problem, contract, hardware))
+    forms = _compact_forms(firsts[-1], feedback) if option == "compact" else _forms(firsts, feedback)
+    return budget.first_fitting(forms)
+
+
+def _forms(firsts: Sequence[str], feedback: Feedback) -> Iterator[str]:
+    """From all that is known to nothing but the problem: examples go first."""
+    lines = feedback.error.splitlines()
+    first = firsts[-1]
+    if len(feedback.kernel) <= KERNEL_CHARACTERS:
+        for with_examples in firsts[:-1]:
+            yield _told(with_examples, feedback, feedback.kernel, lines)
+    kernels = [feedback.kernel] if len(feedback.kernel) <= KERNEL_CHARACTERS else []
+    for kernel in [*kernels, *([""] if feedback.kernel else [])]:
+        for kept in sorted({len(lines), len(lines) // 2, min(1, len(lines)), 0}, reverse=True):
+            yield _told(first, feedback, kernel, lines[:kept])
+    yield first
+
+
+def _told(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> str:
+    parts = [first]
+    if kernel:
+        parts.append(f"Your last answer:\n\n```python\n{kernel.rstrip()}\n```\n")
+    elif feedback.kernel:
+        parts.append("Your last answer is too long to be shown again.\n")
+    parts.append(f"Its result: {_status(feedback)}\n")
+    if error:
+        parts.append("```\n" + "\n".join(error) + "\n```\n")
+    parts.append(f"{feedback.hint} Answer with the whole improved file.\n")
+    return "\n".join(parts)
+
+
+def _compact_forms(first: str, feedback: Feedback) -> Iterator[str]:
+    """The small policy's corpus holds feedback with its attempt only, or none."""
+    if len(feedback.kernel) <= KERNEL_CHARACTERS:
+        yield compact_turn(first, feedback)
+    yield first
+
+
+def _status(feedback: Feedback) -> str:
+    if feedback.fault is Fault.OK:
+        speed = "not timed" if feedback.speedup is None else f"speedup {feedback.speedup:.2f}×"
+        return f"correct, {speed}{f' ({feedback.limits})' if feedback.limits else ''}."
+    tried = f", {feedback.passed} of {feedback.total} input sets passed" if feedback.total else ""
+    return f"{feedback.fault.value.replace('_', ' ')}{tried}."
+
+
+def compact_turn(first: str, feedback: Feedback) -> str:
+    """For the project's small policy: problem, attempt and one line, in a form that its corpus holds too.
+
+    >>> compact_turn("P### ModelNew\\n", Feedback(Fault.COMPILE_ERROR, "compile", kernel="K\\n"))
+    'P### Attempt\\nK\\n### Feedback: compile\\n### ModelNew\\n'
+    """
+    body = first.removesuffix("### ModelNew\n")
+    kernel = feedback.kernel.rstrip() + "\n" if feedback.kernel else ""
+    return f"{body}### Attempt\n{kernel}### Feedback: {feedback.category}\n### ModelNew\n"

@@ -1,0 +1,89 @@
+"""Prompt templates, and how the parts of a first prompt come together.
+
+| option | the policy reads |
+|---|---|
+| `compact` | the problem's classes: for the project's small policy, which reads nothing else |
+| `zero_shot` | the backend's contract with an example of its form, the machine, the problem |
+| `one_shot`, `few_shot` | worked examples of the backend (`shots`), then the same |
+| `custom:FILE` | what a TOML file says (`custom`) |
+
+To add one: one entry in `TEMPLATES`. `{source}` is the problem file, `{contract}` the backend's contract, `{hardware}`
+what is known of the machine.
+
+Invariant: a budget drops examples, the last ones first, and never a part of the contract or of the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.prompts import custom
+from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
+from kbrl_async.rollouts.prompts.contracts import CONTRACTS
+from kbrl_async.rollouts.prompts.shots import COUNTS, SHOTS, Shot
+from protocols.records import Problem
+
+TEMPLATES = {
+    "compact": "{source}### ModelNew\n",
+    "few_shot": "{examples}{contract}",
+    "one_shot": "{examples}{contract}",
+    "zero_shot": "{contract}",
+}
+INTRODUCTION = """Worked examples: modules and kernels that replaced them. They are other problems than yours; take
+over what helps and nothing else.
+"""
+_PROBLEM = "\nThe module to replace:\n"
+
+
+def render_prompt(
+    option: str, problem: Problem, contract: str = "c", hardware: str = "", budget: TokenBudget = UNBOUNDED
+) -> str:
+    """The prompt of `problem` in template `option`. `contract` is a key of `CONTRACTS`, as a backend's name."""
+    return budget.first_fitting(prompt_forms(option, problem, contract, hardware))
+
+
+def prompt_forms(option: str, problem: Problem, contract: str = "c", hardware: str = "") -> Iterator[str]:
+    """The prompt with all its examples, then with fewer, at last with none."""
+    if option.startswith(custom.PREFIX):
+        template, count = custom.template_of(option, contract), 3
+    elif option in TEMPLATES:
+        template, count = TEMPLATES[option], COUNTS.get(option, 0)
+    else:
+        raise ConfigError(f"no prompt option {option!r}", f"Take one of {', '.join(sorted(TEMPLATES))}")
+    if contract not in CONTRACTS:
+        raise ConfigError(f"no contract {contract!r} for prompts", f"Take one of {', '.join(CONTRACTS)}")
+    shots = SHOTS.get(contract, ()) if "{examples}" in template else ()
+    source = _body(problem.source) if option == "compact" else problem.source
+    for shown in range(min(count, len(shots)), -1, -1):
+        yield _filled(template, contract, hardware, _examples(shots[:shown]), source)
+
+
+def _filled(template: str, contract: str, hardware: str, examples: str, source: str) -> str:
+    told = CONTRACTS[contract]
+    if hardware and "{hardware}" not in template:
+        told = told.replace(_PROBLEM, f"\n{hardware}\n{_PROBLEM}")
+    for name, text in (("contract", told), ("examples", examples), ("hardware", hardware)):
+        template = template.replace(f"{{{name}}}", text)
+    return template.replace("{source}", source)  # last: what a problem says is never taken for a name
+
+
+def _examples(shots: tuple[Shot, ...]) -> str:
+    """The plainest last, next to the problem."""
+    if not shots:
+        return ""
+    return "\n".join([INTRODUCTION, *(worked_example(s.reference, s.kernel, s.speedup) for s in reversed(shots)), ""])
+
+
+def worked_example(reference: str, kernel: str, speedup: float | None = None) -> str:
+    """One example as it stands in a prompt."""
+    speed = f" ({speedup:.2f}× the speed of PyTorch)" if speedup is not None else ""
+    module, written = reference.rstrip() + "\n", kernel.rstrip() + "\n"
+    return f"Module:\n\n```python\n{module}```\n\nIts kernel{speed}:\n\n```python\n{written}```\n"
+
+
+def _body(source: str) -> str:
+    """The problem's classes without imports, blank lines, sizes and input code."""
+    before_inputs = source.partition("\ndef get_inputs")[0]
+    kept = [line for line in before_inputs.splitlines() if line.strip() and line.startswith((" ", "class "))]
+    return "\n".join(kept) + "\n"

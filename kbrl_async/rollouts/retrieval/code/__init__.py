@@ -1,0 +1,9 @@
+"""What a reference module computes, read from its source without running it.
+
+Owns the parsing (`scope`), the normal form that hides names and constants (`normal`), the chain of operations
+(`operations`) and the terms that the offline embedder counts (`reading`). Code is data here: nothing of it is run.
+"""
+
+from kbrl_async.rollouts.retrieval.code.reading import Reading, Unreadable, read
+
+__all__ = ["Reading", "Unreadable", "read"]

@@ -1,0 +1,250 @@
+"""Checks that concern more than one key. Ranges of single keys are in their types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.config.sections import DatasetBuilder
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+")
+_TCP = re.compile(r"tcp://[^/\s:]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for the first contradiction, with the origin of the key that is to blame."""
+    for key, cause, cure in _problems(config):
+        origin = (origins or {}).get(key)
+        raise ConfigError(f"{cause} ({origin})" if origin else cause, cure)
+
+
+def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(key, cause, cure) of what contradicts; the first one is reported."""
+    yield from _modes(config)
+    yield from _examples(config)
+    yield from _endpoint(config)
+    yield from _vllm(config)
+    yield from _learning(config)
+    yield from _held_weights(config)
+    yield from _ranks(config)
+    yield from _demonstrations(config)
+    yield from _names(config)
+    yield from _addresses(config)
+    bench, learner = config.timing_bench, config.learner
+    if not config.levels:
+        yield "level", "level names no level", "Give one such as level=1, or a list such as level=1,2"
+    if bench.min_pairs > bench.max_pairs:
+        cause = f"timing_bench.min_pairs={bench.min_pairs} is above timing_bench.max_pairs={bench.max_pairs}"
+        yield "timing_bench.min_pairs", cause, "Lower min_pairs or raise max_pairs"
+    if bench.cap_s >= bench.deadline_s:
+        cause = f"timing_bench.cap_s={bench.cap_s:g} leaves nothing of timing_bench.deadline_s={bench.deadline_s:g}"
+        yield "timing_bench.cap_s", cause, "Raise deadline_s: it covers correctness and timing"
+    if not bench.timed and _pays_for_speed(config.dataset_builder):
+        cause = f"timing_bench.timed=false, and reward_preset={config.dataset_builder.reward_preset} pays for speed"
+        cure = "Use dataset_builder.reward_preset=stage2 dataset_builder.reward_speed_weight=0, or leave kernels timed"
+        yield "timing_bench.timed", cause, cure
+    if learner.minibatches > config.batch_size * config.group_size:
+        cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
+        yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"
+    weighs = [name for name in config.corrections if name.startswith("tis")]
+    if weighs and (config.loss != "reinforce" or len(weighs) > 1):
+        cause = f"corrections={','.join(config.corrections)} with loss={config.loss} would weigh by the ratio twice"
+        yield "corrections", cause, "Use one of tis, tis_sequence with loss=reinforce; the other corrections only drop"
+    if (learner.kl == "none") != (learner.kl_weight == 0):
+        cause = f"learner.kl={learner.kl} and learner.kl_weight={learner.kl_weight:g} do not go together"
+        yield "learner.kl", cause, "Set both, such as learner.kl=k3 learner.kl_weight=0.01, or neither"
+    if config.sft.hidden_size % (2 * config.sft.heads):
+        cause = f"sft.hidden_size={config.sft.hidden_size} does not split into {config.sft.heads} heads of even width"
+        yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
+
+
+CLIPPED = ("ppo", "grpo", "decoupled", "a3po")
+IMITATES = ("best_of_n", "reward_weight")
+KEPT_OF_N = 3
+"""Samples of a group that advantage=best_of_n keeps."""
+
+
+def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Baseline, loss and what belongs to them."""
+    learner = config.learner
+    if learner.dual_clip and config.loss not in CLIPPED:
+        cure = f"Use loss=grpo (or one of {', '.join(CLIPPED)}), or leave learner.dual_clip at 0"
+        yield "learner.dual_clip", f"learner.dual_clip={learner.dual_clip:g} has no part in loss={config.loss}", cure
+    if learner.dual_clip and learner.dual_clip <= 1:
+        cause = f"learner.dual_clip={learner.dual_clip:g} would cut the loss of every token with a negative advantage"
+        yield "learner.dual_clip", cause, "Use a value above 1, such as 3, or 0 for none"
+    if learner.clip_low >= 1 and config.loss in CLIPPED:
+        yield "learner.clip_low", "learner.clip_low=1 never clips: a ratio is above 0", "Use a value such as 0.2"
+    if config.advantage == "best_of_n" and config.group_size <= KEPT_OF_N:
+        cause = f"advantage=best_of_n keeps {KEPT_OF_N} rollouts of a group, and group_size is {config.group_size}"
+        yield "group_size", cause, "Raise group_size, such as group_size=10"
+    if config.advantage in IMITATES and "opsm" in config.corrections:
+        cause = f"corrections=opsm drops rollouts with a negative advantage, and advantage={config.advantage} has none"
+        yield "corrections", cause, "Leave opsm out"
+    if config.advantage in IMITATES and config.method == "grpo" and config.loss != "reinforce":
+        cause = f"advantage={config.advantage} imitates rollouts, and loss={config.loss} holds them at the old policy"
+        method = "best_of_n" if config.advantage == "best_of_n" else "reward_weighted_sft"
+        yield "advantage", cause, f"Use method={method}, or loss=reinforce"
+    if config.method == "reinforce" and config.advantage in IMITATES:
+        cause = f"method=reinforce needs a baseline, and advantage={config.advantage} is none"
+        yield "advantage", cause, "Use advantage=running_mean, or another method"
+    plan = config.dataset_builder
+    if plan.reward_plan_weight and plan.reward_plan_part is None and plan.reward_preset != "plan_code":
+        cause = f"dataset_builder.reward_plan_weight={plan.reward_plan_weight:g} weighs no part"
+        cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
+        yield "dataset_builder.reward_plan_weight", cause, cure
+    if plan.pays_plan and config.sampler.engine == "openai":
+        cause = "tokens of a plan are told apart by the tokenizer, which sampler.engine=openai has not"
+        yield "dataset_builder.reward_plan_part", cause, "Use sampler.engine=transformers"
+
+
+def _demonstrations(config: Config) -> Iterator[tuple[str, str, str]]:
+    """What goes with method=sft, and what needs it."""
+    if config.method != "sft":
+        if config.demonstrations.files:
+            yield "demonstrations.files", "demonstrations.files is used by method=sft only", "Add method=sft"
+        return
+    if config.loss != "reinforce" or config.advantage != "reward_weight":
+        cause = f"method=sft has its own loss, not loss={config.loss} advantage={config.advantage}"
+        yield "loss" if config.loss != "reinforce" else "advantage", cause, "Leave loss, advantage and preset out"
+    if config.corrections:
+        cause = "corrections compare with who sampled, and demonstrations were not sampled"
+        yield "corrections", cause, "Leave corrections out with method=sft"
+    if config.temperature != 1.0:
+        cause = f"method=sft learns the distribution itself, not that of temperature={config.temperature:g}"
+        yield "temperature", cause, "Use temperature=1; an evaluation has evaluation.temperature"
+    if config.mode == "agents":
+        yield "mode", "method=sft teaches one role, and mode=agents has three", "Use mode=single_turn"
+    if not config.demonstrations.files and config.backend not in ("c", "cuda-nvrtc"):
+        cause = f"demonstrations.files is empty, and the project's own corpus has nothing for backend={config.backend}"
+        yield "demonstrations.files", cause, "Name files or runs: demonstrations.files=data.jsonl,runs/mine"
+
+
+def _pays_for_speed(builder: DatasetBuilder) -> bool:
+    if builder.reward_preset == "auto":
+        return True
+    weights = find_preset(builder.reward_preset, builder.reward_weights).weights
+    return any(weight for part, weight in weights.items() if part.startswith("speed"))
+
+
+def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
+    defaults = Config()
+    if config.mode != "single_turn" and config.max_turns < 2:
+        yield "max_turns", f"mode={config.mode} needs at least two turns", "Use max_turns=4, or mode=single_turn"
+    if config.mode == "single_turn" and config.max_turns != defaults.max_turns:
+        yield "max_turns", f"max_turns={config.max_turns} needs mode=multi_turn", "Add mode=multi_turn"
+    if config.agents.adapters and (config.mode != "agents" or not config.lora_rank):
+        yield "agents.adapters", "agents.adapters needs mode=agents and a lora_rank", "Add mode=agents lora_rank=32"
+    if config.mode != "multi_turn" and config.turns != defaults.turns:
+        yield "turns", "turns.* needs mode=multi_turn", "Add mode=multi_turn"
+
+
+def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
+    builder = config.dataset_builder
+    key = "dataset_builder.rag_index_path"
+    if builder.prompt_option == "raicl" and not builder.rag_index_path:
+        yield key, f"dataset_builder.prompt_option=raicl needs {key}", "Make an index with: kbrl index build"
+    if (builder.prompt_option == "custom") != (builder.prompt_file is not None):
+        cause = "dataset_builder.prompt_option=custom and dataset_builder.prompt_file belong together"
+        yield "dataset_builder.prompt_file", cause, "Give both, or neither"
+    if builder.prompt_option != "raicl" and builder.rag_index_path:
+        yield key, f"{key} is used by prompt_option=raicl only", "Add dataset_builder.prompt_option=raicl"
+
+
+def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
+    sampler = config.sampler
+    if sampler.engine != "openai":
+        if sampler.base_url:
+            yield "sampler.base_url", "sampler.base_url needs sampler.engine=openai", "Add sampler.engine=openai"
+        return
+    if not sampler.base_url:
+        cure = "Add the address of the endpoint, such as sampler.base_url=http://127.0.0.1:8000/v1"
+        yield "sampler.engine", "sampler.engine=openai needs sampler.base_url", cure
+    if config.model_name == "small":
+        yield "model_name", "sampler.engine=openai needs the endpoint's model", "Add model_name=… as it is served there"
+    if sampler.max_cost is not None and not (sampler.price_input or sampler.price_output):
+        yield "sampler.max_cost", "sampler.max_cost needs prices", "Add sampler.price_input and sampler.price_output"
+    if "sampler" in config.timing_bench.shares_with:
+        cause = "timing_bench.shares_with names the sampler, which computes nothing with sampler.engine=openai"
+        yield "timing_bench.shares_with", cause, "Leave the sampler out"
+
+
+def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
+    sampler = config.sampler
+    if sampler.engine != "vllm":
+        if sampler.update != "auto":
+            cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"
+            yield "sampler.update", cause, "Add sampler.engine=vllm"
+        return
+    if sampler.update == "adapter" and not config.lora_rank:
+        cure = "Add lora_rank=32, or use sampler.update=full"
+        yield "sampler.update", "sampler.update=adapter needs a lora_rank", cure
+    if sampler.update == "full" and config.lora_rank:
+        cause = f"sampler.update=full with lora_rank={config.lora_rank}: the learner publishes adapters only"
+        yield "sampler.update", cause, "Use sampler.update=adapter, or lora_rank=0"
+
+
+def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
+    """How the learner holds weights that are too many for a GPU."""
+    learner = config.learner
+    for name in ("shard", "base_quantisation"):
+        if getattr(learner, name) in (False, "none"):
+            continue
+        said = f"learner.{name}={str(getattr(learner, name)).lower()}"
+        if not config.lora_rank:
+            yield f"learner.{name}", f"{said} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
+        if learner.kernels == "fused":
+            yield "learner.kernels", f"learner.kernels=fused holds whole weights, {said} does not", "Use auto or plain"
+    if learner.shard and learner.processes == 1:
+        cure = "Add learner.processes=2, one GPU each"
+        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    if learner.base_quantisation == "none":
+        return
+    said = f"learner.base_quantisation={learner.base_quantisation}"
+    if learner.shard:
+        yield "learner.shard", f"learner.shard=true and {said} do not go together", "Use one of them"
+    if config.device == "cpu":
+        yield "learner.base_quantisation", f"{said} needs a GPU, and device=cpu", "Use device=cuda, or none"
+    if config.sampler.engine == "vllm":
+        cause = f"{said} with sampler.engine=vllm: it would serve another base than the one that is trained"
+        yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
+
+
+def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Several learner processes need a GPU each."""
+    count, placement = config.learner.processes, config.placement
+    if count > 1 and placement not in (None, "split"):
+        cause = f"learner.processes={count} with placement={placement}, which gives the learner a single GPU"
+        yield "learner.processes", cause, "Use placement=split, which gives each of them its own, or one process"
+
+
+def _names(config: Config) -> Iterator[tuple[str, str, str]]:
+    if config.name is not None and (not _NAME.fullmatch(config.name) or config.name == "latest"):
+        cause = f"name '{config.name}' cannot be the folder of a run"
+        yield "name", cause, "Use letters, digits, '.', '_' and '-', up to 64, not 'latest'"
+    for key in ("log_path", "model_name"):
+        if not getattr(config, key):
+            yield key, f"{key} is empty", f"Leave {key} out for its default"
+
+
+def _addresses(config: Config) -> Iterator[tuple[str, str, str]]:
+    given = {f"broker.{name}": getattr(config.broker, name) for name in ("submit", "work", "status")}
+    for key, address in given.items():
+        if address is None or address.startswith("ipc://"):
+            continue
+        if not _TCP.fullmatch(address):
+            yield key, f"{key}={address} is no address", "Write tcp://HOST:PORT or ipc://PATH"
+        elif not _LOOPBACK.fullmatch(address) and not config.broker.allow_remote:
+            cause = f"{key}={address} can be reached from other hosts"
+            yield key, cause, "Use tcp://127.0.0.1:PORT, or broker.allow_remote=true and keys: 'kbrl keys new all'"
+        elif not _LOOPBACK.fullmatch(address) and not config.broker.keys:
+            cause = f"{key}={address} can be reached from other hosts, and there are no keys"
+            yield key, cause, "Make them with 'kbrl keys new all' and add broker.keys=keys"
+    if config.broker.submit is not None and config.broker.submit == config.broker.work:
+        yield "broker.work", "broker.submit and broker.work are the same address", "Give each its own port"
+    if config.broker.status is not None and config.broker.status in (config.broker.submit, config.broker.work):
+        yield "broker.status", "broker.status is the address of another socket too", "Give it a port of its own"

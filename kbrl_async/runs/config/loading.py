@@ -1,0 +1,209 @@
+"""From settings to one validated `Config`: files < variables < command line.
+
+::
+
+    files ─┐
+    .env  ─┼─▶ settings with origins ─▶ known key? right type and range? ─▶ Config ─▶ checks between keys
+    words ─┘
+
+Invariant: whatever is wrong is named with its key, its origin and what would be right, in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from dotenv import dotenv_values
+from msgspec import inspect as types
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.runs.config.checks import check
+from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
+from kbrl_async.runs.config.presets import preset_settings
+from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
+
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration in a run folder."""
+
+PLACE_KEYS = frozenset({"name", "log_path", "resume"})
+"""Where a run lies, not what it is."""
+
+CHANGEABLE = PLACE_KEYS | {
+    "max_steps", "max_minutes", "log_level", "device", "placement", "policy_url",
+    *(name for name in KEYS if name.startswith(("cpu.", "processes.", "broker.", "tensorboard."))),
+    *(name for name in KEYS if name.startswith(("archive.", "alarms.", "metrics."))),
+    "learner.threads", "learner.peak_tflops", "learner.checkpoint_every", "learner.keep_checkpoints",
+    "sampler.threads", "sampler.slots",
+    "sampler.base_url", "sampler.api_key_env", "sampler.endpoint_deadline_s", "sampler.endpoint_retries",
+    "sampler.requests_per_minute", "sampler.price_input", "sampler.price_output", "sampler.max_cost",
+    "compile_farm.slots", "compile_farm.nice", "compile_farm.store_max_bytes", "timing_bench.core",
+    "eval_every", "eval_credit", "evaluation.deadline_s", "evaluation.in_flight",
+    "evaluation.tensorboard_log_dir", "evaluation.tensorboard_step",
+}  # fmt: skip
+"""Keys that may differ when an unfinished run is continued; the others would make it another experiment."""
+
+
+OTHER_NAMES = {"lr": "learning_rate", "model": "model_name", "steps": "max_steps", "rank": "lora_rank"}
+"""What some keys are called elsewhere, where the spelling alone would lead astray."""
+
+
+ALIASES = {
+    "tensorboard_enabled": "tensorboard.enabled",
+    "tensorboard_log_dir": "tensorboard.log_dir",
+    "tensorboard_log_histograms_every": "tensorboard.histograms_every",
+    "tensorboard_log_per_level": "tensorboard.per_level",
+}
+"""Names that users of such tools know, taken for ours."""
+
+
+def environment(shell: Mapping[str, str], dotenv: Path = Path(".env")) -> dict[str, str]:
+    """The `KBRL_*` variables of the `.env` file and the shell; the shell's win."""
+    filed = {name: value for name, value in dotenv_values(dotenv).items() if value is not None}
+    return {name: value for name, value in {**filed, **shell}.items() if name.startswith(PREFIX)}
+
+
+def load(
+    paths: Sequence[Path | str] = (), overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Config:
+    """Resolve a configuration; later files win over earlier ones, variables over files, overrides over all.
+
+    :param env: variables, of which `KBRL_*` count; see `environment`. None: none.
+    :raises ConfigError: an unknown key, a wrong value, or values that contradict each other.
+    """
+    return resolve(gather(paths, overrides, env))
+
+
+def gather(
+    paths: Sequence[Path | str] = (), overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> list[Setting]:
+    """What `load` resolves, the winner of each key last."""
+    settings = [setting for path in paths for setting in from_file(Path(path))]
+    settings += from_env(env or {}) + from_overrides(overrides)
+    settings = [msgspec.structs.replace(setting, key=ALIASES.get(setting.key, setting.key)) for setting in settings]
+    return [*preset_settings(settings), *_resumed(settings), *settings]
+
+
+def _resumed(settings: Sequence[Setting]) -> list[Setting]:
+    """What the run to be resumed was started with lies below all other settings."""
+    wanted = [setting.value for setting in settings if setting.key == "resume"]
+    stored = Path(str(wanted[-1])) / CONFIG_FILE if wanted and wanted[-1] else None
+    return from_file(stored) if stored is not None and stored.is_file() else []
+
+
+def resolve(settings: Sequence[Setting]) -> Config:
+    """The configuration that these settings make; the last one of a key wins, all are checked."""
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for setting in settings:
+        value = _convert(_key(setting), setting)
+        section, _, leaf = setting.key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = value
+        origins[setting.key] = setting.origin
+    config = msgspec.convert(tree, Config)
+    check(config, origins)
+    return config
+
+
+def _key(setting: Setting) -> Key:
+    if key := KEYS.get(setting.key):
+        return key
+    if setting.key in SECTIONS:
+        inside = ", ".join(name.partition(".")[2] for name in KEYS if name.startswith(f"{setting.key}."))
+        raise ConfigError(f"{setting.key} is a section, not a key ({setting.origin})", f"Set one of its keys: {inside}")
+    near = nearest(setting.key)
+    cure = f"Did you mean {near}?" if near else "Run 'kbrl config' for all keys"
+    raise ConfigError(f"unknown key '{setting.key}' ({setting.origin})", cure)
+
+
+def nearest(name: str) -> str:
+    """The key that `name` was meant to be: known by another name, right but for its section, or spelled alike."""
+    wanted = name.lower().replace("-", "_")
+    leaf = wanted.rpartition(".")[2]
+    if wanted in OTHER_NAMES:
+        return OTHER_NAMES[wanted]
+    if same := [key for key in KEYS if key.rpartition(".")[2] == leaf]:
+        return " or ".join(same)
+    close = difflib.get_close_matches(wanted, KEYS, n=1, cutoff=0.6)
+    leaves = {key.rpartition(".")[2]: key for key in KEYS}
+    return next(
+        iter(close or [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]), ""
+    )
+
+
+def _convert(key: Key, setting: Setting) -> Any:
+    is_text = isinstance(setting.value, str)
+    value = _read_text(key, setting.value) if is_text else setting.value
+    if key.takes(types.ListType) and not key.takes(types.IntType) and isinstance(value, int):
+        value = [value]
+    try:
+        converted = msgspec.convert(value, key.type, strict=not is_text)
+    except msgspec.ValidationError:
+        raise _wrong(key, setting) from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise _wrong(key, setting)
+    return converted
+
+
+def _read_text(key: Key, text: str) -> Any:
+    """Text from a variable or the command line as the key's type wants it; YAML's `1e-4` is such text too."""
+    if key.takes(types.NoneType) and text.lower() in ("null", "none", ""):
+        return None
+    if key.takes(types.ListType) and ("," in text or text.startswith("[")):
+        return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+    if key.takes(types.ListType) and not key.takes(types.IntType, types.LiteralType):
+        return [text] if text else []
+    if key.takes(types.IntType, types.FloatType, types.ListType):
+        return _number(text)
+    return text
+
+
+def _number(text: str) -> int | float | str:
+    """`3`, `.5`, `1e-4`; a whole number such as `1e9` is an integer."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number
+
+
+def _wrong(key: Key, setting: Setting) -> ConfigError:
+    near = _closest(str(setting.value), key.choices)
+    cure = f"Did you mean {near}?" if near else f"Its default is {shown(key.default)}"
+    return ConfigError(f"{key.name} must be {key.expects}, not {shown(setting.value)} ({setting.origin})", cure)
+
+
+def _closest(word: str, choices: Sequence[str]) -> str:
+    begun = [choice for choice in choices if word and choice.startswith(word)]
+    return next(iter(begun or difflib.get_close_matches(word, choices, n=1)), "")
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `load` reads back to an equal one."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hex digits that are equal for equal experiments, wherever and however often they run."""
+    values = {name: value for name, value in flat(config).items() if name not in CHANGEABLE}
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]
+
+
+def forbidden_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys that an unfinished run may not change when it is continued: key → (old, new)."""
+    before, after = flat(old), flat(new)
+    return {k: (before[k], after[k]) for k in KEYS if k not in CHANGEABLE and before[k] != after[k]}

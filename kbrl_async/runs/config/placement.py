@@ -1,0 +1,139 @@
+"""Which GPU each process of a run gets: presets, what they tell a process, and whether they fit a machine.
+
+| `placement` | GPUs | learner | samplers | benches |
+|---|---|---|---|---|
+| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns |
+| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns |
+| `split` | learner.processes + samplers + benches | one each of its processes | one each | one each, alone |
+
+A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
+nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
+`presets.PLACEMENTS` and in `_assigned`, its name in the schema.
+
+Invariant: a bench that shares its GPU has its sharers stand still while it times; one that does not, has nobody beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kbrl_async.errors import HostError
+from kbrl_async.runs.config.schema import Config
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LEAST_GIB = {"one_gpu": 24.0, "two_gpus": 16.0, "split": 16.0}
+"""Memory of each GPU below which the suite's GPU shapes, their references and a small policy do not go together."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU of this machine, by the name that `CUDA_VISIBLE_DEVICES` takes."""
+
+    id: str
+    name: str
+    memory_gib: float
+    uuid: str = ""
+
+
+def wanted(config: Config) -> int:
+    """How many GPUs the placement takes."""
+    counts = config.processes
+    apart = config.learner.processes + counts.sampler + counts.timing_bench
+    return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
+
+
+def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
+    """Why the placement does not fit a machine with these GPUs; empty where it does."""
+    name = config.placement
+    if name is None:
+        return ""
+    needed = wanted(config)
+    if len(gpus) < needed:
+        why = f" ({_terms(config)})" if name == "split" else ""
+        return f"it takes {needed} GPU{'s' if needed > 1 else ''}{why}, and this machine has {len(gpus)}"
+    if name != "split" and config.processes.sampler > 1:
+        return "it is for one sampler; several need placement=split"
+    if name != "split" and config.processes.timing_bench > 1 and "timing_bench" not in config.timing_bench.shares_with:
+        return "its benches would time at once; they take turns where timing_bench.shares_with names timing_bench"
+    used = gpus[:needed]
+    small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
+    if small is not None:
+        return f"GPU {small.id} has {small.memory_gib:.0f} GiB, and it takes {LEAST_GIB[name]:.0f} GiB"
+    timed = {gpus[_assigned(config, "timing_bench", i)[0]].name for i in range(config.processes.timing_bench)}
+    if len(timed) > 1:
+        return f"its benches would time on different GPUs ({', '.join(sorted(timed))}): speedups would not compare"
+    return ""
+
+
+def check_fit(config: Config, gpus: Sequence[Gpu]) -> None:
+    """Raises `HostError` where the placement does not fit."""
+    if reason := misfit(config, gpus):
+        cure = "Take another placement, or none and set CUDA_VISIBLE_DEVICES for each process yourself"
+        raise HostError(f"placement={config.placement} does not fit: {reason}", cure)
+
+
+def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, str]:
+    """The variables that a process (`sampler.2`, as runners name it) is started with; none where nothing is placed.
+
+    The others keep what they see: they compute nothing there, but ask what GPU it is.
+    """
+    if config.placement is None:
+        return {}
+    service, _, number = process.partition(".")
+    if service not in ("learner", "sampler", "timing_bench"):
+        return {}
+    at = _assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
+    return {VISIBLE: ",".join(gpus[i].id for i in at)} if at[-1] < len(gpus) else {}
+
+
+def _assigned(config: Config, service: str, instance: int) -> range:
+    """Positions of its GPUs among those of the machine: one, or in a split one for each process of the learner."""
+    if config.placement != "split":
+        only = int(config.placement == "two_gpus" and service == "timing_bench")
+        return range(only, only + 1)
+    ranks = config.learner.processes
+    if service == "learner":
+        return range(ranks)
+    first = ranks + instance + (config.processes.sampler if service == "timing_bench" else 0)
+    return range(first, first + 1)
+
+
+def _terms(config: Config) -> str:
+    """What the GPUs of a split are for."""
+    counts = config.processes
+    learner = f"learner.processes={config.learner.processes}"
+    return f"{learner} + processes.sampler={counts.sampler} + processes.timing_bench={counts.timing_bench}"
+
+
+def inventory(environment: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs that this process may use, in the order of `CUDA_VISIBLE_DEVICES`; empty where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = [
+            Gpu(
+                str(i),
+                str(pynvml.nvmlDeviceGetName(h)),
+                pynvml.nvmlDeviceGetMemoryInfo(h).total / 2**30,
+                str(pynvml.nvmlDeviceGetUUID(h)),
+            )
+            for i, h in enumerate(handles)
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+    return allowed(found, environment)
+
+
+def allowed(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+    """Of all GPUs those that `CUDA_VISIBLE_DEVICES` lists, in its order."""
+    if VISIBLE not in environment:
+        return list(gpus)
+    names = [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
+    by_name = {name: gpu for gpu in gpus for name in (gpu.id, gpu.uuid) if name}
+    return [msgspec.structs.replace(by_name[name], id=name) for name in names if name in by_name]

@@ -1,0 +1,162 @@
+"""Every key of a run as one frozen tree of structs: its type, its range, its default, and a line on what it does.
+
+Invariants
+* A key is `name` or `section.name`, never deeper; names at the top are those that users of such tools know.
+* The type of a field holds its range, so that one conversion checks both; what concerns two keys is in `checks`.
+* The string under a field is its documentation: `kbrl config` prints it.
+* Types are in `ranges`, sections in `sections`, by subject; here is what they make together.
+* Nothing here imports torch or touches the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kbrl_async.runs.config.ranges import AtLeastOne, CorrectionName, Count, Fraction, Positive, PresetName
+from kbrl_async.runs.config.sections import (
+    Agents,
+    Alarms,
+    Archive,
+    Broker,
+    CompileFarm,
+    Cpu,
+    Curriculum,
+    DatasetBuilder,
+    Demonstrations,
+    Evaluation,
+    Learner,
+    Metrics,
+    Processes,
+    Sampler,
+    Sft,
+    Tensorboard,
+    TimingBench,
+    Turns,
+)
+
+
+def _all_levels() -> list[int]:
+    return [1, 2, 3]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    model_name: str = "small"
+    """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
+    backend: Literal["c", "cpp", "cuda", "cuda-nvrtc", "triton"] = "c"
+    """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
+    problems: str | None = None
+    """Folder of problems in the KernelBench layout; null: the project's own suite."""
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Number format of the problems' modules and inputs, as KernelBench means it."""
+    level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
+    """Problem level or levels to train on."""
+    exclude_audited: bool = True
+    """Do not train on problems whose audit says that a right verdict means little there: see 'kbrl problems list'."""
+    batch_size: AtLeastOne = 8
+    """P: groups (one problem each) per update."""
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """G: rollouts per group, which share a baseline."""
+    learning_rate: Positive = 2e-4
+    """Learning rate of the policy after warm-up."""
+    lora_rank: Count = 0
+    """Rank of the LoRA adapter; 0: all weights are trained."""
+    max_tokens: AtLeastOne = 256
+    """Longest answer, in tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probs are those of this distribution."""
+    seed: Count = 0
+    """Seed of everything that is drawn, except the secret inputs of verification."""
+    max_steps: AtLeastOne = 14
+    """Updates after which the run ends."""
+    max_minutes: Positive | None = 6.0
+    """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
+    max_staleness: Count = 2
+    """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
+    method: Literal["grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft"] = "grpo"
+    """How a policy learns from its rollouts, or from demonstrations (sft); sets loss and baseline below your keys."""
+    preset: PresetName | None = None
+    """A named algorithm: sets the loss, the baseline and what belongs to them; keys that you set yourself win."""
+    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "a3po", "gspo", "tis", "cispo", "reinforce"] = "dppo_tv"
+    """Policy loss with its off-policy correction."""
+    corrections: list[CorrectionName] = msgspec.field(default_factory=list)
+    """More corrections for stale samples, multiplied: tis and tis_sequence weigh (loss=reinforce only), others drop."""
+    advantage: Literal["leave_one_out", "mean", "mean_std", "running_mean", "none", "best_of_n", "reward_weight"] = (
+        "leave_one_out"
+    )
+    """Baseline that is taken from a rollout's reward."""
+    mode: Literal["single_turn", "multi_turn", "agents"] = "single_turn"
+    """One answer per rollout; several with feedback between them; or solver, verifier and corrector taking turns."""
+    max_turns: AtLeastOne = 4
+    """Turns of a rollout in mode=multi_turn and mode=agents."""
+    gamma: Fraction = 0.4
+    """Discount of later turns' scores in mode=multi_turn."""
+    eval_samples: Count = 12
+    """Answers per held-out problem before and after training; 0: no evaluation."""
+    eval_every: Count = 0
+    """Updates between two evaluations of the held-out problems while training goes on; 0: before and after only."""
+    eval_credit: AtLeastOne = 4
+    """Rollouts of such an evaluation that are under way at once: a few, so that training has nearly all."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where sampler and learner compute; auto: the GPU where there is one."""
+    placement: Literal["one_gpu", "two_gpus", "split"] | None = None
+    """Which GPU each process gets: all the same; the bench alone on a second; one each. null: whatever they see."""
+    log_path: str = "runs"
+    """Folder that holds the runs."""
+    cache_path: str | None = None
+    """Folder that keeps what several runs share, such as the small policy; null: kbrl-async in the user's cache."""
+    policy_url: str | None = None
+    """Where each policy version is uploaded to as well, as file:///…, s3://… or another URL that fsspec knows."""
+    name: str | None = None
+    """Name of the run, a folder in log_path; null: default, with the seed where it is not the default one."""
+    resume: str | None = None
+    """Run folder to continue, such as runs/default."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important message that is logged."""
+    dataset_builder: DatasetBuilder = DatasetBuilder()
+    demonstrations: Demonstrations = Demonstrations()
+    turns: Turns = Turns()
+    agents: Agents = Agents()
+    curriculum: Curriculum = Curriculum()
+    learner: Learner = Learner()
+    sampler: Sampler = Sampler()
+    compile_farm: CompileFarm = CompileFarm()
+    timing_bench: TimingBench = TimingBench()
+    broker: Broker = Broker()
+    sft: Sft = Sft()
+    cpu: Cpu = Cpu()
+    processes: Processes = Processes()
+    tensorboard: Tensorboard = Tensorboard()
+    evaluation: Evaluation = Evaluation()
+    archive: Archive = Archive()
+    alarms: Alarms = Alarms()
+    metrics: Metrics = Metrics()
+
+    @property
+    def prompt_option(self) -> str:
+        """The prompt template, with `auto` and `raicl` resolved."""
+        chosen = self.dataset_builder.prompt_option
+        if chosen == "custom":
+            return f"custom:{self.dataset_builder.prompt_file}"
+        if chosen not in ("auto", "raicl"):
+            return chosen
+        return "compact" if self.model_name == "small" else "zero_shot"
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """`level` as a sorted tuple without doubles."""
+        return (self.level,) if isinstance(self.level, int) else tuple(sorted(set(self.level)))
+
+    @property
+    def run_name(self) -> str:
+        """`name`, or the default name of this seed."""
+        if self.name:
+            return self.name
+        return "default" if self.seed == DEFAULT_SEED else f"default-seed{self.seed}"
+
+
+DEFAULT_SEED = 0

@@ -1,0 +1,42 @@
+"""The sections of a configuration, by subject. Each is a frozen struct, each string under a field its documentation.
+
+| module | sections |
+|---|---|
+| `training` | what is learned, from what, and what is done when it goes wrong |
+| `actors` | the processes: what each kind does, how many, on which cores, where they meet |
+| `watching` | what is kept and shown of a run; what an evaluation measures |
+"""
+
+from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, Sampler, TimingBench
+from kbrl_async.runs.config.sections.training import (
+    Agents,
+    Alarms,
+    Curriculum,
+    DatasetBuilder,
+    Demonstrations,
+    Learner,
+    Sft,
+    Turns,
+)
+from kbrl_async.runs.config.sections.watching import Archive, Evaluation, Metrics, Tensorboard
+
+__all__ = [
+    "Agents",
+    "Alarms",
+    "Archive",
+    "Broker",
+    "CompileFarm",
+    "Cpu",
+    "Curriculum",
+    "DatasetBuilder",
+    "Demonstrations",
+    "Evaluation",
+    "Learner",
+    "Metrics",
+    "Processes",
+    "Sampler",
+    "Sft",
+    "Tensorboard",
+    "TimingBench",
+    "Turns",
+]

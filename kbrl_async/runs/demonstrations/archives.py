@@ -1,0 +1,67 @@
+"""The best verified answers of earlier runs as demonstrations.
+
+::
+
+    RUN/rollouts.sqlite ─ correct training rollouts ─▶ by problem: best `keep` by reward, no text twice ─▶ Conversation
+
+Invariants
+* Only kernels that passed every check are taken, and only of training rollouts: held-out problems never get in.
+* The same archive gives the same answers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.archive.rows import Row
+from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER, Conversation, FormatError, Message
+from protocols.records import VERIFIER, Generation, Problem, Purpose, RolloutRequest
+
+HELDOUT = "heldout"
+
+
+def is_run(path: Path) -> bool:
+    return path.is_dir() and (path / FILE).is_file()
+
+
+def best_answers(run: Path, keep: int) -> Iterator[tuple[str, Conversation | FormatError]]:
+    """The best `keep` different answers a problem, faster ones first among equally good, each with its place."""
+    with Archive(run / FILE) as archive:
+        ranked = sorted(_right(archive), key=lambda row: (row.problem_id, -(row.reward or 0.0), -(row.lo or 0.0)))
+        kept: dict[str, set[str]] = {}
+        for row in ranked:
+            texts = kept.setdefault(row.problem_id, set())
+            if len(texts) >= keep:
+                continue
+            found = _conversation(archive, row)
+            if isinstance(found, Conversation):
+                answer = found.messages[-1].content
+                if answer in texts:
+                    continue
+                texts.add(answer)
+            yield f"{run}:{row.task_id}", found
+
+
+def _right(archive: Archive) -> Iterator[Row]:
+    rows = archive.rows(purpose=Purpose.TRAIN)
+    return (row for row in rows if row.correct and row.role != VERIFIER)
+
+
+def _conversation(archive: Archive, row: Row) -> Conversation | FormatError:
+    record = archive.record(row.task_id)
+    request = next((frame for frame in record if isinstance(frame, RolloutRequest)), None)
+    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
+    if request is None or generation is None:
+        return FormatError("its record is no longer in the archive (archive.max_bytes, archive.keep)")
+    if _is_heldout(request.problem):
+        return FormatError(f"{row.problem_id} is held out")
+    if generation.finish_reason != "stop":
+        return FormatError("its answer was cut off")
+    messages = (Message(USER, request.prompt), Message(ASSISTANT, generation.text, True))
+    return Conversation(messages, is_chat=False, is_asked=True)
+
+
+def _is_heldout(problem: Problem) -> bool:
+    return problem.split == HELDOUT

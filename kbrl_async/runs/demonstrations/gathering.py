@@ -1,0 +1,90 @@
+"""All sources of demonstrations together, with an account of what was left out and why.
+
+Invariant: `read` = lessons + bad + too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kbrl_async.errors import UserError
+from kbrl_async.runs.demonstrations import archives
+from kbrl_async.runs.demonstrations.formats import Conversation, FormatError, conversation_of
+from kbrl_async.runs.demonstrations.reading import files_of, records
+from kbrl_async.runs.demonstrations.rendering import Lesson, Renderer, TooLong
+
+BAD, TOO_LONG = "bad", "too_long"
+NAMED = 10_000
+"""Most problems that are kept by name; all are counted."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something that was left out."""
+
+    where: str
+    """`file:line`."""
+    reason: str
+    kind: str = BAD
+
+
+class Found(msgspec.Struct):
+    """What `gather` brought together."""
+
+    lessons: list[Lesson] = msgspec.field(default_factory=list)
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    """The first `NAMED` of what was left out."""
+    counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(("read", BAD, TOO_LONG), 0))
+
+    def leave_out(self, problem: Problem) -> None:
+        self.counts[problem.kind] += 1
+        if len(self.problems) < NAMED:
+            self.problems.append(problem)
+
+    def account(self) -> dict[str, Any]:
+        """What a person should know of it, for JSON."""
+        targets = sum(lesson.targets for lesson in self.lessons)
+        turns = sum(len(lesson.spans) for lesson in self.lessons)
+        figures = {**self.counts, "lessons": len(self.lessons), "turns": turns, "target_tokens": targets}
+        return {**figures, "left_out": [msgspec.to_builtins(problem) for problem in self.problems]}
+
+
+def gather(sources: Sequence[str], renderer: Renderer, keep: int = 3) -> Found:
+    """SftDataset of files, folders of files and runs, in that order.
+
+    :param keep: best answers a problem that a run gives.
+    :raises UserError: a source is missing, or all together hold nothing that can be learned.
+    """
+    found = Found()
+    for where, record in _all(sources, keep):
+        found.counts["read"] += 1
+        try:
+            conversation = record if isinstance(record, Conversation) else _read(record)
+            found.lessons.append(renderer(conversation, where))
+        except TooLong as error:
+            found.leave_out(Problem(where, str(error), TOO_LONG))
+        except FormatError as error:
+            found.leave_out(Problem(where, str(error)))
+    if not found.lessons:
+        first = found.problems[0] if found.problems else Problem(", ".join(sources), "there is nothing in it")
+        raise UserError(f"no demonstration can be learned: {first.where}: {first.reason}", "See docs/learning.md, SFT")
+    return found
+
+
+def _all(sources: Sequence[str], keep: int) -> Iterator[tuple[str, Any]]:
+    for source in sources:
+        path = Path(source).expanduser()
+        if archives.is_run(path):
+            yield from archives.best_answers(path, keep)
+        else:
+            for file in files_of(path):
+                yield from records(file)
+
+
+def _read(record: Any) -> Conversation:
+    if isinstance(record, FormatError):
+        raise record
+    return conversation_of(record)

@@ -1,0 +1,227 @@
+"""The folder of a run: made, found again, and continued.
+
+::
+
+    runs/.lock            held while a folder is chosen or made
+    runs/latest           → the newest run, replaced atomically
+    runs/NAME/config.yaml the resolved configuration, which every service of the run reads
+    runs/NAME/logs/  metrics/  tensorboard/  …
+    runs/NAME/summary.json   written last: the run has ended
+
+A name that is taken by an unfinished run continues it; one taken by a finished run gives way to NAME-2, NAME-3, ….
+
+Invariants
+* A run folder appears with its config.yaml in it, or not at all.
+* An unfinished run is only continued by a configuration of the same experiment (`loading.CHANGEABLE`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from kbrl_async.durable import write_atomically
+from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
+from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
+from kbrl_async.runs.config.schema import Config
+
+SUMMARY_FILE = "summary.json"
+LATEST = "latest"
+FOLDERS = ("logs", "metrics", "tensorboard")
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A prepared run folder."""
+
+    path: Path
+    config: Config
+    """As stored: `name` is the folder's."""
+    resumed: bool
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What `prepare` would do: nothing is on disk yet."""
+
+    path: Path
+    config: Config
+    resumed: bool
+
+
+def is_finished(run_dir: Path) -> bool:
+    return (run_dir / SUMMARY_FILE).exists()
+
+
+def load_run(run_dir: Path | str) -> Config:
+    """The configuration that a run folder stores.
+
+    :raises ConfigError: no run folder, or its config.yaml was edited into something wrong.
+    """
+    stored = Path(run_dir) / CONFIG_FILE
+    if not stored.is_file():
+        raise ConfigError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}", "Prepare a run with 'kbrl prepare'")
+    return load([stored])
+
+
+def plan(config: Config) -> Plan:
+    """Which folder this configuration runs in, and whether it continues a run there.
+
+    :raises ConfigError: the unfinished run of that name is another experiment.
+    :raises CheckpointError: `resume` names no unfinished run.
+    """
+    return _plan_resume(config) if config.resume else _plan_named(config)
+
+
+def _plan_resume(config: Config) -> Plan:
+    path = Path(config.resume or "")
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"cannot resume {path}: it is no run folder with a {CONFIG_FILE}", "Give resume=runs/NAME"
+        )
+    path = path.resolve() if path.is_symlink() else path
+    if is_finished(path):
+        cure = f"See it with 'kbrl summary {path}', or start another run with name=…"
+        raise CheckpointError(f"cannot resume {path}: that run has finished", cure)
+    return _continued(path, replace(config, resume=None))
+
+
+def _plan_named(config: Config) -> Plan:
+    for path in _candidates(Path(config.log_path), config.run_name):
+        if not path.exists():
+            return Plan(path=path, config=replace(config, name=path.name), resumed=False)
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} exists and is no run folder: it has no {CONFIG_FILE}", "Move it, or set name=…")
+        if not is_finished(path):
+            return _continued(path, config)
+    raise AssertionError("names never end")
+
+
+def _candidates(root: Path, name: str) -> Iterator[Path]:
+    yield root / name
+    for number in itertools.count(2):
+        yield root / f"{name}-{number}"
+
+
+def _continued(path: Path, config: Config) -> Plan:
+    wanted = replace(config, name=path.name, log_path=str(path.parent))
+    _refuse_another_experiment(path, load_run(path), wanted)
+    return Plan(path=path, config=wanted, resumed=True)
+
+
+def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> None:
+    if changes := forbidden_changes(stored, wanted):
+        key, (old, new) = next(iter(changes.items()))
+        cause = f"{path} is an unfinished run with {key}={shown(old)}, not {shown(new)}"
+        raise ConfigError(cause, f"Continue it with {key}={shown(old)}, or start another run with name=…")
+
+
+def prepare(config: Config) -> Run:
+    """Make or find the run folder of `config`, store the resolved configuration, point `latest` at it."""
+    root = _root(config)
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root / ".lock"):
+            return _carry_out(plan(config))
+
+
+def ensure_run(env: Mapping[str, str] | None = None) -> Path:
+    """The run that a service belongs to: `KBRL_RUN_DIR`, else the one that the variables describe.
+
+    Where they name a file, a run or one to resume, that is what `kbrl train` would make or continue. Else it is the
+    unfinished latest run with what the variables may change of it, or a new default one.
+
+    Safe to call from many processes at once: all get the same folder. A service calls it once and hands
+    `KBRL_RUN_DIR` on to its children, so that a child that starts after the run has ended opens no new run.
+
+    :raises ConfigError: the variables describe another experiment than the unfinished run that they lead to.
+    """
+    env = os.environ if env is None else env
+    if given := env.get("KBRL_RUN_DIR"):
+        load_run(given)
+        return Path(given)
+    files = [env["KBRL_CONFIG"]] if env.get("KBRL_CONFIG") else []
+    variables = environment(env)
+    config = load(files, env=variables)
+    root = _root(config)
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root / ".lock"):
+            is_named = bool(files or config.name or config.resume)
+            return _carry_out(plan(config) if is_named else _plan_latest(config, variables)).path.resolve()
+
+
+def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
+    latest = (Path(config.log_path) / LATEST).resolve()
+    if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
+        return plan(config)
+    stored, asked = load_run(latest), load([latest / CONFIG_FILE], env=variables)
+    # Where it lies stays: services may see the folder by different paths.
+    wanted = replace(asked, name=stored.name, log_path=stored.log_path)
+    _refuse_another_experiment(latest, stored, wanted)
+    return Plan(path=latest, config=wanted, resumed=True)
+
+
+def _root(config: Config) -> Path:
+    return Path(config.resume).parent if config.resume else Path(config.log_path)
+
+
+def _carry_out(todo: Plan) -> Run:
+    if todo.resumed:
+        write_atomically(todo.path / CONFIG_FILE, to_yaml(todo.config))
+    else:
+        _create(todo)
+    for folder in FOLDERS:
+        (todo.path / folder).mkdir(exist_ok=True)
+    _point_latest(todo.path)
+    return Run(path=todo.path, config=todo.config, resumed=todo.resumed)
+
+
+def _create(todo: Plan) -> None:
+    fresh = todo.path.with_name(f".{todo.path.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        write_atomically(fresh / CONFIG_FILE, to_yaml(todo.config))
+        fresh.rename(todo.path)
+    except OSError:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _point_latest(run_dir: Path) -> None:
+    link = run_dir.with_name(LATEST)
+    fresh = run_dir.with_name(f".{LATEST}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(run_dir.name)
+    fresh.replace(link)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the file lock `path`; who holds it only makes a folder, so the wait is short."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write into errors with a cure."""
+    try:
+        yield
+    except OSError as error:
+        raise refused(error, where) from error
+
+
+def refused(error: OSError, where: Path) -> KbrlError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"no space left for {where}", "Free some, or set log_path=… to another disk")
+    return ConfigError(f"cannot write to {where}: {error.strerror}", "Set log_path=… to a folder that you may write")

@@ -1,0 +1,67 @@
+"""The policy that a configuration begins with: the project's own small one (made now, if need be), or a named model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kbrl_async.doors import Door
+from kbrl_async.kernels.problems import load_problems
+from kbrl_async.rollouts.prompts import render_prompt
+from kbrl_async.runs.config import Config
+
+SMALL = "small"
+CANARY_TOKENS = 32
+CANARY_TEXTS = (
+    "for (long i = 0; i < n; i++) {\n    y[i] = x[i] > 0.0f ? x[i] : 0.0f;\n}\n",
+    "class ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return torch.softmax(x, dim=-1)\n",
+    "The sum over 1,024 columns is 3.5e-2; café, naïve, Σ and ≥ are not ASCII.",
+)
+
+
+POLICIES = Door("policies", {SMALL: "kbrl_async.lab.small_policy.configured:ensure"})
+"""Policies that are made here and now: `(config, cache folder, progress, device) -> folder`."""
+
+
+def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str:
+    """A folder, or a name that transformers can load. `told(what, share)` hears of the making, and may raise."""
+    if config.model_name != SMALL:
+        return config.model_name
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return Path(POLICIES.load(SMALL)(config, cache_folder(config), told, device))
+
+
+def cache_folder(config: Config) -> Path:
+    """`cache_path`, else our folder in the user's cache."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
+
+
+class Canaries(NamedTuple):
+    """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
+
+    ids: list[int]
+    texts: list[tuple[str, list[int]]]
+
+
+def canaries(config: Config, tokenizer: Any) -> Canaries:
+    return Canaries(_canary_ids(config, tokenizer), _canary_texts(tokenizer))
+
+
+def _canary_ids(config: Config, tokenizer: Any) -> list[int]:
+    """The fixed prompt whose log-probs prove the policy: the start of the first problem's prompt."""
+    problem = load_problems(config.problems or "")[0]
+    prompt = render_prompt(config.prompt_option, problem, config.backend)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    return ids[:CANARY_TOKENS]
+
+
+def _canary_texts(tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """Fixed texts with their first ids: what a policy reads and writes, so that other weights or tokenizers show."""
+    encoded = [(text, tokenizer.encode(text, add_special_tokens=False)[:CANARY_TOKENS]) for text in CANARY_TEXTS]
+    return [(text, ids) for text, ids in encoded if len(ids) > 1]

@@ -1,0 +1,233 @@
+"""The last word of a run: `summary.json`, and the table on the terminal.
+
+`build` is pure; `write` puts the file there in one atomic step, which is also the sign that the run has ended.
+
+Invariants
+* `groups_admitted` is the sum of trained, filtered, dropped stale and failed (I1); `groups_add_up` says if it is so.
+* "first" and "last" are the first and last tenth of the run's scored training rollouts in order, at least one each.
+* A mean over nothing is null.
+* Shares of held-out answers come with their 95 % intervals: so few are made that a difference may be none.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+
+from kbrl_async.durable import write_atomically
+from kbrl_async.runs.archive.funnel import funnel
+from kbrl_async.runs.telemetry import turn_metrics
+from kbrl_async.runs.telemetry.proportions import wilson
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
+
+Summary = dict[str, Any]
+
+TENTH_FIELDS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
+HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "speedup_mean")
+BEST_KERNELS = 10
+
+
+class RunCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What the aggregator counted over the whole run, restarts included."""
+
+    groups_admitted: int
+    groups_trained: int
+    groups_filtered: int
+    groups_dropped_stale: int
+    groups_failed: int
+    rollouts: int
+    """Scored training rollouts."""
+    updates: int
+    max_staleness: int
+    """Largest age, in versions, of a rollout that was trained on."""
+
+    @property
+    def ended(self) -> int:
+        return self.groups_trained + self.groups_filtered + self.groups_dropped_stale + self.groups_failed
+
+
+def build(
+    *,
+    counters: RunCounters,
+    rollouts: Sequence[RolloutStats],
+    wall_s: float,
+    busy: Mapping[str, float],
+    heldout_before: Sequence[RolloutStats] = (),
+    heldout_after: Sequence[RolloutStats] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Summary:
+    """The content of `summary.json`.
+
+    :param rollouts: scored training rollouts in the order in which they were scored.
+    :param wall_s: seconds of training, from the first admission to the last update.
+    :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
+    :param extra: more fields, such as the run's name, seed and config hash.
+    """
+    first, last = tenths(rollouts)
+    return {
+        **(extra or {}),
+        **msgspec.structs.asdict(counters),
+        "groups_add_up": counters.groups_admitted == counters.ended,
+        "wall_s": wall_s,
+        "updates_per_hour": counters.updates / wall_s * 3600 if wall_s > 0 else 0.0,
+        "busy": dict(busy),
+        "busy_total": math.fsum(busy.values()),
+        **_rates(first, TENTH_FIELDS, "", "_first"),
+        **_rates(last, TENTH_FIELDS, "", "_last"),
+        **turn_metrics.summary(first, last, rollouts),
+        **_heldout(heldout_before, "heldout_", "_before"),
+        **_heldout(heldout_after, "heldout_", "_after"),
+        **_filtered(heldout_before, "_before"),
+        **_filtered(heldout_after, "_after"),
+        "funnel": funnel(rollout.funnel for rollout in rollouts),
+        "best_kernels": best_kernels([*rollouts, *heldout_after]),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on: Python and the packages that compute."""
+    packages = ("kbrl-async", "torch", "transformers", "triton", "peft", "numpy")
+    installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+    return {"python": platform.python_version(), **{name: installed[name] for name in packages if name in installed}}
+
+
+def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:
+    """The first and the last tenth, rounded up."""
+    size = math.ceil(len(rollouts) / 10)
+    return rollouts[:size], rollouts[len(rollouts) - size :]
+
+
+def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
+    rates = outcome_rates(rollouts)
+    return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
+
+
+def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
+    """Rates, and of each share `[lo, hi]` under its name and `_95`; null of none."""
+    answers = kernels(rollouts)
+    hits = {
+        "correct_rate": sum(r.correct for r in answers),
+        "compile_rate": sum(r.compiled for r in answers),
+        "fast_1": sum(r.fast for r in answers),
+    }
+    intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
+    return {
+        **_rates(answers, HELDOUT_FIELDS, prefix, suffix),
+        **{f"{prefix}{name}{suffix}_95": interval for name, interval in intervals.items()},
+    }
+
+
+def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
+    """The held-out rates without the problems that an audit flags; nothing where it flags none."""
+    kept = [r for r in rollouts if not r.flagged]
+    if len(kept) == len(rollouts):
+        return {}
+    problems = len({r.problem_id for r in rollouts if r.flagged})
+    return {**_heldout(kept, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
+
+
+def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
+    """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval."""
+    best: dict[str, RolloutStats] = {}
+    for rollout in rollouts:
+        if rollout.correct and rollout.fast and _lo(rollout) > _lo(best.get(rollout.problem_id)):
+            best[rollout.problem_id] = rollout
+    ranked = sorted(best.values(), key=_lo, reverse=True)[:count]
+    return [
+        {"problem": r.problem_id, "speedup": r.speedup, "lo": r.speedup_lo, "hi": r.speedup_hi, "file": r.file}
+        for r in ranked
+    ]
+
+
+def _lo(rollout: RolloutStats | None) -> float:
+    return rollout.speedup_lo if rollout is not None and rollout.speedup_lo is not None else 0.0
+
+
+def write(path: Path, summary: Summary) -> None:
+    """Put the whole file there in one step, or leave nothing."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
+
+
+def read(path: Path) -> Summary:
+    """What `write` wrote.
+
+    :raises FileNotFoundError: the run has not ended.
+    :raises msgspec.DecodeError: somebody edited it.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+
+
+def render(summary: Summary) -> Group:
+    """The summary as tables for the terminal."""
+    tables = [_progress_table(summary), _run_table(summary)]
+    if summary.get("best_kernels"):
+        tables.append(_kernel_table(summary["best_kernels"]))
+    return Group(*tables)
+
+
+def _progress_table(summary: Summary) -> Table:
+    table = Table(title="What the policy learned", title_justify="left")
+    for heading, justify in (("", "left"), ("first tenth", "right"), ("last tenth", "right")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    for name in TENTH_FIELDS:
+        table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+    if "success_rate_first" in summary:
+        for name in ("success_rate", "compile_fix_rate"):
+            table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+    table.add_section()
+    _add_heldout(table, summary, "held-out problems", "heldout_")
+    if flagged := summary.get("heldout_problems_flagged"):
+        _add_heldout(table, summary, f"without {flagged} flagged problems", "heldout_filtered_")
+    return table
+
+
+def _add_heldout(table: Table, summary: Summary, title: str, prefix: str) -> None:
+    table.add_row(title, "before", "after", style="bold")
+    for name in HELDOUT_FIELDS:
+        table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
+
+
+def _run_table(summary: Summary) -> Table:
+    table = Table(title="How it ran", title_justify="left", show_header=False)
+    ends = ("trained", "filtered", "dropped_stale", "failed")
+    parts = ", ".join(f"{summary.get(f'groups_{end}')} {end.replace('_', ' ')}" for end in ends)
+    mark = "" if summary.get("groups_add_up", True) else "   these do not add up: please report it"
+    table.add_row("groups", f"{summary.get('groups_admitted')} = {parts}{mark}")
+    table.add_row("rollouts", str(summary.get("rollouts")))
+    table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
+    table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
+    table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())
+    table.add_row("busy", f"{busy}  (sum {summary.get('busy_total', 0):.2f})")
+    return table
+
+
+def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Fastest verified kernels", title_justify="left")
+    for heading in ("problem", "speedup", "95 % interval", "file"):
+        table.add_column(heading, overflow="fold")
+    for k in best:
+        table.add_row(k["problem"], f"{k['speedup']:.2f}×", f"{k['lo']:.2f} … {k['hi']:.2f}", k["file"])
+    return table
+
+
+def _with_interval(summary: Summary, key: str, name: str) -> str:
+    """The value, with its interval where there is one."""
+    shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}_95")
+    return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name == "reward_mean":
+        return f"{value:.3f}"
+    return f"{value:.2f}×" if name.startswith("speedup") else f"{value:.0%}"

@@ -1,0 +1,197 @@
+"""From scored rollouts to the numbers that are watched. Pure arithmetic.
+
+Invariants
+* A mean over nothing is left out, never 0: a batch without a correct kernel has no speedup.
+* `speedup` is that of correct, timed kernels only; `fast` means that its whole confidence interval lies above 1 (I7).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.telemetry import turn_metrics
+from protocols.records import SOLVER, VERIFIER
+
+
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One scored rollout, reduced to what metrics need."""
+
+    problem_id: str
+    level: int
+    reward: float
+    format: bool = False
+    """A kernel could be extracted."""
+    compiled: bool = False
+    correct: bool = False
+    cheated: bool = False
+    fast: bool = False
+    """Correct, and the lower end of the speedup's interval is above 1."""
+    speedup: float | None = None
+    speedup_lo: float | None = None
+    speedup_hi: float | None = None
+    completion_fraction: float = 1.0
+    """1 for an answer that ended by itself, 0 for one that was cut at max_tokens."""
+    turn: int = 0
+    tokens: int = 0
+    """Length of the answer."""
+    policy_version: int = 0
+    """The version that wrote it."""
+    staleness: int | None = None
+    """Versions between writing it and training on it; None: not trained on."""
+    advantage: float | None = None
+    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Time by phase: generate, compile, bench, queue, …"""
+    file: str = ""
+    """Where the kernel was kept, relative to the run folder."""
+    rollout_id: str = ""
+    """Turns of one rollout share it."""
+    fault: str = ""
+    role: str = SOLVER
+    """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
+    flagged: bool = False
+    """An audit holds something against its problem."""
+    funnel: tuple[Step, ...] = ()
+    """The steps that it came to."""
+    ages: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """How many versions old it was at the end of each stage."""
+
+
+class Histograms(msgspec.Struct, frozen=True):
+    """What a batch's histograms are made of."""
+
+    rewards: list[float]
+    speedups: list[float]
+    advantages: list[float]
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Arithmetic mean, None of nothing."""
+    listed = list(values)
+    return statistics.fmean(listed) if listed else None
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """exp of the mean logarithm, None of nothing."""
+    listed = [value for value in values if value > 0]
+    return statistics.geometric_mean(listed) if listed else None
+
+
+def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
+    """Of correct, timed kernels."""
+    return [r.speedup for r in rollouts if r.correct and r.speedup is not None]
+
+
+def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one,
+    of the rollouts that wrote a kernel.
+
+    `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
+    """
+    rollouts = [r for r in rollouts if r.role != VERIFIER]
+    values: dict[str, float | None] = {
+        "reward_mean": mean(r.reward for r in rollouts),
+        "format_rate": mean(r.format for r in rollouts),
+        "compile_rate": mean(r.compiled for r in rollouts),
+        "correct_rate": mean(r.correct for r in rollouts),
+        "cheat_rate": mean(r.cheated for r in rollouts),
+        "fast_1": mean(r.fast for r in rollouts),
+        "speedup_mean": geometric_mean(speedups(rollouts)),
+    }
+    return _present(values)
+
+
+def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool = True) -> dict[str, float]:
+    """TensorBoard tag → value for the rollouts of one update."""
+    if len({r.role for r in rollouts}) > 1:
+        by_role = {f"role_{role}/reward_mean": _role_reward(rollouts, role) for role in {r.role for r in rollouts}}
+        return scalars(kernels(rollouts), per_level=per_level) | by_role
+    values = _reward(rollouts) | _rates(rollouts) | _speed(rollouts) | _age(rollouts) | _times(rollouts)
+    if per_level:
+        values |= _broken_down(rollouts, "level", lambda r: r.level)
+    if any(r.turn for r in rollouts):
+        values |= _broken_down(rollouts, "turn_", lambda r: r.turn + 1) | turn_metrics.scalars(rollouts)
+    return values
+
+
+def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
+    """Those that wrote a kernel, all in one role."""
+    return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
+
+
+def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
+    return statistics.fmean(r.reward for r in rollouts if r.role == role)
+
+
+def histograms(rollouts: Sequence[RolloutStats]) -> Histograms:
+    return Histograms(
+        rewards=[r.reward for r in rollouts],
+        speedups=speedups(rollouts),
+        advantages=[r.advantage for r in rollouts if r.advantage is not None],
+    )
+
+
+def policy_scalars(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The learner's own metrics under `policy/`, where they have no folder yet."""
+    return {tag if "/" in tag else f"policy/{tag}": value for tag, value in metrics.items()}
+
+
+def _reward(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    rewards = [r.reward for r in rollouts]
+    if not rewards:
+        return {}
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+    }
+
+
+def _rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    rates = {f"rate/{name.removesuffix('_rate')}": value for name, value in outcome_rates(rollouts).items()}
+    shown = {tag: rates[tag] for tag in rates if tag not in ("rate/reward_mean", "rate/speedup_mean")}
+    return shown | _present({"rate/completion": mean(r.completion_fraction for r in rollouts)})
+
+
+def _speed(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    found = speedups(rollouts)
+    if not found:
+        return {}
+    return {
+        "speedup/mean": statistics.fmean(found),
+        "speedup/geometric_mean": statistics.geometric_mean(found),
+        "speedup/max": max(found),
+    }
+
+
+def _age(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    ages = [r.staleness for r in rollouts if r.staleness is not None]
+    if not ages:
+        return {}
+    by_stage = {
+        f"staleness/at_{stage}_mean": mean(r.ages[stage] for r in rollouts if stage in r.ages)
+        for stage in dict.fromkeys(stage for r in rollouts for stage in r.ages)
+    }
+    return {"staleness/versions_mean": statistics.fmean(ages), "staleness/versions_max": max(ages)} | _present(by_stage)
+
+
+def _times(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    phases = dict.fromkeys(phase for r in rollouts for phase in r.seconds)
+    times = {f"time/{p}_s": mean(r.seconds[p] for r in rollouts if p in r.seconds) for p in phases}
+    return _present(times | {"tokens/answer_mean": mean(r.tokens for r in rollouts)})
+
+
+def _broken_down(rollouts: Sequence[RolloutStats], name: str, key: Callable[[RolloutStats], int]) -> dict[str, float]:
+    return {
+        f"{name}{part}/{tag}": value
+        for part in sorted({key(r) for r in rollouts})
+        for tag, value in outcome_rates([r for r in rollouts if key(r) == part]).items()
+    }
+
+
+def _present(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,1 @@
+"""An engine over any Hugging Face causal model."""

@@ -1,0 +1,101 @@
+"""A published policy version → its cohorts: weights proven by digest and canary, before a single token is drawn.
+
+::
+
+    manifest + folder ─ maker (any thread) ─▶ make() ─ engine's thread, between steps ─▶ [RunningBatch, one an adapter]
+
+Invariants
+* A version is served only after its weights' SHA-256 and its canary agree with the manifest (I8).
+* Full versions are copies of the base; LoRA versions share one copy, so they come and go on the engine's thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from kbrl_async.errors import CheckpointError
+from kbrl_async.sampling.canary import check_canary
+from kbrl_async.sampling.transformers.running_batch import RunningBatch
+from kbrl_async.weights import prove, proven
+from protocols.records import PolicyVersion
+
+MakeCohort = Callable[[int, torch.nn.Module, Callable[[], None], str], RunningBatch]
+"""From version, model, what activates its adapter, and the adapter's name."""
+
+
+class Versions:
+    """Loads versions over one base, whose weights are never changed."""
+
+    def __init__(self, base: torch.nn.Module, canary_tolerance: float, make_cohort: MakeCohort) -> None:
+        self._base, self._tolerance, self._make_cohort = base, canary_tolerance, make_cohort
+        self._peft: Any = None
+        self.canary_error = 0.0
+        """Largest difference of the newest version's canary."""
+
+    def maker(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
+        """What can be done off the engine's thread is done here; the rest is the answer."""
+        return (self._full if manifest.kind == "full" else self._lora)(manifest, folder)
+
+    def retire(self, cohort: RunningBatch) -> None:
+        """Free an adapter that nothing decodes with any more."""
+        if self._peft is not None:
+            self._peft.delete_adapter(adapter_name(cohort.version, cohort.adapter))
+
+    def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
+        """A copy of the base with the version's weights, proven by its canary."""
+        weights = load_file(str(proven(folder, manifest)))
+        model = copy.deepcopy(self._base)
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if unexpected or not set(missing) <= _tied_names(model):
+            raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
+        model.eval()
+        self.canary_error = check_canary(manifest, model, self._tolerance)
+        return lambda: [self._make_cohort(manifest.version, model, lambda: None, "")]
+
+    def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
+        """Adapters share the base, so they are added on the engine's thread, between two steps."""
+        prove(folder, manifest)
+        return lambda: [self._adapter(manifest, folder, adapter) for adapter in ("", *manifest.adapters)]
+
+    def _adapter(self, manifest: PolicyVersion, folder: Path, adapter: str) -> RunningBatch:
+        from peft import PeftModel
+
+        name, place = adapter_name(manifest.version, adapter), str(folder / adapter)
+        with warnings.catch_warnings():
+            # peft asks transformers for a property by its deprecated name.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            if self._peft is None:
+                self._peft = PeftModel.from_pretrained(copy.deepcopy(self._base), place, adapter_name=name)
+            else:
+                self._peft.load_adapter(place, adapter_name=name)
+        self._activate(name)
+        inner = self._peft.get_base_model().eval()
+        self.canary_error = check_canary(manifest, inner, self._tolerance, adapter)
+        return self._make_cohort(manifest.version, inner, lambda: self._activate(name), adapter)
+
+    def _activate(self, name: str) -> None:
+        if self._peft.active_adapter != name:
+            self._peft.set_adapter(name)
+
+
+def adapter_name(version: int, adapter: str) -> str:
+    """`policy-v17`, or `policy-v17-verifier`: the version is in the name, so that no stale one can be served (I8)."""
+    return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
+
+
+def _tied_names(model: torch.nn.Module) -> set[str]:
+    """Names of the state dict that alias an earlier one."""
+    seen: set[int] = set()
+    tied: set[str] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            tied.add(name)
+        seen.add(id(tensor))
+    return tied

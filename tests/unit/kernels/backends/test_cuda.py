@@ -1,0 +1,74 @@
+"""Backend `cuda`, built the fast way on a host without a GPU. Skipped, with the reason, where nvcc is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder, backend
+from kbrl_async.kernels.backends.building.context import ToolRun
+from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from protocols.records import Candidate, Fault
+
+CANDIDATE = '''
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+CUDA = """
+#include <torch/extension.h>
+#include <ATen/cuda/CUDAContext.h>
+template <typename scalar_t>
+__global__ void scale(const scalar_t* x, scalar_t* y, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = static_cast<scalar_t>(2.0f * static_cast<float>(x[i]));
+}
+torch::Tensor run(torch::Tensor x) {
+  TORCH_CHECK(x.is_cuda(), "x must be a CUDA tensor");
+  auto y = torch::empty_like(x);
+  AT_DISPATCH_FLOATING_TYPES_AND_HALF(x.scalar_type(), "scale", [&] {
+    scale<scalar_t><<<(x.numel() + 255) / 256, 256, 0, at::cuda::getCurrentCUDAStream()>>>(
+        x.data_ptr<scalar_t>(), y.data_ptr<scalar_t>(), x.numel());
+  });
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return y;
+}
+"""
+CPP = "torch::Tensor run(torch::Tensor x);"
+extension = load_inline(name="n", cpp_sources=CPP, cuda_sources=CUDA, functions=["run"])
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return extension.run(x)
+'''
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    missing = backend("cuda").missing()
+    if missing:
+        pytest.skip(missing)
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
+        yield made
+
+
+@pytest.fixture
+def never_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ToolRun(1, "cuda.cu(1): error: from the full build", "full", 1.0)
+    monkeypatch.setattr(Build, "full", lambda self, suspects=(): Attempt(run=run))
+
+
+@pytest.mark.usefixtures("never_full")
+def test_a_cuda_candidate_is_built_without_a_gpu(builder: Builder) -> None:
+    report = builder.build(Candidate(CANDIDATE, "cuda"))
+    assert (report.fault, report.message) == (Fault.OK, "")
+    assert report.kernels == ["scale"]
+    assert report.toolchain.endswith(" sm_90 fast")
+
+
+@pytest.mark.usefixtures("never_full")
+@pytest.mark.parametrize("change", [("y[i] =", "z[i] ="), ("__global__ void scale(", "__global__ void other(")])
+def test_what_does_not_compile_is_left_to_the_full_build(builder: Builder, change: tuple[str, str]) -> None:
+    report = builder.build(Candidate(CANDIDATE.replace(*change), "cuda"))
+    assert (report.fault, report.message) == (Fault.COMPILE_ERROR, "cuda.cu(1): error: from the full build")

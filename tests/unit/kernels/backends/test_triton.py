@@ -1,0 +1,196 @@
+"""Backend `triton`: compiled for real launch arguments on a host without a GPU."""
+
+from __future__ import annotations
+
+import textwrap
+
+import msgspec
+import pytest
+
+from kbrl_async.kernels.backends.building import Builder
+from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.triton import cache as triton_cache
+from protocols.records import BuildReport, Candidate, Fault, Problem
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+_PROBLEM = """
+import torch
+import torch.nn as nn
+class Model(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+    def forward(self, x):
+        return self.linear(x) * 2
+def get_inputs():
+    return [torch.randn({shape})]
+def get_init_inputs():
+    return [64]
+"""
+_TEXT = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+{head}
+@triton.jit
+def scale(x, y, n, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    tl.store(y + at, {expression}, mask=at < n)
+
+class ModelNew(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+
+    def forward(self, x):
+        assert x.is_cuda and x.device.type == "cuda"
+        x = self.linear(x)
+        y = torch.empty_like(x)
+{body}
+        return y
+"""
+_LAUNCH = "scale[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), 2.0, BLOCK=256)"
+
+
+@pytest.fixture(scope="module")
+def builder(warm_builder: Builder) -> Builder:
+    return warm_builder
+
+
+def make(expression: str = "value * factor", body: str = _LAUNCH, head: str = "") -> Candidate:
+    return Candidate(_TEXT.format(expression=expression, body=textwrap.indent(body, " " * 8), head=head), "triton")
+
+
+def build(builder: Builder, candidate: Candidate, shape: str = "1 << 20, 64") -> BuildReport:
+    return builder.build(candidate, Problem("L1/01_x", 1, "x", _PROBLEM.format(shape=shape)))
+
+
+def files_of(builder: Builder, report: BuildReport) -> dict[str, bytes]:
+    path = builder.store.path(report.artifacts[next(iter(report.artifacts))])
+    assert path is not None
+    return bundle.unpack(path.read_bytes())
+
+
+def test_machine_code_is_made_without_a_gpu_or_the_memory_of_the_inputs(builder: Builder) -> None:
+    first, second = build(builder, make()), build(builder, make())
+    assert (first.fault, first.hint, first.cached, second.cached) == (Fault.OK, "", False, True)
+    assert list(first.artifacts) == [triton_cache.key(make().source)]
+    assert first.kernels == ["scale"]
+    files = files_of(builder, first)
+    assert sorted(name.rpartition(".")[2] for name in files) == ["cubin", "json"]
+    assert next(files[name] for name in files if name.endswith("cubin")).startswith(b"\x7fELF")
+
+
+def test_what_is_launched_decides_what_is_compiled(builder: Builder) -> None:
+    """Another size's divisibility is another specialisation, and so another key."""
+    aligned = build(builder, make(), "1024, 64")
+    odd = build(builder, make().__class__(make().source + "\n", "triton"), "1023, 63").artifacts
+    shifted = build(builder, make(body="x = x.flatten()[1:]\n" + _LAUNCH), "1024, 64")
+    assert odd != aligned.artifacts
+    assert set(files_of(builder, aligned)) != set(files_of(builder, shifted))
+
+
+def test_each_configuration_that_compiles_is_compiled(builder: Builder) -> None:
+    head = """
+CONFIGS = [triton.Config({"BLOCK": size}, num_warps=warps) for size in (128, 256, 2048) for warps in (1, 4)]
+
+@triton.autotune(CONFIGS, key=["n"])
+@triton.heuristics({"EVEN": lambda given: given["n"] % given["BLOCK"] == 0})
+@triton.jit
+def tuned(x, y, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK < 1024, "two of the six fail, and four remain")
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at) if EVEN else tl.load(x + at, mask=at < n), mask=at < n)
+"""
+    body = 'tuned[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())'
+    report = build(builder, make(body=body, head=head))
+    assert (report.fault, report.hint) == (Fault.OK, "")
+    assert sum(name.endswith(".cubin") for name in files_of(builder, report)) == 4
+
+
+@pytest.mark.parametrize(
+    ("expression", "body", "message"),
+    [
+        ("tl.nothing(value)", _LAUNCH, "line 11: tl.store(y + at, tl.nothing(value), mask=at < n): "),
+        ("value + tl.arange(0, 100)", _LAUNCH, "arange's range must be a power of 2"),
+        ("value + undefined", _LAUNCH, "undefined is not defined"),
+        ("value + tl.zeros((8, 8), tl.float32)", _LAUNCH, "line 11"),
+        ("tl.device_assert_(value)", _LAUNCH, "has no attribute"),
+    ],
+)
+def test_a_compile_error_is_found_by_the_farm(builder: Builder, expression: str, body: str, message: str) -> None:
+    report = build(builder, make(expression, body))
+    assert report.fault is Fault.COMPILE_ERROR
+    assert message in report.message
+    assert "triton_ahead" not in report.message
+    assert len(report.message) <= 800
+    assert report.hint
+
+
+def test_too_much_shared_memory_is_found_by_the_farm(builder: Builder) -> None:
+    head = """
+@triton.jit
+def product(x, y, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    place = at[:, None] * BLOCK + at[None, :]
+    sum = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in range(n):
+        sum += tl.dot(tl.load(x + step + place), tl.load(y + step + place))
+    tl.store(y + place, sum)
+"""
+    report = build(builder, make(body="product[(1,)](x, y, 9, BLOCK=64, num_stages=9)", head=head))
+    assert report.fault is Fault.COMPILE_ERROR
+    assert "out of resource: shared memory" in report.message
+    assert "smaller blocks" in report.hint
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "n = int(x.sum().item())\n" + _LAUNCH,
+        "raise ValueError('of the candidate')",
+        "y = torch.relu(x)",
+        "scale[(1,)](x, y)",
+    ],
+)
+def test_what_is_no_compile_error_is_left_to_the_bench_with_a_note(builder: Builder, body: str) -> None:
+    report = build(builder, make(body=body))
+    assert report.fault is Fault.OK
+    assert "not all was compiled ahead" in report.hint
+    assert list(report.artifacts) == [triton_cache.key(make(body=body).source)]
+
+
+def test_an_endless_loop_ends_at_the_deadline(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    workshop = builder._workshop
+    monkeypatch.setattr(workshop, "options", msgspec.structs.replace(workshop.options, deadline_s=1.0))
+    report = build(builder, make(body="while True: pass"))
+    assert report.fault is Fault.COMPILE_ERROR
+    assert "longer than 1 s" in report.message
+    assert not build(builder, make(body="while True: pass")).cached
+
+
+def test_a_candidate_that_dies_in_the_farm_is_left_to_the_bench(builder: Builder) -> None:
+    report = build(builder, make(body="torch.cuda.os._exit(0)"))
+    assert report.fault is Fault.OK
+    assert "without an answer" in report.hint
+
+
+def test_without_a_problem_nothing_is_compiled(builder: Builder) -> None:
+    report = builder.build(make())
+    assert report.fault is Fault.OK
+    assert report.kernels == []
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        (make().source.replace("@triton.jit", ""), "no_kernel"),
+        (make().source.replace("import torch\n", "import torch, os\n", 1), "import"),
+        (make().source + "\nopen('x')", "forbidden_name"),
+    ],
+)
+def test_what_must_not_be_built_is_refused_by_rule(builder: Builder, source: str, rule: str) -> None:
+    assert build(builder, Candidate(source, "triton")).rule == rule

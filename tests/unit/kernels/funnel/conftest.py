@@ -1,0 +1,36 @@
+"""One verifier for all tests of this folder: starting torch takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.timing import Recipe
+from kbrl_async.kernels.verify import BenchOptions
+from protocols.records import Problem
+from tests.candidates import affine, elementwise
+
+PROBLEM = affine()
+
+
+def kernel(body: str = "2 * x[i] + 1", extra: str = "") -> str:
+    return elementwise(body, after=extra)
+
+
+QUICK = VerifyOptions(
+    bench=BenchOptions(deadline_s=10.0, call_floor_s=1.0, recipe=Recipe(min_pairs=4, max_pairs=6, cap_s=0.2))
+)
+
+
+@pytest.fixture(scope="session")
+def problem() -> Problem:
+    return parse_problem(PROBLEM, "L1/01_double")
+
+
+@pytest.fixture(scope="session")
+def verifier() -> Iterator[Verifier]:
+    with Verifier("cpu", QUICK) as started:
+        yield started

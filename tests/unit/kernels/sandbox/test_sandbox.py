@@ -1,0 +1,132 @@
+"""The sandbox by itself: layers, limits, death, and what it says when a layer is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Access, Isolation, Limits, Zygote, layers, linux
+from kbrl_async.kernels.sandbox.tool import Command
+from tests.unit.kernels.sandbox.test_attacks import processes_named
+
+ENTRY = "kbrl_async.kernels.sandbox.tool:run"
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as made:
+        yield made
+
+
+def tool(
+    zygote: Zygote, folder: object, script: str, limits: Limits | None = None, within_s: float = 60.0
+) -> int | None:
+    command = Command(["/bin/sh", "-c", script], str(folder), {"PATH": "/usr/bin:/bin"})
+    access = Access(write=(str(folder),))
+    child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), limits, access)
+    try:
+        return child.result(within_s)
+    finally:
+        child.close()
+
+
+def test_a_tool_may_write_its_folder_and_nothing_else(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    folder, outside = os.path.join(tmp_path, "in"), os.path.join(tmp_path, "out")
+    os.mkdir(folder)
+    os.mkdir(outside, 0o777)
+    assert tool(zygote, folder, "echo x > file && cat file") == 0
+    assert tool(zygote, folder, f"echo x > {outside}/file") != 0
+    assert os.listdir(outside) == []
+
+
+def test_a_tool_that_takes_too_long_is_killed_with_its_children(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    mark = f"6420.{os.getpid()}"
+    assert tool(zygote, tmp_path, f"sleep {mark} & sleep {mark}", within_s=1.0) is None
+    assert processes_named(mark) == []
+
+
+def test_a_file_has_a_largest_size(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    assert tool(zygote, tmp_path, "head -c 4000000 /dev/zero > big", Limits(file_bytes=1 << 20)) != 0
+    assert os.path.getsize(os.path.join(tmp_path, "big")) <= 1 << 20
+
+
+def test_the_environment_is_clean(zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as fresh:
+        assert tool(fresh, tmp_path, '[ -z "$SECRET" ]') == 0
+
+
+def test_a_child_dies_with_its_zygote(tmp_path: os.PathLike[str]) -> None:
+    with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as zygote:
+        command = Command(["/bin/sh", "-c", "sleep 300"], str(tmp_path), {"PATH": "/usr/bin:/bin"})
+        child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), None, Access(write=(str(tmp_path),)))
+        child.channel.recv(1 << 16)
+        zygote.close()
+        assert child.has_ended(within_s=60.0)
+        child.close()
+
+
+def test_pinned_children_stay_where_they_are(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    core = min(os.sched_getaffinity(0))
+    assert tool(zygote, tmp_path, "[ $(nproc) = 1 ]", Limits(cores=(core,))) == 0
+
+
+def test_a_missing_layer_is_named_and_lowers_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(flags: int) -> None:
+        raise PermissionError(1, "refused")
+
+    monkeypatch.setattr(linux, "unshare", refuse)
+    missing = layers.enter_namespaces()
+    assert "user namespace" in missing
+    assert "network namespace" in missing
+    assert layers.level(missing) == "reduced"
+    assert layers.level([*missing, "landlock", "seccomp"]) == "none"
+    assert layers.level([]) == "full"
+
+
+def test_isolation_names_what_is_missing() -> None:
+    assert Isolation("reduced", ("landlock",)).missing == ("landlock",)
+
+
+def test_the_canary_sings_after_a_kill(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    assert tool(zygote, tmp_path, "kill -9 $$; while true; do true; done", within_s=0.2) is None
+    before = zygote.generation
+    zygote.check()
+    assert zygote.generation == before
+
+
+def test_a_silent_canary_is_ours_to_blame_and_the_zygote_is_replaced(tmp_path: os.PathLike[str]) -> None:
+    with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as sick:
+        sick.missing = ("something it did not lack at its start",)
+        with pytest.raises(InfraError, match="does not work any more"):
+            sick.check()
+        assert tool(sick, tmp_path, "true") == 0
+        sick.check()
+
+
+def test_where_namespaces_are_refused_bubblewrap_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(zygote: Zygote) -> tuple[str, ...]:
+        launched.append(zygote._is_enclosed)
+        return () if zygote._is_enclosed else ("user namespace",)
+
+    monkeypatch.setattr(Zygote, "_launch", launch)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with Zygote(()) as zygote:
+        assert (launched, zygote.isolation.level) == ([False, True], "full")
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not on this host")
+def test_inside_bubblewrap_everything_is_the_same(tmp_path: os.PathLike[str]) -> None:
+    enclosed = Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool")
+    enclosed._is_enclosed = True
+    with enclosed:
+        assert enclosed.isolation == Isolation("full")
+        assert tool(enclosed, tmp_path, "[ $$ = 1 ] && echo x > file && ! chmod 755 /usr && ! cat /etc/passwd") == 0
+        enclosed.check()

@@ -1,0 +1,63 @@
+"""The bench as the catalogue asks it: usually, afresh, in no time, and with no walls."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.kernels.backends.c import launch
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.timing import Recipe
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from protocols.records import BenchReport, Candidate, Problem
+from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, PROBLEM, Run
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    target = tmp_path_factory.mktemp("raw") / "kernel.so"
+    command = ["gcc", "-O1", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(target), "-lm"]
+    subprocess.run(command, input=C_SOURCE.encode(), check=True)
+    return {launch.source_key(C_SOURCE): target}
+
+
+@pytest.fixture
+def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
+    """Straight to the bench: what the tripwires would say before is not asked."""
+
+    def judge(source: str, problem: str = PROBLEM, *, timing: bool = False, on: Bench | None = None) -> BenchReport:
+        one = Problem("L1/03_catalogue", 1, "catalogue", problem)
+        return (on or bench).evaluate(one, Candidate(source, "c"), artifacts, timing=timing)
+
+    return judge
+
+
+@pytest.fixture
+def fresh(zygote: Zygote) -> Iterator[Bench]:
+    """A bench without references: for defences that shape a reference's secret sets."""
+    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def brief(zygote: Zygote) -> Iterator[Bench]:
+    """Times hardly at all."""
+    recipe = Recipe(warmup=0, min_pairs=2, max_pairs=2, cap_s=0.01)
+    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0, recipe=recipe))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def open_bench() -> Iterator[Bench]:
+    """A bench whose children are not confined at all."""
+    preload = (*ZYGOTE_PRELOAD, "tests.unit.kernels.verify.unconfined")
+    with (
+        Zygote(preload) as zygote,
+        contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0))) as made,
+    ):
+        yield made

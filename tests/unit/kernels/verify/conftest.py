@@ -1,0 +1,89 @@
+"""One zygote and one bench for all tests of this folder: starting torch takes a second."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.c import launch
+from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from protocols.records import BenchReport, Candidate, Problem
+
+SCALE_AND_SHIFT = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x):
+        return x * 2 + self.shift
+
+def get_inputs():
+    return [torch.randn(16, 33)]
+
+def get_init_inputs():
+    return [1.5]
+"""
+
+Evaluate = Callable[..., BenchReport]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    with Zygote(ZYGOTE_PRELOAD) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def bench(zygote: Zygote) -> Iterator[Bench]:
+    options = BenchOptions(
+        deadline_s=10.0, call_floor_s=1.0, limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20)
+    )
+    with contextlib.closing(Bench(zygote, options)) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def evaluate(bench: Bench) -> Evaluate:
+    """Evaluate a candidate as it stands: no static check stands before the bench.
+
+    Backend `torch` brings no kernels of its own, and the bench asks for none: everything else is checked.
+    """
+
+    def run(
+        source: str, *, problem: str = SCALE_AND_SHIFT, timing: bool = False, backend: str = "torch", **artifacts: Path
+    ) -> BenchReport:
+        return bench.evaluate(
+            Problem("L1/01_test", 1, "test", problem), Candidate(source, backend), dict(artifacts), timing=timing
+        )
+
+    return run
+
+
+@pytest.fixture
+def compile_raw(tmp_path: Path) -> Callable[[str], dict[str, Path]]:
+    """A C source straight through gcc, hostile or not."""
+
+    def run(source: str) -> dict[str, Path]:
+        target = tmp_path / "raw.so"
+        command = ["gcc", "-O1", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(target)]
+        subprocess.run(command, input=source.encode(), check=True)
+        return {launch.source_key(source): target}
+
+    return run

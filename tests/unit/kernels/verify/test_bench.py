@@ -1,0 +1,199 @@
+"""The bench's own duties: faults of the host and the problem, weights, timing, references kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kbrl_async.errors import InfraError, ProblemError
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.inputs import KINDS
+from protocols.records import BenchReport, Candidate, Fault, Problem
+
+Evaluate = Callable[..., BenchReport]
+WEIGHTS = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(20, 10)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def get_inputs():
+    return [torch.randn(4, 20)]
+
+def get_init_inputs():
+    return []
+"""
+NEW = WEIGHTS.replace("class Model(", "class ModelNew(")
+
+
+def patient(**more: Any) -> BenchOptions:
+    """Limits that a loaded machine keeps too, where they are not what is tested."""
+    return BenchOptions(deadline_s=10.0, call_floor_s=1.0, **more)
+
+
+def test_weights_of_the_same_name_are_the_references(evaluate: Evaluate) -> None:
+    later = NEW.replace("self.linear =", "torch.randn(7); self.linear =")
+    assert evaluate(later, problem=WEIGHTS).verdict.fault is Fault.OK
+
+
+def test_weights_of_other_names_come_from_the_same_seed(evaluate: Evaluate) -> None:
+    assert (
+        evaluate(
+            NEW.replace("linear =", "other =").replace("self.linear(", "self.other("), problem=WEIGHTS
+        ).verdict.fault
+        is Fault.OK
+    )
+
+
+def test_keyword_constructor_arguments_are_accepted(evaluate: Evaluate) -> None:
+    problem = (
+        WEIGHTS.replace("__init__(self)", "__init__(self, *, n)")
+        .replace("20, 10", "20, n")
+        .replace("return []", "return [[], {'n': 10}]")
+    )
+    assert evaluate(problem.replace("class Model(", "class ModelNew("), problem=problem).verdict.fault is Fault.OK
+
+
+def test_a_wrong_dtype_is_incorrect(evaluate: Evaluate) -> None:
+    verdict = evaluate(NEW.replace("self.linear(x)", "self.linear(x).double()"), problem=WEIGHTS).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "dtype")
+
+
+def test_another_number_of_outputs_is_incorrect(evaluate: Evaluate) -> None:
+    verdict = evaluate(NEW.replace("self.linear(x)", "self.linear(x), x"), problem=WEIGHTS).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "structure")
+
+
+def test_an_error_is_told_with_its_line_and_without_ours(evaluate: Evaluate) -> None:
+    message = evaluate(NEW.replace("self.linear(x)", "self.lineer(x)"), problem=WEIGHTS).verdict.message
+    assert "line 11, in forward" in message
+    assert "lineer" in message
+    assert "runner" not in message
+
+
+@pytest.mark.parametrize("broken", ["raise ValueError('no')", "import nothing_like_this", "class Model: pass"])
+def test_a_broken_problem_is_nobodys_fault_but_its_own(evaluate: Evaluate, broken: str) -> None:
+    with pytest.raises(ProblemError):
+        evaluate(NEW, problem=broken)
+
+
+def test_a_reference_that_fails_in_forward_is_a_problem_error(evaluate: Evaluate) -> None:
+    with pytest.raises(ProblemError):
+        evaluate(NEW, problem=WEIGHTS.replace("return self.linear(x)", "raise ValueError('no')"))
+
+
+def _kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> None:
+    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        assert zygote.pid is not None
+        _kill_and_wait(zygote.pid)
+        assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK
+
+
+def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_the_next_call_works() -> None:
+    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        victims = [zygote.pid]
+
+        def kill_once() -> None:
+            if victims:
+                pid = victims.pop()
+                assert pid is not None
+                _kill_and_wait(pid)
+
+        with pytest.raises(InfraError):
+            bench.evaluate(problem, candidate, {}, timing=True, tick=kill_once)
+        assert bench.evaluate(problem, candidate, {}, timing=True).verdict.fault is Fault.OK
+
+
+def test_a_reference_that_was_killed_before_new_secrets_were_drawn_is_nobodys_fault(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, patient(reuse=1))) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
+        bench.evaluate(problem, candidate, {}, timing=False)
+        bench._references._kept[WEIGHTS].session.close()
+        with pytest.raises(InfraError, match=r"the reference of L1/1 is gone"):
+            bench.evaluate(problem, candidate, {}, timing=False)
+        assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK
+
+
+def test_few_references_are_kept(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, patient(references=2))) as bench:
+        for number in range(4):
+            problem = Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}")
+            bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False)
+        assert bench.references_kept == 2
+
+
+def test_references_are_kept_as_far_as_their_memory_goes(zygote: Zygote) -> None:
+    """By number alone a bench took from 0.3 to 1.2 GB, as chance had it."""
+    problems = [Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}") for number in range(4)]
+    with contextlib.closing(Bench(zygote, patient())) as bench:
+        bench.evaluate(problems[0], Candidate(NEW, "torch"), {}, timing=False)
+        each = bench._references._kept[problems[0].source].host_bytes
+    assert each > 0
+    with contextlib.closing(Bench(zygote, patient(reference_bytes=2 * each))) as bench:
+        for problem in problems:
+            bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False)
+        assert bench.references_kept == 2
+    with contextlib.closing(Bench(zygote, patient(reference_bytes=1))) as bench:
+        assert bench.evaluate(problems[0], Candidate(NEW, "torch"), {}, timing=False).verdict.fault is Fault.OK
+        assert bench.references_kept == 1
+
+
+def test_secrets_are_drawn_again_after_some_candidates(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, patient(reuse=2))) as bench:
+        problem = Problem("L1/1", 1, "x", WEIGHTS)
+        for _ in range(5):
+            assert bench.evaluate(problem, Candidate(NEW, "torch"), {}, timing=False).verdict.fault is Fault.OK
+
+
+def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
+    slow = NEW.replace("return self.linear(x)", "[self.linear(x) for _ in range(200)]; return self.linear(x)")
+    found = (evaluate(slow, problem=WEIGHTS, timing=True).timing for _ in range(5))
+    # where others load the machine the bounds may be far apart
+    timing = next((one for one in found if one is not None and one.hi < 1), None)
+    assert timing is not None
+    assert timing.n >= 1
+    assert timing.hardware
+    assert timing.method
+
+
+def test_a_reference_is_made_in_steps_between_which_others_may_time(zygote: Zygote) -> None:
+    ticks: list[int] = []
+    with contextlib.closing(Bench(zygote, patient())) as bench:
+        bench._references.get(Problem("L1/1", 1, "x", WEIGHTS), lambda: ticks.append(1))
+    assert len(ticks) == BenchOptions().pool + len(KINDS)
+
+
+def test_timing_calls_the_tick(bench: Bench) -> None:
+    ticks: list[int] = []
+    bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch"), {}, tick=lambda: ticks.append(1))
+    assert len(ticks) > 10
+
+
+def test_outputs_are_copied_inside_the_call_where_memory_can_not_be_read(zygote: Zygote) -> None:
+    with contextlib.closing(Bench(zygote, patient(copy_outputs=True))) as bench:
+        report = bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch"), {})
+        assert report.verdict.fault is Fault.OK
+        assert report.timing is not None
+        assert "copied outputs" in report.timing.method

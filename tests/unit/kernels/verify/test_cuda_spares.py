@@ -1,0 +1,109 @@
+"""The child that waits for its candidate, without a GPU."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+
+
+class Waiting:
+    """A child."""
+
+    def __init__(self) -> None:
+        self.channel, self._theirs = socket.socketpair()
+        self.is_dead = self.is_closed = False
+
+    def has_ended(self) -> bool:
+        return self.is_dead
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.channel.close()
+        self._theirs.close()
+
+
+class Zygote:
+    """Spawns until it is told to refuse."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.children: list[Waiting] = []
+        self.refuses = False
+
+    def spawn(self, *_: Any) -> Waiting:
+        if self.refuses:
+            raise InfraError("no more processes")
+        self.children.append(Waiting())
+        return self.children[-1]
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    for child in made.children:
+        child.close()
+
+
+def spares(zygote: Zygote) -> Spares:
+    return Spares(cast(Any, zygote), Limits(), "cuda:0")
+
+
+def test_the_waiting_child_is_taken_once_and_replaced(zygote: Zygote) -> None:
+    waiting = spares(zygote)
+    for _ in range(2):
+        waiting.refill()
+    assert len(zygote.children) == 1
+    assert cast(Any, waiting.take()) is zygote.children[0]
+    assert cast(Any, waiting.take()) is zygote.children[1]
+    waiting.refill()
+    assert cast(Any, waiting.take()) is zygote.children[2]
+    assert not any(child.is_closed for child in zygote.children)
+
+
+@pytest.mark.parametrize("refills", [False, True])
+@pytest.mark.parametrize("has_new_zygote", [False, True])
+def test_the_dead_and_those_of_another_zygote_are_not_taken(
+    zygote: Zygote, refills: bool, has_new_zygote: bool
+) -> None:
+    waiting = spares(zygote)
+    waiting.refill()
+    if has_new_zygote:
+        zygote.generation += 1
+    else:
+        zygote.children[0].is_dead = True
+    if refills:
+        waiting.refill()
+    assert cast(Any, waiting.take()) is zygote.children[1]
+    assert [child.is_closed for child in zygote.children] == [True, False]
+
+
+def test_a_zygote_that_refuses_is_met_when_a_child_is_needed(zygote: Zygote) -> None:
+    waiting = spares(zygote)
+    zygote.refuses = True
+    waiting.refill()
+    with pytest.raises(InfraError):
+        waiting.take()
+
+
+def test_settling_waits_for_the_context(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = spares(zygote)
+    waiting.refill()
+    seen: list[Any] = []
+    monkeypatch.setattr("select.select", lambda channels, *_: seen.extend(channels))
+    waiting.settle()
+    assert seen == [zygote.children[0].channel]
+
+
+def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
+    waiting = spares(zygote)
+    waiting.refill()
+    waiting.close()
+    assert zygote.children[0].is_closed

@@ -1,0 +1,168 @@
+"""Memory of the trusted side: what a bench has freed is the system's again, however long it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import weakref
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import memory
+from kbrl_async.kernels.verify import reference as module
+from kbrl_async.kernels.verify.bench import Bench
+from kbrl_async.kernels.verify.cuda import reference as cuda_reference
+from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.reference import References
+from protocols.records import Candidate, Fault, Problem
+from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
+from tests.unit.kernels.verify.test_bench import patient
+
+PIECE, PIECES = 100_000, 500
+"""Below the size from which glibc maps memory for each piece alone."""
+
+
+@pytest.mark.skipif(not hasattr(memory._libc, "malloc_trim"), reason="another C library gives back by its own rules")
+def test_what_was_freed_between_what_is_in_use_is_given_back() -> None:
+    kept = [bytearray(PIECE) for _ in range(PIECES)]
+    del kept[::2]
+    before = memory.own_bytes()
+    memory.give_back()
+    assert before - memory.own_bytes() > PIECE * PIECES // 4
+    assert len(kept) == PIECES // 2
+
+
+class Idle:
+    """A reference without a child."""
+
+    uses = 0
+    host_bytes = device_bytes = 0
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("room", "kept"), [(100.0, 4), (20.0, 2), (1.0, 1)])
+def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPatch, room: float, kept: int) -> None:
+    class OnDevice(Idle):
+        device_bytes = 10
+
+    monkeypatch.setattr(module, "Reference", OnDevice)
+    monkeypatch.setattr(cuda_reference, "room_kept", lambda options: options.memory_share * room)
+    references = References(cast(Any, None), BenchOptions(), random.Random(0))
+    for name in "abcd":
+        references.get(Problem(name, 1, name, name))
+    assert len(references) == kept
+
+
+def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(module, "Reference", Idle)
+    references = References(cast(Any, None), BenchOptions(references=2), random.Random(0))
+    monkeypatch.setattr(module, "give_back", lambda: given.append(len(references)))
+    for name in "abca":
+        references.get(Problem(name, 1, name, name))
+    assert given == [2, 2]
+
+
+def test_memory_is_given_back_when_there_is_much_more_of_it_than_is_needed() -> None:
+    held, given = [100], list[int]()
+
+    def give() -> None:
+        given.append(held[0])
+        held[0] = 130
+
+    surplus = memory.Surplus(50, lambda: held[0], give)
+    for now in (150, 120, 151, 180, 181, 90, 140, 141):
+        held[0] = now
+        surplus.check()
+    assert given == [151, 181, 141]
+
+
+class Gone:
+    """A zygote that does not start."""
+
+    generation = 0
+
+    def start(self) -> None:
+        raise InfraError("no zygote")
+
+
+def test_a_bench_checks_it_before_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(memory.Surplus, "check", lambda self: checked.append(1))
+    with pytest.raises(InfraError):
+        Bench(cast(Any, Gone()), BenchOptions()).evaluate(Problem("p", 1, "p", "p"), Candidate("", "c"), {})
+    assert checked == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return x * 2 + self.shift", Fault.OK),
+        ("return x * 3", Fault.INCORRECT),
+        ("return x / (1 // 0)", Fault.RUNTIME_ERROR),
+        ("x.mul_(2); return x", Fault.CHEATING),
+    ],
+)
+def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: str, fault: Fault) -> None:
+    source = SCALE_AND_SHIFT.replace("class Model(", "class ModelNew(").replace("return x * 2 + self.shift", body)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.closing(Bench(zygote, patient())) as bench:
+            report = bench.evaluate(Problem("L1/1", 1, "x", SCALE_AND_SHIFT), Candidate(source, "torch"), {})
+            (kept,) = map(weakref.ref, bench._references._kept.values())
+        assert report.verdict.fault is fault
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Refusing:
+    """A zygote whose host can't start a child."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def spawn(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [InfraError("no zygote"), OSError("its channel is closed"), KeyboardInterrupt()])
+def test_a_reference_that_can_not_begin_leaves_no_file_open(error: BaseException) -> None:
+    memory.may_read_children()
+    before = open_files()
+    with pytest.raises(type(error)):
+        module.Reference(cast(Any, Refusing(error)), Problem("p", 1, "p", "p"), BenchOptions(), random.Random(0))
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("broken", ["memory_file", "seal"])
+def test_nor_does_one_whose_files_can_not_be_made(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    calls = [getattr(module, broken)] if broken == "memory_file" else []  # the second file can't be made
+
+    def fails(*args: Any) -> Any:
+        if calls:
+            return calls.pop()(*args)
+        raise OSError("too many open files")
+
+    memory.may_read_children()
+    zygote.start()
+    monkeypatch.setattr(module, broken, fails)
+    before = open_files()
+    with pytest.raises(OSError, match="too many"):
+        module.Reference(zygote, Problem("p", 1, "p", SCALE_AND_SHIFT), patient(), random.Random(0))
+    assert open_files() == before

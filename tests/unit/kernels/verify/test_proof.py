@@ -1,0 +1,145 @@
+"""Switching kernels off from outside, and reading what a shared object exports."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kbrl_async.kernels.backends.launch.elf import functions, needed_names
+from kbrl_async.kernels.backends.launch.recorder import Recorder
+from kbrl_async.kernels.verify import proof
+from kbrl_async.kernels.verify.cpu import trace
+from kbrl_async.kernels.verify.cpu.disarm import disarm
+from kbrl_async.kernels.verify.wire import Trace
+
+SOURCE = "#include <math.h>\nstatic int inner(void) { return 1; }\nint f(void) { return 41 + inner(); }\n"
+SOURCE += "int g(void) { return 7; }\nfloat h(float x) { return tgammaf(x); }\n"
+SERVER = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+for line in sys.stdin:
+    print(library.f(), library.g(), flush=True)
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    target = tmp_path / "k.so"
+    command = ["gcc", "-O0", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), "-lm"]
+    subprocess.run(command, input=SOURCE.encode(), check=True)
+    return target
+
+
+Ask = Callable[[], str]
+
+
+@pytest.fixture
+def served(built: Path) -> Iterator[tuple[subprocess.Popen[str], Ask]]:
+    command = [sys.executable, "-I", "-S", "-c", SERVER, str(built)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def ask() -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        yield process, ask
+        process.kill()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no return instruction known")
+def test_a_disarmed_kernel_returns_at_once(served: tuple[subprocess.Popen[str], Ask], built: Path) -> None:
+    process, ask = served
+    assert ask() == "42 7"
+    os.kill(process.pid, signal.SIGSTOP)
+    count = disarm(process.pid, [built])
+    os.kill(process.pid, signal.SIGCONT)
+    assert count == 3
+    assert ask() != "42 7"
+
+
+def test_what_is_no_shared_object_disarms_nothing(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for data in (b"", b"\x7fELF\x02\x01" + bytes(58), b"text" * 40):
+        other.write_bytes(data)
+        assert disarm(os.getpid(), [other]) == 0
+
+
+def test_exports_and_needs_are_read_from_the_symbol_table(built: Path) -> None:
+    data = built.read_bytes()
+    assert len(functions(data)) == 3, "static functions have no name outside"
+    assert "tgammaf" in needed_names(data)
+    assert "f" not in needed_names(data)
+
+
+def test_a_launch_that_raises_is_not_counted() -> None:
+    recorder = Recorder()
+    recorder.is_on = True
+    with pytest.raises(ZeroDivisionError):
+        recorder.call("k", lambda: 1 / 0)
+    assert recorder.launches == {}
+    assert recorder.depth == 0
+    recorder.call("k", ctypes.c_int, 1)
+    assert recorder.launches["k"][0] == 1
+
+
+def test_a_muted_launch_does_nothing() -> None:
+    recorder = Recorder()
+    recorder.is_on = recorder.is_muted = True
+    assert recorder.call("k", lambda: 1 / 0) is None
+
+
+def test_operators_are_counted_by_what_they_are() -> None:
+    x = torch.randn(8, 8)
+    _, found = trace.recorded(lambda: torch.softmax(x.t().contiguous(), -1))
+    assert set(found.ops) == {"aten::t", "aten::clone", "aten::_softmax"}
+    assert proof.library_ns(found) == found.ops["aten::_softmax"][1]
+    assert found.tampered == ""
+
+
+def test_an_operator_whose_result_is_the_answer_is_named() -> None:
+    x, watch = torch.randn(8, 8), trace.Watch({(8, 8)})
+    _, found = trace.recorded(lambda: torch.softmax(x, -1) + 1, watch, muted=True)
+    assert trace.answered(found, watch, [torch.softmax(x, -1) * 1.00001]).answered == "aten::_softmax"
+    assert trace.answered(found, watch, [torch.tanh(x)]).answered == ""
+
+
+def test_a_replaced_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "equal", lambda *given: True)
+    assert trace.recorded(lambda: None)[1].tampered == "torch.equal"
+
+
+def test_library_calls_inside_a_c_kernel_are_no_own_work() -> None:
+    inside = Trace({"k": (1, 900)}, {}, {"aten::_softmax": (1, 800)})
+    assert proof.own_ns(inside) == 100
+    found = proof.of_recorded(inside, backend="c")
+    assert found is not None
+    assert found.rule == "decoy_kernel"
+    assert proof.of_recorded(inside, backend="cpp") is None
+
+
+def test_an_operator_that_the_candidate_registered_is_a_kernel_of_its_own() -> None:
+    library = torch.library.Library("kbrl_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x.clone(), "CPU")
+
+    def run() -> torch.Tensor:
+        result: torch.Tensor = torch.ops.kbrl_test.twice(torch.ones(3))
+        return result
+
+    _, found = trace.recorded(run)
+    assert found.launches["kbrl_test::twice"][0] == 1
+    assert proof.of_recorded(found) is None
+    with pytest.raises(RuntimeError, match="own kernels are off"):
+        trace.recorded(run, muted=True)

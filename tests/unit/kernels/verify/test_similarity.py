@@ -1,0 +1,116 @@
+"""Pasted reference code is found under other names; own code of the same shape is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.kernels.verify.similarity import copied_reference
+
+REFERENCE = '''
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+SCALE = 0.5
+
+def helper(value, factor):
+    return value * factor
+
+class Block(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.linear = nn.Linear(n, n)
+
+    def forward(self, x):
+        return F.relu(self.linear(x))
+
+class Model(nn.Module):
+    """The reference."""
+
+    def __init__(self, n: int):
+        super(Model, self).__init__()
+        self.block = Block(n)
+        self.gain = nn.Parameter(torch.ones(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scaled block."""
+        hidden = self.block(x)  # (batch, n)
+        return torch.softmax(helper(hidden, SCALE) * self.gain, dim=-1)
+'''
+RENAMED = """
+from torch import nn
+import torch as t
+from torch.nn import functional
+
+class ModelNew(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight_of_mine = nn.Parameter(t.ones(width))
+        self.unused = nn.ReLU()
+        self.inner = Inner(width)
+
+    @t.no_grad()
+    def forward(self, inputs):
+        values: t.Tensor = self.inner(inputs)
+        return t.softmax(times(values, HALF) * self.weight_of_mine, dim=-1)
+
+class Inner(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.fc = nn.Linear(size, size)
+
+    def forward(self, y):
+        return functional.relu(self.fc(y))
+
+def times(a, b):
+    '''Other words.'''
+    return a * b
+
+HALF = 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        REFERENCE.replace("class Model(", "class ModelNew(").replace("super(Model", "super(ModelNew"),
+        RENAMED,
+        REFERENCE + "\nModelNew = Model\n",
+        REFERENCE + "\nclass ModelNew(Model):\n    pass\n",
+    ],
+)
+def test_the_references_code_is_found_under_other_names(candidate: str) -> None:
+    assert "equal up to names" in copied_reference(REFERENCE, candidate)
+
+
+OWN_FORWARD = REFERENCE.replace("class Model(", "class ModelNew(").replace(
+    "return torch.softmax(helper(hidden, SCALE) * self.gain, dim=-1)", "return self.kernel(hidden, self.gain)"
+)
+OWN_SUBMODULE = RENAMED.replace("return functional.relu(self.fc(y))", "return run_kernel(self.fc.weight, y)")
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        OWN_FORWARD,
+        OWN_SUBMODULE,
+        RENAMED.replace("HALF = 0.5", "HALF = 0.25"),
+        RENAMED.replace("dim=-1", "dim=0"),
+        RENAMED.replace("nn.Linear(size, size)", "OwnLinear(size, size)"),
+        REFERENCE + "\nclass ModelNew(nn.Module):\n    def forward(self, x):\n        return kernel(x)\n",
+        "class ModelNew: pass",
+        "this is no Python",
+    ],
+)
+def test_what_computes_something_of_its_own_is_no_copy(candidate: str) -> None:
+    assert copied_reference(REFERENCE, candidate) == ""
+
+
+def test_the_same_short_forward_over_an_own_submodule_is_no_copy() -> None:
+    short = "import torch.nn as nn\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    short += "        self.net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())\n"
+    short += "    def forward(self, x):\n        return self.net(x)\n"
+    own = short.replace("class Model", "class ModelNew").replace("nn.ReLU()", "OwnReLU()")
+    own += "class OwnReLU(nn.Module):\n    def forward(self, x):\n        return kernel(x)\n"
+    assert copied_reference(short, short.replace("class Model", "class ModelNew"))
+    assert copied_reference(short, own) == ""

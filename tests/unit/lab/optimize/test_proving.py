@@ -1,0 +1,182 @@
+"""The last step: what is on disk is what was verified, or there is nothing on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.errors import InfraError, UserError
+from kbrl_async.kernels.funnel import Result
+from kbrl_async.lab.optimize import evidence, proving
+from kbrl_async.lab.optimize.budget import Budget
+from kbrl_async.lab.optimize.evidence import Facts
+from kbrl_async.lab.optimize.search import Search, SearchOptions
+from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.tree import Attempt
+from protocols.records import Candidate, Fault, Problem
+from tests.unit.lab.optimize.making import PROBLEM, result, right, wrong
+
+TARGET = Target(PROBLEM, PROBLEM, "function", "act", "my_module.act", ("x", "y"))
+
+
+class Disk:
+    """A verifier that looks at the folder while it is asked."""
+
+    def __init__(self, folder: Path, judge: Callable[[str], Result]) -> None:
+        self._folder, self._judge = folder, judge
+        self.seen: list[str] = []
+        self.visible: list[list[str]] = []
+
+    def verify(self, problem: Problem, candidate: Candidate) -> Result:
+        self.seen.append(candidate.source)
+        self.visible.append([path.name for path in self._folder.iterdir() if not path.name.startswith(".")])
+        return self._judge(candidate.source)
+
+    def restart(self) -> None: ...
+
+
+def attempts(*sources: str) -> list[Attempt]:
+    return [Attempt(n, None, 0, 0.0, source=source, judgement=right(2.0)) for n, source in enumerate(sources)]
+
+
+def lo_in(text: str) -> Result:
+    """The speedup that the source itself says, as `# lo 3.0`; wrong where it says none."""
+    found = text.partition("# lo ")[2].split()
+    return result(lo=float(found[0])) if found else result(Fault.INCORRECT)
+
+
+def prove(
+    folder: Path, *sources: str, judge: Callable[[str], Result] = lo_in, slower: bool = False
+) -> proving.Proof | None:
+    verifier = Disk(folder, judge)
+    path = folder / "optimized_x.py"
+    proof, finals = proving.prove(attempts(*sources), TARGET, verifier, path, "c", "1.0", slower)
+    assert len(finals) == len(sources)
+    assert not any("optimized_x.py" in names for names in verifier.visible), "no file before its proof"
+    assert [p for p in folder.iterdir() if p.name.startswith(".")] == [], "nothing hidden is left"
+    return proof
+
+
+def test_the_surest_of_the_finalists_is_written_whatever_the_search_thought(tmp_path: Path) -> None:
+    proof = prove(tmp_path, "# lo 1.2", "# lo 3.0", "# lo 2.0")
+    assert proof is not None
+    assert proof.winner.attempt == 1
+    assert "# lo 3.0" in (tmp_path / "optimized_x.py").read_text()
+
+
+def test_what_was_verified_are_the_very_bytes_of_the_file(tmp_path: Path) -> None:
+    verifier = Disk(tmp_path, lo_in)
+    path = tmp_path / "optimized_x.py"
+    proof, _ = proving.prove(attempts("# lo 3.0"), TARGET, verifier, path, "c", "1.0")
+    assert proof is not None
+    assert path.read_text() == verifier.seen[0]
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == proof.winner.sha256
+
+
+def test_a_kernel_that_does_not_hold_a_second_time_is_not_written(tmp_path: Path) -> None:
+    assert prove(tmp_path, "lucky once") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_proven_kernel_that_is_not_faster_needs_the_flag(tmp_path: Path) -> None:
+    assert prove(tmp_path, "# lo 0.9") is None
+    assert list(tmp_path.iterdir()) == []
+    assert prove(tmp_path, "# lo 0.9", slower=True) is not None
+    assert (tmp_path / "optimized_x.py").is_file()
+
+
+def test_a_wrong_one_is_not_written_with_the_flag_either(tmp_path: Path) -> None:
+    assert prove(tmp_path, "wrong", slower=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_changes_after_its_proof_is_not_announced(tmp_path: Path) -> None:
+    def judge(text: str) -> Result:
+        hidden = next(path for path in tmp_path.iterdir() if path.name.startswith("."))
+        hidden.write_text("something else")
+        return lo_in(text)
+
+    with pytest.raises(InfraError, match="has changed since it was verified"):
+        prove(tmp_path, "# lo 3.0", judge=judge)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_file_stays_when_nothing_is_proven(tmp_path: Path) -> None:
+    (tmp_path / "optimized_x.py").write_text("old")
+    verifier = Disk(tmp_path, lo_in)
+    proof, _ = proving.prove(attempts("wrong"), TARGET, verifier, tmp_path / "optimized_x.py", "c", "1.0")
+    assert proof is None
+    assert (tmp_path / "optimized_x.py").read_text() == "old"
+
+
+def test_a_folder_that_can_not_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="can't be written"):
+        proving.prove(attempts("# lo 2"), TARGET, Disk(tmp_path, lo_in), tmp_path / "no" / "x.py", "c", "1.0")
+
+
+def test_the_file_says_how_to_use_it_and_offers_the_old_name(tmp_path: Path) -> None:
+    prove(tmp_path, "class ModelNew:\n    def __call__(self, x, y):\n        return x + y  # lo 2.0\n")
+    names: dict[str, object] = {}
+    exec((tmp_path / "optimized_x.py").read_text(), names)
+    assert "Usage: from optimized_x import act" in str(names["__doc__"])
+    assert names["act"](1, 2) == 3  # type: ignore[operator]
+
+
+# ── evidence ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def searched() -> Search:
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    for source, judgement in (("slow | one", right(0.5)), ("bad", wrong(passed=3)), ("good", right(2.0))):
+        ask = search.ask(1.0)
+        assert ask is not None
+        search.wrote(ask.number, source, 10)
+        search.judged(ask.number, judgement)
+    search.stop("time")
+    return search
+
+
+FACTS = Facts("small", "compact", "c", 12.0, {"seconds": 10})
+
+
+def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -> None:
+    proof = prove(tmp_path, "# lo 3.0")
+    document = evidence.document(TARGET, searched(), FACTS, proof, proof.finals if proof else ())
+    assert document["written"]["sha256"] == hashlib.sha256((tmp_path / "optimized_x.py").read_bytes()).hexdigest()
+    assert document["proof"]["timing"]["lo"] == 3.0
+    assert [node["judgement"]["fault"] for node in document["tree"]] == ["ok", "incorrect", "ok"]
+    assert {document["sources"][node["source_sha256"]] for node in document["tree"]} == {"slow | one", "bad", "good"}
+    assert {"torch", "python", "kbrl-async"} <= document["versions"].keys()
+    text = evidence.markdown(TARGET, searched(), FACTS, proof, ())
+    assert "Proven, 3.30× (3.00 … 3.60) the speed of the module." in text
+    assert "a CPU" in text
+
+
+def test_without_a_proof_the_errors_of_the_best_attempts_are_shown() -> None:
+    text = evidence.markdown(TARGET, searched(), FACTS, None, ())
+    assert "none was proven faster" in text
+    assert "incorrect, 3 of 10 input sets" in text
+
+
+def test_a_disturbed_measurement_is_called_that() -> None:
+    import msgspec
+
+    quiet = result(lo=1.0)
+    assert quiet.timing is not None
+    disturbed = msgspec.structs.replace(quiet, timing=msgspec.structs.replace(quiet.timing, stopped="disturbed"))
+    said = evidence.conclusion(None, searched(), (proving.Final(0, disturbed, ""),))
+    assert "others used the core" in said
+
+
+def test_the_tree_shows_the_best_first_and_each_below_its_parent() -> None:
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    tree = search.tree
+    for number, (parent, judgement) in enumerate([(None, wrong()), (None, wrong("compile")), (1, right(2.0))]):
+        tree.ask(parent, 0.0)
+        tree.write(number, f"{number}", 1)
+        tree.judge(number, judgement)
+    assert evidence.tree_lines(search) == ["1 compile", "  2 correct 2.20× [2.00, 2.40]", "0 mismatch 0/10"]

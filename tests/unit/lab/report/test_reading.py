@@ -1,0 +1,118 @@
+"""From a run folder, whole or not, to plain data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.errors import UserError
+from kbrl_async.lab.report import read_run
+from kbrl_async.lab.report.clockwork import Clock
+from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
+
+
+@pytest.fixture
+def copy(run_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run_folder, tmp_path / "copy"))
+
+
+def test_every_scored_turn_is_there_once_with_the_times_of_its_stages(run: RunData) -> None:
+    assert len(run.training) == run.summary["rollouts"] == 384
+    assert len({(turn.stats.rollout_id, turn.stats.turn) for turn in run.training}) == 384
+    for turn in run.turns:
+        assert turn.asked is not None
+        assert turn.at is not None
+        moments = [turn.asked, *(moment for span in turn.spans for moment in (span.start, span.end))]
+        assert moments == sorted(moments)
+        assert 0 <= turn.asked <= turn.at <= run.duration + 60
+
+
+def test_updates_have_their_groups_and_times(run: RunData) -> None:
+    assert [update.version for update in run.updates] == [1, 2, 3]
+    assert all(len(update.group_ids) == 8 for update in run.updates)
+    assert all(update.start is not None and update.start < update.at for update in run.updates)
+    assert run.curves["entropy"][0] == (1.0, 0.4)
+
+
+def test_held_out_rollouts_are_apart_from_those_of_training(run: RunData) -> None:
+    assert len(run.phase(BEFORE)) == len(run.phase(AFTER)) == 12
+    assert not {s.problem_id for s in run.phase(BEFORE)} & {turn.stats.problem_id for turn in run.training}
+
+
+def test_staleness_is_the_batch_s_version_minus_the_writer_s(run: RunData) -> None:
+    ages = {turn.stats.staleness for turn in run.training}
+    assert ages <= {0, 1, 2}
+    assert len(ages) > 1
+
+
+def test_the_best_kernel_has_its_source_and_the_reference_s(run: RunData) -> None:
+    best = run.kernels[0]
+    assert best.speedup == 50.0
+    assert best.source.startswith("</script>")
+    assert "class Model(" in best.reference
+    assert best.candidate_ms == pytest.approx(0.002)
+
+
+def test_what_fired_is_counted(run: RunData) -> None:
+    assert sum(run.rules.values()) == sum(
+        turn.stats.fault in ("static_violation", "cheating") for turn in run.turns
+    )  # fmt: skip
+
+
+def test_secrets_of_the_configuration_stay_where_they_are(run: RunData) -> None:
+    assert "api_key: '***'" in run.config
+    assert "hidden-value" not in run.config
+
+
+def test_a_torn_log_line_costs_itself_only(run: RunData) -> None:
+    assert [line.event for line in run.log] == ["slow <b>step</b>"]
+
+
+def test_a_run_from_before_the_archive_has_all_but_single_rollouts_times(copy: Path, run: RunData) -> None:
+    (copy / "rollouts.sqlite").unlink()
+    old = read_run(copy)
+    assert len(old.training) == len(run.training)
+    assert not any(turn.spans for turn in old.turns)
+    assert {turn.stats.staleness for turn in old.training} == {turn.stats.staleness for turn in run.training}
+    assert any("no archive" in words for words in old.missing)
+
+
+def test_the_archive_alone_gives_the_same_turns(copy: Path, run: RunData) -> None:
+    (copy / "aggregator.sqlite").unlink()
+    alone = read_run(copy)
+    assert len(alone.training) == len(run.training)
+    assert len(alone.phase(AFTER)) == 12
+    assert sum(turn.stats.correct for turn in alone.turns) == sum(turn.stats.correct for turn in run.turns)
+    assert [update.group_ids for update in alone.updates] == [update.group_ids for update in run.updates]
+
+
+def test_damaged_files_cost_their_part_and_are_named(copy: Path) -> None:
+    for name in ("rollouts.sqlite", "aggregator.sqlite", "summary.json", "config.yaml"):
+        (copy / name).write_bytes(b"\x00 not what it was: [")
+    (copy / "metrics" / "system.jsonl").unlink()
+    left = read_run(copy)
+    assert left.turns == []
+    assert len(left.missing) == 5
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run folder"):
+        read_run(tmp_path)
+
+
+def test_a_file_named_by_data_is_read_from_the_run_folder_only(copy: Path, tmp_path: Path) -> None:
+    from kbrl_async.lab.report.kernels import _text
+
+    (tmp_path / "secret.py").write_text("a secret")
+    (copy / "kernels" / "here.py").write_text("a kernel")
+    assert _text(copy, "kernels/here.py") == "a kernel"
+    assert _text(copy, "../secret.py") == ""
+    assert _text(copy, str(tmp_path / "secret.py")) == ""
+
+
+def test_a_pause_between_two_starts_stays_where_it_was() -> None:
+    clock = Clock([(10.0, 110.0), (20.0, 1120.0)])
+    assert [clock(at) for at in (5.0, 10.0, 15.0, 25.0)] == [105.0, 110.0, 1115.0, 1125.0]
+    assert Clock([])(3.0) == 3.0

@@ -1,0 +1,66 @@
+"""The grammar's careful answers really are right: compiled and verified. And its slips really are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.lab.small_policy.author import CAREFUL, Author, Habits
+from kbrl_async.lab.small_policy.families.source import render_answer
+from kbrl_async.lab.small_policy.specs import SPECS
+from kbrl_async.rollouts.prompts import extract
+from protocols.records import BenchReport, Candidate, Fault
+
+SUITE = {problem.problem_id: problem for problem in load_suite()}
+OVERFLOWS_IN_FAST_MATHS = frozenset({"L2/03_mul_sigmoid_elu"})
+"""Fast maths overflows to NaN on large products here: an honest trap of the suite."""
+
+
+class Judge:
+    def __init__(self, builder: Builder, bench: Bench) -> None:
+        self.builder, self.bench = builder, bench
+
+    def __call__(self, key: str, habits: Habits, *, timing: bool = False) -> BenchReport:
+        author = Author(random.Random(0), habits)
+        spec = SPECS[key]
+        answer = extract(render_answer(spec.module(), spec.answer(author), author))
+        report = self.builder.build(Candidate(answer.source, "c"))
+        assert report.fault is Fault.OK, report.message
+        paths = {unit: self.builder.store.path(address) for unit, address in report.artifacts.items()}
+        found = {unit: path for unit, path in paths.items() if path is not None}
+        return self.bench.evaluate(SUITE[key], Candidate(answer.source, "c"), found, timing=timing)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
+    store = ArtifactStore(Path(tmp_path_factory.mktemp("store")))
+    options = BenchOptions(deadline_s=20.0, call_floor_s=5.0)
+    with (
+        Builder(store) as builder,
+        Zygote(ZYGOTE_PRELOAD) as zygote,
+        contextlib.closing(Bench(zygote, options)) as bench,
+    ):
+        yield Judge(builder, bench)
+
+
+@pytest.mark.parametrize("key", sorted(set(SPECS) - OVERFLOWS_IN_FAST_MATHS))
+def test_the_careful_answer_is_correct(judge: Judge, key: str) -> None:
+    verdict = judge(key, CAREFUL).verdict
+    assert (verdict.fault, verdict.passed) == (Fault.OK, verdict.total), verdict.message
+
+
+@pytest.mark.parametrize("slip", ["bound", "formula", "index"])
+def test_an_answer_with_a_slip_is_not_correct(judge: Judge, slip: str) -> None:
+    import msgspec
+
+    verdict = judge("L1/13_softmax", msgspec.structs.replace(CAREFUL, **{slip: 1.0})).verdict
+    assert verdict.fault is not Fault.OK

@@ -1,0 +1,33 @@
+"""The example in each backend's contract is a candidate that this backend takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.kernels.backends.building import backends, static_check
+from kbrl_async.kernels.funnel import guess_backend
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.rollouts.prompts import extract, render_prompt
+from kbrl_async.rollouts.prompts.contracts import CONTRACTS
+from protocols.records import Candidate
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_the_example_of_a_contract_is_extracted_recognised_and_passes_the_tripwires(contract: str) -> None:
+    problem = load_suite()[0]
+    prompt = render_prompt("zero_shot", problem, contract)
+    assert problem.source in prompt
+    example = extract(prompt.partition("The module to replace:")[0]).source
+    backend = contract.split()[0]
+    assert guess_backend(example) == backend
+    assert static_check(Candidate(example, backend)) is None
+
+
+def test_every_backend_has_a_contract() -> None:
+    assert {contract.split()[0] for contract in CONTRACTS} == set(backends())
+
+
+def test_an_unknown_contract_is_named() -> None:
+    with pytest.raises(ConfigError, match="no contract 'cute'"):
+        render_prompt("zero_shot", load_suite()[0], "cute")

@@ -1,0 +1,84 @@
+"""Progression of rewards and choice of problems by moving rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kbrl_async.rollouts.curriculum import BatchRates, Curriculum, CurriculumOptions
+from protocols.records import Problem
+
+EASY = [Problem(f"L1/{i}", 1, "e", "", difficulty=0.2) for i in range(4)]
+HARD = [Problem(f"L2/{i}", 2, "h", "", difficulty=0.8) for i in range(2)]
+
+
+def curriculum(kind: str = "uniform", window: int = 2) -> Curriculum:
+    return Curriculum(CurriculumOptions(kind, window=window), [*EASY, *HARD], seed=1)
+
+
+def drawn(made: Curriculum, count: int = 400, excluded: frozenset[str] = frozenset()) -> Counter[str]:
+    return Counter(made.pick(n, excluded).problem_id for n in range(count))
+
+
+def test_rewards_go_from_compiling_to_being_right_to_being_fast_and_say_why() -> None:
+    made = curriculum()
+    assert made.batch_trained(BatchRates(0.9, 0.1)) == []
+    assert made.batch_trained(BatchRates(0.9, 0.1)) == ["stage1 → stage2: compiled 90% over the last 2 batches"]
+    assert made.batch_trained(BatchRates(0.9, 0.6)) == []
+    assert made.batch_trained(BatchRates(0.9, 0.6)) == ["stage2 → stage3: correct 60% over the last 2 batches"]
+    for _ in range(4):
+        made.batch_trained(BatchRates(0.0, 0.0))
+    assert made.stage == "stage3"
+
+
+def test_one_lucky_batch_moves_nothing() -> None:
+    made = curriculum(window=3)
+    for rates in (BatchRates(0.2, 0.0), BatchRates(1.0, 1.0), BatchRates(0.2, 0.0)):
+        assert made.batch_trained(rates) == []
+    assert made.stage == "stage1"
+
+
+def test_harder_levels_come_in_as_the_easier_ones_are_solved() -> None:
+    made = curriculum("levels")
+    before = sum(count for key, count in drawn(made).items() if key.startswith("L2")) / 400
+    for _ in range(2 * 10):
+        made.batch_trained(BatchRates(0.0, 0.45))
+    assert made.share == 0.5
+    after = sum(count for key, count in drawn(made).items() if key.startswith("L2")) / 400
+    assert before == pytest.approx(0.1, abs=0.05)
+    assert after == pytest.approx(0.5, abs=0.08)
+
+
+def test_problems_that_are_solved_half_of_the_time_come_more_often() -> None:
+    made = curriculum("learnable")
+    for _ in range(60):
+        made.observe("L1/0", 0, correct=True)
+        made.observe("L1/1", 0, correct=False)
+    counts = drawn(made)
+    assert counts["L1/2"] > 3 * max(counts["L1/0"], counts["L1/1"])
+
+
+def test_success_counts_all_turns_of_a_rollout() -> None:
+    made = curriculum()
+    for _ in range(80):
+        made.observe("L1/0", 0, correct=False)
+        made.observe("L1/0", 1, correct=True)
+    assert made.success(EASY[0]) > 0.95
+    assert made.success(HARD[0]) == pytest.approx(0.2)
+
+
+def test_excluded_problems_are_drawn_only_where_nothing_else_is_left() -> None:
+    made = curriculum()
+    assert set(drawn(made, excluded=frozenset(p.problem_id for p in EASY))) == {p.problem_id for p in HARD}
+    assert drawn(made, excluded=frozenset(p.problem_id for p in [*EASY, *HARD]))
+
+
+def test_the_same_observations_give_the_same_choices() -> None:
+    def played() -> Counter[str]:
+        made = curriculum("learnable")
+        for n in range(30):
+            made.observe(f"L1/{n % 4}", n % 2, correct=n % 3 == 0)
+        return drawn(made, 50)
+
+    assert played() == played()

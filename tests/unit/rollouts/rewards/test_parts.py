@@ -1,0 +1,175 @@
+"""Rewards: what a record is worth under each preset."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.rewards.parts import RewardParts, parts_of, speed_part
+from kbrl_async.rollouts.rewards.presets import PRESETS, find_preset, reward_of
+from protocols.records import (
+    BenchReport,
+    BuildReport,
+    Fault,
+    Frame,
+    Generation,
+    Problem,
+    RolloutRequest,
+    SamplingParams,
+    Timing,
+    Verdict,
+)
+
+REQUEST = RolloutRequest("r", "g", Problem("p", 1, "n", "s"), "prompt", "c", SamplingParams(100))
+
+
+def generation(fault: Fault = Fault.OK, tokens: int = 10, text: str = "", finish: str = "stop") -> Generation:
+    return Generation(0, [1], [1] * tokens, [-1.0] * tokens, text, finish, fault=fault)
+
+
+def timing(lo: float) -> Timing:
+    return Timing(n=50, speedup=lo * 1.1, lo=lo, hi=lo * 1.2, candidate_ms=1.0, reference_ms=lo)
+
+
+def record(
+    written: Fault = Fault.OK,
+    built: Fault | None = Fault.OK,
+    verdict: Fault | None = Fault.OK,
+    passed: int = 5,
+    lo: float | None = None,
+) -> list[Frame]:
+    frames: list[Frame] = [REQUEST, generation(written)]
+    if built is not None:
+        frames.append(BuildReport(built))
+    if verdict is not None:
+        frames.append(BenchReport(Verdict(verdict, passed, 5), None if lo is None else timing(lo)))
+    return frames
+
+
+NO_CODE = record(written=Fault.FORMAT_ERROR, built=None, verdict=None)
+NO_COMPILE = record(built=Fault.COMPILE_ERROR, verdict=None)
+STATIC = record(built=Fault.STATIC_VIOLATION, verdict=None)
+WRONG = record(verdict=Fault.INCORRECT, passed=2)
+SLOW = record(lo=0.8)
+FAST = record(lo=2.0)
+SLOW_PART = math.log(0.8 * 8) / math.log(64)
+FAST_PART = 2 / 3
+
+
+def reward(frames: list[Frame], preset: str) -> float:
+    parts = parts_of(frames)
+    assert parts is not None
+    return reward_of(parts, find_preset(preset))
+
+
+@pytest.mark.parametrize(
+    ("preset", "no_code", "no_compile", "wrong", "slow", "fast"),
+    [
+        ("stage1", 0.0, 0.3, 0.3 + 0.5 + 0.2 * 0.4, 1.0, 1.0),
+        ("stage2", 0.0, 0.1, 0.1 + 0.2 + 0.7 * 0.4, 1.0, 1.0),
+        ("stage3", 0.0, 0.05, 0.15 + 0.5 * 0.4, 0.65 + 0.35 * SLOW_PART, 0.65 + 0.35 * FAST_PART),
+        ("kevin", 0.0, 0.0, 0.0, 1.1, 2.3),
+        ("kevin_offset", 0.0, 0.0, 0.0, 0.3, 1.3),
+        ("hierarchical", 0.0, 0.0, 0.0, 0.7 + 0.3 * SLOW_PART, 0.7 + 0.3 * FAST_PART),
+        ("funnel", 0.0, 0.3, 0.5, 0.7 + 0.3 * SLOW_PART, 0.7 + 0.3 * FAST_PART),
+        ("fork", -2.0, -1.0, 0.3 * 0.4, 0.3 + SLOW_PART, 0.3 + FAST_PART),
+    ],
+)
+def test_each_preset_pays_what_its_table_says(
+    preset: str, no_code: float, no_compile: float, wrong: float, slow: float, fast: float
+) -> None:
+    found = [reward(r, preset) for r in (NO_CODE, NO_COMPILE, WRONG, SLOW, FAST)]
+    assert found == pytest.approx([no_code, no_compile, wrong, slow, fast])
+
+
+@pytest.mark.parametrize("preset", ["stage1", "stage2", "stage3"])
+def test_staged_weights_pay_before_the_kernel_is_correct(preset: str) -> None:
+    crashing = record(verdict=Fault.RUNTIME_ERROR, passed=0)
+    assert 0 < reward(NO_COMPILE, preset) < reward(crashing, preset) < reward(WRONG, preset) < reward(SLOW, preset)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("stage", ["static", "bench"])
+def test_cheating_never_beats_an_honest_failure(preset: str, stage: str) -> None:
+    cheat = record(built=Fault.CHEATING, verdict=None) if stage == "static" else record(verdict=Fault.CHEATING, lo=9.0)
+    honest = [NO_CODE, NO_COMPILE, STATIC, WRONG, SLOW, FAST]
+    assert all(reward(cheat, preset) <= reward(r, preset) for r in honest)
+
+
+@pytest.mark.parametrize("fault", [Fault.WORKER_LOST, Fault.INFRA_ERROR, Fault.STALE])
+def test_infrastructure_faults_at_any_stage_give_no_reward(fault: Fault) -> None:
+    assert parts_of(record(written=fault, built=None, verdict=None)) is None
+    assert parts_of(record(built=fault, verdict=None)) is None
+    assert parts_of(record(verdict=fault)) is None
+
+
+def test_a_record_that_stops_without_a_reason_gives_no_reward() -> None:
+    assert parts_of([REQUEST]) is None
+    assert parts_of(record(built=None, verdict=None)) is None
+    assert parts_of(record(verdict=None)) is None
+
+
+def test_correctness_is_whole_only_for_an_ok_verdict() -> None:
+    parts = parts_of(record(verdict=Fault.TIMEOUT, passed=5))
+    assert parts is not None
+    assert (parts.correctness, parts.correct) == (0.8, 0.0)
+
+
+def test_a_speedup_whose_interval_includes_one_is_no_gain() -> None:
+    parts = parts_of(record(lo=0.99))
+    assert parts is not None
+    assert parts.speedup_gain == 0.0
+    assert parts.speed < 0.5
+
+
+def test_the_way_up_to_the_references_speed_is_paid_too() -> None:
+    crawling, walking = parts_of(record(lo=0.2)), parts_of(record(lo=0.8))
+    assert crawling is not None
+    assert walking is not None
+    assert 0 < crawling.speed < walking.speed
+
+
+def test_a_wrong_kernel_has_no_speed_however_fast() -> None:
+    parts = parts_of(record(verdict=Fault.INCORRECT, passed=4, lo=7.0))
+    assert parts is not None
+    assert (parts.speed, parts.speedup) == (0.0, 0.0)
+
+
+def test_doubling_the_speed_is_always_worth_the_same_up_to_the_cap() -> None:
+    assert [speed_part(x, 0.125, 8.0) for x in (0, 0.125, 0.5, 1, 4, 8, 100)] == pytest.approx(
+        [0, 0, 1 / 3, 1 / 2, 5 / 6, 1, 1]
+    )
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
+def test_length_falls_over_the_last_fifth(tokens: int, expected: float) -> None:
+    parts = parts_of([REQUEST, generation(tokens=tokens), BuildReport(Fault.COMPILE_ERROR)])
+    assert parts is not None
+    assert parts.length == pytest.approx(expected)
+
+
+def test_thinking_needs_a_closed_thought_with_content() -> None:
+    def thinking(text: str) -> float:
+        parts = parts_of([REQUEST, generation(text=text), BuildReport(Fault.COMPILE_ERROR)])
+        assert parts is not None
+        return parts.thinking
+
+    assert [thinking(t) for t in ("<think>tile it</think>", "<think> </think>", "<think>cut")] == [1.0, 0.0, 0.0]
+
+
+def test_weights_can_be_overridden_one_by_one() -> None:
+    preset = find_preset("stage1", {"length": 0.1, "compile": 0.0})
+    assert reward_of(RewardParts(Fault.OK, format=1.0, compile=1.0, length=1.0), preset) == pytest.approx(0.4)
+    assert "length" not in PRESETS["stage1"].weights
+
+
+def test_a_wrong_part_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'compile'"):
+        find_preset("stage1", {"compiles": 1.0})
+
+
+def test_presets_are_plain_data() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(PRESETS["fork"]), type=type(PRESETS["fork"])) == PRESETS["fork"]

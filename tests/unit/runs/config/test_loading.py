@@ -1,0 +1,295 @@
+"""Settings from files, variables and the command line become one validated configuration, or one helpful error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.rewards.presets import PRESETS
+from kbrl_async.runs.config import KEYS, Config, config_hash, environment, load, to_yaml
+from kbrl_async.runs.config.keys import flat
+
+ROOT = Path(__file__).parents[4]
+SWITCH = "true or false"
+LOSSES = "one of a3po, cispo, decoupled, dppo_tv, grpo, gspo, ppo, reinforce, tis"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error(*overrides: str, paths: tuple[Path, ...] = (), env: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(paths, overrides, env)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_nothing_given_is_the_default_configuration() -> None:
+    assert load() == Config()
+
+
+def test_the_default_file_holds_the_built_in_values_but_for_the_weight_of_speed() -> None:
+    config = load([ROOT / "configs/default.yaml"])
+    assert config.dataset_builder.reward_speed_weight == 0.7
+    builder = msgspec.structs.replace(config.dataset_builder, reward_speed_weight=None)
+    assert msgspec.structs.replace(config, dataset_builder=builder) == Config()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
+def test_every_file_of_the_project_is_valid(path: Path) -> None:
+    load([path])
+
+
+def test_command_line_wins_over_variables_which_win_over_files(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "batch_size: 2\ngroup_size: 3\nmax_steps: 4\n")
+    env = {"KBRL_GROUP_SIZE": "30", "KBRL_MAX_STEPS": "40"}
+    config = load([file], ["max_steps=400"], env)
+    assert (config.batch_size, config.group_size, config.max_steps) == (2, 30, 400)
+
+
+def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
+    files = [write(tmp_path, "a.yaml", "seed: 1\nmax_steps: 7\n"), write(tmp_path, "b.toml", "seed = 2\n")]
+    config = load(files)
+    assert (config.seed, config.max_steps) == (2, 7)
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    yaml = write(tmp_path, "a.yaml", "level: [1, 2]\nlearner:\n  epochs: 5\n  grad_clip: 2\n")
+    toml = write(tmp_path, "a.toml", "level = [1, 2]\n[learner]\nepochs = 5\ngrad_clip = 2\n")
+    assert load([yaml]) == load([toml])
+    assert load([yaml]).learner.epochs == 5
+
+
+def test_yaml_takes_numbers_that_its_own_rules_call_text(tmp_path: Path) -> None:
+    assert load([write(tmp_path, "a.yaml", "learning_rate: 1e-4\n")]).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("learning_rate=.5", "learning_rate", 0.5),
+        ("level=2", "level", 2),
+        ("level=1,3", "level", [1, 3]),
+        ("level=[1, 3]", "level", [1, 3]),
+        ("cpu.bench=1", "cpu.bench", [1]),
+        ("cpu.bench=auto", "cpu.bench", "auto"),
+        ("max_minutes=null", "max_minutes", None),
+        ("max_minutes=2", "max_minutes", 2.0),
+        ("tensorboard.enabled=false", "tensorboard.enabled", False),
+        ("compile_farm.store_max_bytes=1e9", "compile_farm.store_max_bytes", 10**9),
+        ("name=12", "name", "12"),
+        ("model_name=org/model=x", "model_name", "org/model=x"),
+        ("broker.submit=tcp://127.0.0.1:5000", "broker.submit", "tcp://127.0.0.1:5000"),
+    ],
+)
+def test_an_override_is_read_as_its_key_wants_it(override: str, key: str, value: object) -> None:
+    assert flat(load(overrides=[override]))[key] == value
+
+
+def test_a_section_of_a_variable_is_set_off_by_two_underscores() -> None:
+    assert load(env={"KBRL_LEARNER__GRAD_CLIP": "3"}).learner.grad_clip == 3
+
+
+def test_variables_of_others_and_of_the_runner_are_no_settings() -> None:
+    env = {"HOME": "/", "KBRL_RUN_DIR": "x", "KBRL_CONFIG": "y"}
+    assert load(env=env) == Config()
+
+
+def test_the_shell_wins_over_the_dotenv_file(tmp_path: Path) -> None:
+    dotenv = write(tmp_path, ".env", "KBRL_SEED=1\nKBRL_MAX_STEPS=5\nOTHER=1\n")
+    assert environment({"KBRL_SEED": "2", "PATH": ""}, dotenv) == {"KBRL_SEED": "2", "KBRL_MAX_STEPS": "5"}
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("batchsize=4", "batch_size"),
+        ("learning-rate=1", "learning_rate"),
+        ("lr=1", "learning_rate"),
+        ("threads=1", "learner.threads or sampler.threads"),
+        ("epochs=2", "learner.epochs"),
+        ("learner.epoch=2", "learner.epochs"),
+        ("dataset_builder.reward_speedup_weight=1", "dataset_builder.reward_speed_weight"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: str) -> None:
+    assert error(word) == f"unknown key '{word.partition('=')[0]}' (command line). Did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "section_name", "read"),
+    [
+        ("tensorboard_enabled", "false", "enabled", False),
+        ("tensorboard_log_dir", "all", "log_dir", "all"),
+        ("tensorboard_log_histograms_every", "7", "histograms_every", 7),
+        ("tensorboard_log_per_level", "false", "per_level", False),
+    ],
+)
+def test_names_that_users_of_such_tools_know_are_taken(
+    tmp_path: Path, name: str, value: str, section_name: str, read: object
+) -> None:
+    file = write(tmp_path, "a.yaml", f"{name}: {value}\n")
+    for config in (
+        load(overrides=[f"{name}={value}"]), load([file]), load(env={f"KBRL_{name.upper()}": value}),
+    ):  # fmt: skip
+        assert getattr(config.tensorboard, section_name) == read
+
+
+def test_a_wrong_value_under_such_a_name_is_named_as_ours() -> None:
+    assert "tensorboard.histograms_every must be an integer" in error("tensorboard_log_histograms_every=often")
+
+
+def test_a_key_like_no_other_leads_to_the_reference() -> None:
+    assert error("zzzzzz=1").endswith("Run 'kbrl config' for all keys")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "seed: 1\n\nlearner:\n  epoch: 2\n"), ("a.toml", "seed = 1\n\n[learner]\nepoch = 2\n")],
+)
+def test_a_wrong_key_in_a_file_is_named_with_its_line(tmp_path: Path, name: str, text: str) -> None:
+    file = write(tmp_path, name, text)
+    assert error(paths=(file,)) == f"unknown key 'learner.epoch' ({file}:4). Did you mean learner.epochs?"
+
+
+def test_a_wrong_key_in_the_environment_is_named_with_its_variable() -> None:
+    assert "(variable KBRL_BATCHSIZE). Did you mean batch_size?" in error(env={"KBRL_BATCHSIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("batch_size=0", "batch_size must be an integer ≥ 1, not 0 (command line). Its default is 8"),
+        ("batch_size=many", "batch_size must be an integer ≥ 1, not many (command line). Its default is 8"),
+        ("group_size=1", "group_size must be an integer ≥ 2, not 1 (command line). Its default is 8"),
+        ("temperature=0", "temperature must be a number > 0, not 0 (command line). Its default is 1.0"),
+        ("max_staleness=-1", "max_staleness must be an integer ≥ 0, not -1 (command line). Its default is 2"),
+        ("learning_rate=inf", "learning_rate must be a number > 0, not inf (command line). Its default is 0.0002"),
+        ("learning_rate=nan", "learning_rate must be a number > 0, not nan (command line). Its default is 0.0002"),
+        ("loss=pppo", f"loss must be {LOSSES}, not pppo (command line). Did you mean ppo?"),
+        ("loss=dpo_tv", f"loss must be {LOSSES}, not dpo_tv (command line). Did you mean dppo_tv?"),
+        ("tensorboard.enabled=a", f"tensorboard.enabled must be {SWITCH}, not a (command line). Its default is true"),
+        ("seed=null", "seed must be an integer ≥ 0, not null (command line). Its default is 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_what_is_expected(word: str, expected: str) -> None:
+    assert error(word) == expected
+
+
+def test_a_wrong_value_is_found_even_where_a_later_one_replaces_it(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "batch_size: 0\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml:1"):
+        load([file], ["batch_size=4"])
+
+
+def test_a_number_is_not_taken_for_true(tmp_path: Path) -> None:
+    assert "true or false" in error(paths=(write(tmp_path, "a.yaml", "tensorboard:\n  enabled: 1\n"),))
+
+
+def test_a_word_without_a_sign_is_no_setting() -> None:
+    assert error("batch_size") == "'batch_size' is no setting (command line). Write key=value, such as batch_size=4"
+
+
+def test_a_section_is_no_key() -> None:
+    assert "tensorboard is a section, not a key (command line). Set one of its keys: enabled" in error("tensorboard=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.yaml", "seed: 1\nlevel: [1\n", "is not YAML"),
+        ("a.yaml", "- 1\n", "a.yaml:1 holds no 'key: value' pairs"),
+        ("a.yaml", "seed: 1\nseed: 2\n", "seed is set twice"),
+        ("a.yaml", "learner: 3\n", "learner is a section"),
+        ("a.toml", "seed = = 1\n", "is not TOML"),
+        ("a.json", "{}", "is neither YAML nor TOML"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str, part: str) -> None:
+    assert part in error(paths=(write(tmp_path, name, text),))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "No such file" in error(paths=(tmp_path / "none.yaml",))
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["mode=multi_turn", "max_turns=1"], "mode=multi_turn needs at least two turns (command line)"),
+        (["max_turns=3"], "max_turns=3 needs mode=multi_turn"),
+        (["turns.stop=correct"], "turns.* needs mode=multi_turn"),
+        (["timing_bench.min_pairs=99"], "timing_bench.min_pairs=99 is above"),
+        (["timing_bench.cap_s=9"], "leaves nothing of timing_bench.deadline_s"),
+        (["timing_bench.timed=false"], "reward_preset=stage3 pays for speed"),
+        (["timing_bench.timed=false", "dataset_builder.reward_preset=auto"], "reward_preset=auto pays for speed"),
+        (["name=../x"], "cannot be the folder of a run"),
+        (["name=latest"], "cannot be the folder of a run"),
+        (["log_path="], "log_path is empty"),
+        (["level=[]"], "level names no level"),
+        (["sft.heads=5"], "does not split into 5 heads"),
+        (["learner.minibatches=65"], "more than the batch has rollouts"),
+        (["broker.submit=tcp://0.0.0.0:5000"], "can be reached from other hosts"),
+        (["broker.submit=tcp://127.0.0.1.evil.org:5000"], "can be reached from other hosts"),
+        (["broker.work=udp://127.0.0.1:5"], "is no address"),
+        (["broker.work=tcp://127.0.0.1:5", "broker.submit=tcp://127.0.0.1:5"], "are the same address"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(words: list[str], part: str) -> None:
+    assert part in error(*words)
+
+
+def test_remote_addresses_need_keys() -> None:
+    with pytest.raises(ConfigError, match=r"there are no keys.*kbrl keys new all"):
+        load(overrides=["broker.submit=tcp://10.0.0.1:5000", "broker.allow_remote=true"])
+
+
+def test_remote_addresses_are_allowed_when_asked_for() -> None:
+    words = ["broker.submit=tcp://10.0.0.1:5000", "broker.allow_remote=true", "broker.keys=keys"]
+    assert load(overrides=words).broker.submit == "tcp://10.0.0.1:5000"
+
+
+def test_yaml_of_a_configuration_reads_back_to_an_equal_one(tmp_path: Path) -> None:
+    config = load(overrides=["level=2", "cpu.bench=0,1", "name=x", "learning_rate=1e-7", "max_minutes=null"])
+    assert load([write(tmp_path, "a.yaml", to_yaml(config))]) == config
+
+
+def test_the_hash_tells_experiments_apart_but_not_where_they_run() -> None:
+    base = config_hash(Config())
+    assert config_hash(load(overrides=["learning_rate=1e-3"])) != base
+    assert (
+        config_hash(load(overrides=["name=x", "log_path=y", "max_steps=9", "cpu.bench=0", "log_level=debug"])) == base
+    )
+
+
+def test_every_key_is_documented_in_one_line() -> None:
+    undocumented = [name for name, key in KEYS.items() if len(key.doc) < 5 or len(key.doc) > 120]
+    assert undocumented == []
+
+
+def test_leases_are_given_by_stage() -> None:
+    leases = load(overrides=["broker.lease_bench_s=7"]).broker.leases
+    assert leases["bench"] == 7
+    assert set(leases) == {"generate", "compile", "bench", "score", "train", "trained"}
+
+
+def test_every_reward_preset_that_can_be_chosen_exists() -> None:
+    assert set(KEYS["dataset_builder.reward_preset"].choices) - {"auto"} <= set(PRESETS)
+
+
+def test_reward_weights_are_those_that_were_given() -> None:
+    builder = load(overrides=["dataset_builder.reward_speed_weight=0", "dataset_builder.reward_compile_weight=.2"])
+    assert builder.dataset_builder.reward_weights == {"compile": 0.2, "speed": 0.0}
+    assert Config().dataset_builder.reward_weights == {}
+
+
+def test_levels_are_sorted_without_doubles() -> None:
+    assert load(overrides=["level=3,1,3"]).levels == (1, 3)
+    assert load(overrides=["level=2"]).levels == (2,)

@@ -1,0 +1,120 @@
+"""Which GPU each process gets, and what a machine must have for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.errors import ConfigError, HostError
+from kbrl_async.runs.config import load
+from kbrl_async.runs.config.placement import Gpu, allowed, check_fit, misfit, visible_to
+from services.runtime.placing import place
+
+H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
+CONFIGS = Path(__file__).parents[4] / "configs"
+PLACED = ("learner.1", "sampler.1", "sampler.2", "timing_bench.1", "timing_bench.2")
+PROCESSES = (*PLACED, "broker", "compile_farm.1", "reward_aggregator.1")
+
+
+def seen(*words: str, gpus: list[Gpu] = H100) -> dict[str, str]:
+    config = load(overrides=words)
+    return {name: visible_to(config, name, gpus).get("CUDA_VISIBLE_DEVICES", "as it was") for name in PROCESSES}
+
+
+def test_without_a_placement_nothing_is_changed() -> None:
+    assert set(seen().values()) == {"as it was"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "learner", "sampler", "first", "second"),
+    [("one_gpu", "0", "0", "0", "0"), ("two_gpus", "0", "0", "1", "1"), ("split", "0", "1", "2", "3")],
+)
+def test_each_process_gets_the_gpu_of_its_preset_and_the_others_none(
+    placement: str, learner: str, sampler: str, first: str, second: str
+) -> None:
+    got = seen(f"placement={placement}")
+    names = ("learner.1", "sampler.1", "timing_bench.1", "timing_bench.2")
+    assert tuple(got[name] for name in names) == (learner, sampler, first, second)
+    assert got["broker"] == got["compile_farm.1"] == got["reward_aggregator.1"] == "as it was"
+
+
+def test_no_two_processes_of_a_split_share_a_gpu() -> None:
+    config = load(overrides=["placement=split", "processes.sampler=4", "processes.timing_bench=3"])
+    names = ["learner", *(f"sampler.{i}" for i in range(1, 5)), *(f"timing_bench.{i}" for i in range(1, 4))]
+    ids = [visible_to(config, name, H100)["CUDA_VISIBLE_DEVICES"] for name in names]
+    assert sorted(ids) == [str(i) for i in range(8)]
+
+
+def test_each_process_of_a_learner_gets_a_gpu_of_its_own_in_a_split() -> None:
+    words = ["placement=split", "learner.processes=3", "processes.sampler=2", "processes.timing_bench=2"]
+    got = seen(*words)
+    assert got["learner.1"] == "0,1,2"
+    assert (got["sampler.1"], got["sampler.2"], got["timing_bench.1"]) == ("3", "4", "5")
+    assert misfit(load(overrides=words), H100[:7]) == ""
+    assert misfit(load(overrides=words), H100[:6]).startswith("it takes 7 GPUs (learner.processes=3 + ")
+
+
+@pytest.mark.parametrize("placement", ["one_gpu", "two_gpus"])
+def test_processes_of_a_learner_never_share_a_gpu(placement: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.processes=2 with placement={placement}.*placement=split"):
+        load(overrides=[f"placement={placement}", "learner.processes=2"])
+    load(overrides=["learner.processes=2"])
+
+
+@pytest.mark.parametrize(("placement", "quiet"), [("one_gpu", True), ("two_gpus", False), ("split", False)])
+def test_only_a_bench_that_shares_its_gpu_asks_for_quiet(placement: str, quiet: bool) -> None:
+    config = load(overrides=[f"placement={placement}"])
+    assert (config.timing_bench.shares_with == ["sampler", "learner"]) is quiet
+    assert config.device == "cuda"
+
+
+def test_benches_that_take_turns_may_share_a_gpu() -> None:
+    turns = ["processes.timing_bench=2", "timing_bench.shares_with=sampler,learner,timing_bench"]
+    config = load(overrides=["placement=one_gpu", *turns])
+    assert misfit(config, H100[:1]) == ""
+    assert visible_to(config, "timing_bench.2", H100[:1]) == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_a_key_of_ones_own_wins_over_the_preset() -> None:
+    assert load(overrides=["placement=split", "sampler.memory_share=0.6"]).sampler.memory_share == 0.6
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "why"),
+    [
+        (["placement=one_gpu"], [], "takes 1 GPU, and this machine has 0"),
+        (["placement=two_gpus"], H100[:1], "takes 2 GPUs, and this machine has 1"),
+        (
+            ["placement=split"],
+            H100[:3],
+            r"takes 4 GPUs \(learner.processes=1 \+ processes.sampler=1 \+ processes.timing_bench=2\)",
+        ),
+        (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
+        (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),
+        (["placement=two_gpus", "processes.timing_bench=2"], H100, "they take turns where"),
+        (
+            ["placement=split", "processes.timing_bench=2", "processes.sampler=1"],
+            [*H100[:3], Gpu("3", "NVIDIA A100", 80.0)],
+            r"different GPUs \(NVIDIA A100, NVIDIA H100\)",
+        ),
+    ],
+)
+def test_a_preset_that_does_not_fit_says_why(words: list[str], gpus: list[Gpu], why: str) -> None:
+    with pytest.raises(HostError, match=why):
+        check_fit(load(overrides=words), gpus)
+
+
+def test_what_the_user_shows_is_what_there_is() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "5,2", "HONCHO_PROCESS_NAME": "timing_bench.1"}
+    place(load(overrides=["placement=two_gpus"]), environment, lambda env: allowed(H100, env))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2"
+    with pytest.raises(HostError, match="has 1"):
+        place(load(overrides=["placement=two_gpus"]), dict(environment), lambda env: allowed(H100, env))
+
+
+@pytest.mark.parametrize(("file", "gpus"), [("gpu.yaml", 1), ("gpu_two.yaml", 2), ("gpu_split.yaml", 4)])
+def test_every_preset_has_a_config_that_fits_exactly_so_many_gpus(file: str, gpus: int) -> None:
+    config = load([CONFIGS / file])
+    assert misfit(config, H100[:gpus]) == ""
+    assert misfit(config, H100[: gpus - 1]) != ""

@@ -1,0 +1,174 @@
+"""The summary's arithmetic, from rollouts counted by hand."""
+
+from __future__ import annotations
+
+import io
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kbrl_async.runs import summary
+from kbrl_async.runs.summary import RunCounters
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from tests.records import stats
+
+COUNTERS = RunCounters(
+    groups_admitted=10, groups_trained=6, groups_filtered=2, groups_dropped_stale=1, groups_failed=1, rollouts=25,
+    updates=3, max_staleness=2,
+)  # fmt: skip
+
+
+def kernel(problem: str, speedup: float, lo: float, *, fast: bool = True, correct: bool = True) -> RolloutStats:
+    return RolloutStats(
+        problem_id=problem, level=1, reward=1.0, format=True, compiled=True, correct=correct, fast=fast,
+        speedup=speedup, speedup_lo=lo, speedup_hi=speedup + 0.5, file=f"kernels/{problem}-{speedup}.py",
+    )  # fmt: skip
+
+
+def wrong(reward: float = 0.0, *, compiled: bool = False) -> RolloutStats:
+    return stats(reward, "p", compiled=compiled)
+
+
+def built(rollouts: list[RolloutStats], **values: Any) -> dict[str, Any]:
+    return summary.build(**{"counters": COUNTERS, "rollouts": rollouts, "wall_s": 200.0, "busy": {}, **values})
+
+
+def test_counters_are_taken_over() -> None:
+    made = built([])
+    assert (made["groups_admitted"], made["groups_trained"], made["updates"], made["max_staleness"]) == (10, 6, 3, 2)
+    assert made["groups_add_up"] is True
+
+
+def test_counters_that_do_not_add_up_are_not_hidden() -> None:
+    lost = RunCounters(
+        groups_admitted=11, groups_trained=6, groups_filtered=2, groups_dropped_stale=1, groups_failed=1, rollouts=0,
+        updates=0, max_staleness=0,
+    )  # fmt: skip
+    made = built([], counters=lost)
+    assert made["groups_add_up"] is False
+    assert "do not add up" in printed(made)
+
+
+def test_updates_are_counted_by_the_hour() -> None:
+    assert built([])["updates_per_hour"] == 54
+    assert built([], wall_s=0.0)["updates_per_hour"] == 0
+
+
+def test_first_and_last_are_tenths_rounded_up() -> None:
+    rollouts = [wrong(float(number)) for number in range(25)]
+    made = built(rollouts)
+    assert (made["reward_mean_first"], made["reward_mean_last"]) == (1.0, 23.0)
+
+
+def test_rates_of_the_first_and_the_last_tenth() -> None:
+    rollouts = [
+        wrong(compiled=True),
+        wrong(),
+        *[wrong()] * 16,
+        kernel("a", 2.0, 1.5),
+        kernel("a", 1.0, 0.9, fast=False),
+    ]
+    made = built(rollouts)
+    first = [made[f"{name}_first"] for name in summary.TENTH_FIELDS]
+    last = [made[f"{name}_last"] for name in summary.TENTH_FIELDS]
+    assert first == [0.0, 0.5, 0.0, 0.0, None]
+    assert last == pytest.approx([1.0, 1.0, 1.0, 0.5, 2**0.5])
+
+
+def test_a_run_without_rollouts_has_no_rates() -> None:
+    assert built([])["correct_rate_last"] is None
+
+
+def test_heldout_problems_are_shown_before_and_after() -> None:
+    made = built([], heldout_before=[wrong(), wrong()], heldout_after=[wrong(), kernel("h", 3.0, 2.0)])
+    assert (made["heldout_correct_rate_before"], made["heldout_correct_rate_after"]) == (0.0, 0.5)
+    assert made["heldout_speedup_mean_before"] is None
+    assert made["heldout_speedup_mean_after"] == pytest.approx(3.0)
+    assert built([])["heldout_correct_rate_before"] is None
+
+
+def test_shares_of_heldout_answers_come_with_their_intervals() -> None:
+    made = built([], heldout_before=[wrong()] * 48, heldout_after=[wrong()] * 41 + [kernel("h", 3.0, 2.0)] * 7)
+    assert made["heldout_correct_rate_before_95"] == pytest.approx((0.0, 0.0741), abs=1e-4)
+    assert made["heldout_correct_rate_after_95"] == pytest.approx((0.0725, 0.2717), abs=1e-4)
+    assert "15% (7% … 27%)" in printed(made)
+    assert built([])["heldout_correct_rate_after_95"] is None
+
+
+def test_heldout_scores_are_shown_with_and_without_flagged_problems() -> None:
+    flagged = msgspec.structs.replace(kernel("zeros", 3.0, 2.0), flagged=True)
+    made = built([], heldout_before=[wrong(), flagged], heldout_after=[wrong(), flagged])
+    assert (made["heldout_correct_rate_after"], made["heldout_filtered_correct_rate_after"]) == (0.5, 0.0)
+    assert made["heldout_problems_flagged"] == 1
+    assert made["heldout_filtered_correct_rate_after_95"] == pytest.approx((0.0, 0.7935), abs=1e-4)
+    assert "without 1 flagged problems" in printed(made)
+
+
+def test_nothing_is_filtered_where_nothing_is_flagged() -> None:
+    made = built([], heldout_before=[wrong()], heldout_after=[wrong()])
+    assert not [name for name in made if "heldout_filtered" in name or "flagged" in name]
+
+
+def test_busy_fractions_are_added_up() -> None:
+    made = built([], busy={"sampler-1": 0.9, "learner": 0.4})
+    assert made["busy"] == {"sampler-1": 0.9, "learner": 0.4}
+    assert made["busy_total"] == pytest.approx(1.3)
+
+
+def test_best_kernels_are_one_a_problem_by_the_lower_end_of_the_interval() -> None:
+    rollouts = [kernel("a", 9.0, 1.1), kernel("a", 3.0, 2.0), kernel("b", 5.0, 4.0), kernel("b", 2.0, 1.9)]
+    assert built(rollouts)["best_kernels"] == [
+        {"problem": "b", "speedup": 5.0, "lo": 4.0, "hi": 5.5, "file": "kernels/b-5.0.py"},
+        {"problem": "a", "speedup": 3.0, "lo": 2.0, "hi": 3.5, "file": "kernels/a-3.0.py"},
+    ]
+
+
+def test_a_speedup_whose_interval_includes_one_is_no_best_kernel() -> None:
+    rollouts = [kernel("a", 2.0, 0.9, fast=False), kernel("b", 50.0, 40.0, correct=False), wrong()]
+    assert built(rollouts)["best_kernels"] == []
+
+
+def test_there_are_at_most_ten_best_kernels() -> None:
+    best = built([kernel(f"p{number}", 2.0 + number, 1.5 + number) for number in range(12)])["best_kernels"]
+    assert [k["problem"] for k in best] == [f"p{number}" for number in range(11, 1, -1)]
+
+
+def test_more_fields_can_be_given() -> None:
+    assert built([], extra={"seed": 4})["seed"] == 4
+
+
+def test_the_file_reads_back(tmp_path: Path) -> None:
+    made = built([kernel("a", 2.0, 1.5)], busy={"broker": 0.1})
+    summary.write(tmp_path / "summary.json", made)
+    assert summary.read(tmp_path / "summary.json") == made
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_table_shows_progress_ends_and_kernels() -> None:
+    text = printed(built([wrong(), *[kernel("L1/a", 2.0, 1.5)] * 10], busy={"sampler-1": 0.5}))
+    for part in (
+        "correct_rate",
+        "0%",
+        "100%",
+        "10 = 6 trained, 2 filtered, 1 dropped stale, 1 failed",
+        "sampler-1 50%",
+    ):
+        assert part in text
+    assert "1.50 … 2.50" in text
+
+
+def printed(made: dict[str, Any]) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(summary.render(made))
+    return out.getvalue()
+
+
+def test_the_versions_name_python_and_what_computes() -> None:
+    found = summary.versions()
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == metadata.version("torch")
