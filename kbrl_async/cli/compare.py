@@ -10,7 +10,7 @@ from rich.console import Console
 from kbrl_async.cli.summary import find
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import SUMMARY_FILE
+from kbrl_async.runs.folder import SUMMARY_FILE
 
 NAME = "compare"
 HELP = "put runs side by side"

@@ -15,7 +15,8 @@ from kbrl_async.cli import preflight, train
 from kbrl_async.cli.launch import Ended
 from kbrl_async.errors import MissingTool, RunError
 from kbrl_async.runs import summary
-from kbrl_async.runs.config import KEYS, Plan, load, prepare
+from kbrl_async.runs.config import KEYS, load
+from kbrl_async.runs.folder import Plan, prepare
 from kbrl_async.runs.summary import RunCounters
 
 SUMMARY = summary.build(
