@@ -54,6 +54,13 @@ def test_a_turn_that_the_infrastructure_lost_has_a_status_and_no_reward() -> Non
     assert [span.stage for span in lost.spans] == ["score"]
 
 
+def test_frames_that_are_no_record_are_an_error_that_names_their_turn(tmp_path: Path) -> None:
+    with ArchiveWriter(tmp_path / "a.sqlite") as writer:
+        writer.add(row(), record().encode()[1:]).result(DEADLINE_S)
+    with Archive(tmp_path / "a.sqlite") as archive, pytest.raises(CheckpointError, match=r"no record of g000001\.r0"):
+        archive.record("g000001.r0")
+
+
 def test_adding_a_turn_again_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.sqlite", row(), row(reward=0.1))
     write(tmp_path / "a.sqlite", row(reward=0.2), text="another ")
