@@ -1,10 +1,10 @@
-"""What the archive adds to a run: when each stage of a turn began and ended, which rule fired, and whole records."""
+"""What the archive adds to a run: when each stage of a turn began and ended, and which rule fired."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import BenchReport, Frame, Generation, GroupOutcome, RolloutRequest
+from protocols.records import GroupOutcome
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 """What the archive calls them; rows of other purposes are no part of this report."""
@@ -48,12 +48,6 @@ def read_archive(path: Path) -> Archived | None:
             return Archived(list(opened.rows()), opened.updates(), opened.groups(), path)
     except (KbrlError, sqlite3.Error, msgspec.MsgspecError):
         return None
-
-
-def records(path: Path, task_ids: Sequence[str]) -> dict[str, list[Frame]]:
-    """Whole records of a few turns."""
-    with Archive(path) as opened:
-        return {task_id: opened.record(task_id) for task_id in task_ids}
 
 
 def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
@@ -130,7 +124,7 @@ def _turn(row: Row) -> Turn:
         policy_version=row.policy_version,
         staleness=_age(row),
         advantage=row.advantage,
-        seconds={span.stage: max(0.0, span.finished - span.started) for span in row.spans},
+        seconds={span.stage: span.seconds for span in row.spans},
         rollout_id=row.rollout_id,
         fault=row.fault,
         role=row.role,
@@ -163,9 +157,3 @@ def _timed(turn: Turn, row: Row) -> Turn:
 
 def _age(row: Row) -> int | None:
     return None if row.trained_on is None else row.trained_on - row.policy_version
-
-
-def parts(record: Sequence[Frame]) -> Mapping[str, Frame]:
-    """The frames of a record by what they are."""
-    names = {RolloutRequest: "request", Generation: "generation", BenchReport: "bench"}
-    return {names[type(frame)]: frame for frame in record if type(frame) in names}
