@@ -240,25 +240,16 @@ class WorkerPool:
             if worker.worker_id not in task.excluded:
                 return worker
             refused = refused or worker
-        return None if refused is None or self._has_other(task) else refused
+        return None if refused is None or self.others(task, task.barred, task.excluded) else refused
 
-    def _has_other(self, task: LiveTask) -> bool:
-        return any(
-            task.stage in worker.stages
-            and worker.covers(task.lane)
-            and worker.principal not in task.barred
-            and not worker.suspect
-            and worker.worker_id not in task.excluded
-            for worker in self.by_id.values()
-        )
-
-    def others(self, task: LiveTask, barred: frozenset[str]) -> bool:
-        """Is there anybody else who could do this task too?"""
+    def others(self, task: LiveTask, barred: frozenset[str], excluded: frozenset[str] = frozenset()) -> bool:
+        """Is there anybody, neither of these principals nor one of these workers, who could do this task too?"""
         return any(
             task.stage in worker.stages
             and worker.covers(task.lane)
             and not worker.suspect
             and worker.principal not in barred
+            and worker.worker_id not in excluded
             for worker in self.by_id.values()
         )
 

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kbrl_async.runs.telemetry import system_metrics
+from kbrl_async.runs.telemetry.system_metrics import WorkerSample
 from protocols.messages import Load, StatusReport, Trouble, WorkerStanding
 
 RESULT_FACTS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
@@ -127,9 +129,7 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
 
 def rates(before: StatusReport, now: StatusReport) -> Rates:
     """What the broker tells in its reports; `before` must be older."""
-    seconds = elapsed_s(before, now)
-    scored, tokens = _gained(before, now, "score", "done"), _gained(before, now, "generate", "tokens")
-    return Rates(scored / seconds, tokens / seconds, _gained(before, now, "train", "done") / seconds * 3600)
+    return Rates(**system_metrics.rates(_counted(before), _counted(now), elapsed_s(before, now)))
 
 
 def elapsed_s(before: StatusReport, now: StatusReport) -> float:
@@ -138,18 +138,11 @@ def elapsed_s(before: StatusReport, now: StatusReport) -> float:
     return by_age if by_age > 0 else now.at - before.at
 
 
-def _gained(before: StatusReport, now: StatusReport, stage: str, counter: str) -> int:
-    """How much the workers of a stage counted up."""
-    known = {worker.worker_id: worker.load for worker in before.workers}
-    return sum(
-        _grown(getattr(known.get(worker.worker_id, Load()), counter), getattr(worker.load, counter))
-        for worker in now.workers
-        if stage in worker.stages
-    )
-
-
-def _grown(before: int, now: int) -> int:
-    return now - before if now >= before else now
+def _counted(report: StatusReport) -> dict[str, WorkerSample]:
+    return {
+        worker.worker_id: WorkerSample(worker.stages, done=worker.load.done, tokens=worker.load.tokens)
+        for worker in report.workers
+    }
 
 
 def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusReport) -> Worker:
@@ -162,7 +155,7 @@ def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusRepo
         stages=worker.stages,
         leases=worker.leases,
         credit=min(worker.slots, worker.credit),
-        done_per_s=_grown(old.done, load.done) / (now.at - before.at) if before and old else None,
+        done_per_s=system_metrics.grown(old.done, load.done) / (now.at - before.at) if before and old else None,
         silent_s=worker.silent_s,
     )
 

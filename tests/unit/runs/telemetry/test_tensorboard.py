@@ -11,9 +11,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
 from kbrl_async.runs.telemetry import system_metrics, tensorboard, training_metrics
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 
 
 def read(folder: Path) -> EventAccumulator:
