@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from protocols import messages as msg
-from protocols.leases import Worker, WorkerPool
+from protocols.leases import PoolWorker, WorkerPool
 from protocols.queues import STAGES, TaskTable
 
 
@@ -30,7 +30,7 @@ def unserved(since: Mapping[tuple[str, str], float], tasks: TaskTable, now: floa
     ]
 
 
-def _describe(worker: Worker) -> dict[str, object]:
+def _describe(worker: PoolWorker) -> dict[str, object]:
     return {
         "stages": list(worker.stages),
         **msgspec.structs.asdict(worker.load),

@@ -39,7 +39,7 @@ LATEST = "latest"
 FOLDERS = ("logs", "metrics", "tensorboard")
 
 
-class RunFolder(msgspec.Struct, frozen=True):
+class Run(msgspec.Struct, frozen=True):
     """A run's folder: from `plan` before anything is on disk, from `prepare` as it lies there."""
 
     path: Path
@@ -63,7 +63,7 @@ def load_run(run_dir: Path | str) -> Config:
     return load([stored])
 
 
-def plan(config: Config) -> RunFolder:
+def plan(config: Config) -> Run:
     """Which folder this configuration runs in, and whether it continues a run there.
 
     :raises ConfigError: the unfinished run of that name is another experiment.
@@ -72,7 +72,7 @@ def plan(config: Config) -> RunFolder:
     return _plan_resume(config) if config.resume else _plan_named(config)
 
 
-def _plan_resume(config: Config) -> RunFolder:
+def _plan_resume(config: Config) -> Run:
     path = Path(config.resume or "")
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
@@ -85,10 +85,10 @@ def _plan_resume(config: Config) -> RunFolder:
     return _continued(path, replace(config, resume=None))
 
 
-def _plan_named(config: Config) -> RunFolder:
+def _plan_named(config: Config) -> Run:
     for path in _candidates(Path(config.log_path), config.run_name):
         if not path.exists():
-            return RunFolder(path=path, config=replace(config, name=path.name), resumed=False)
+            return Run(path=path, config=replace(config, name=path.name), resumed=False)
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} exists and is no run folder: it has no {CONFIG_FILE}", "Move it, or set name=…")
         if not is_finished(path):
@@ -102,10 +102,10 @@ def _candidates(root: Path, name: str) -> Iterator[Path]:
         yield root / f"{name}-{number}"
 
 
-def _continued(path: Path, config: Config) -> RunFolder:
+def _continued(path: Path, config: Config) -> Run:
     wanted = replace(config, name=path.name, log_path=str(path.parent))
     _refuse_another_experiment(path, load_run(path), wanted)
-    return RunFolder(path=path, config=wanted, resumed=True)
+    return Run(path=path, config=wanted, resumed=True)
 
 
 def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> None:
@@ -115,7 +115,7 @@ def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> No
         raise ConfigError(cause, f"Continue it with {key}={shown(old)}, or start another run with name=…")
 
 
-def prepare(config: Config) -> RunFolder:
+def prepare(config: Config) -> Run:
     """Make or find the run folder of `config`, store the resolved configuration, point `latest` at it."""
     root = _root(config)
     with writing(root):
@@ -150,7 +150,7 @@ def ensure_run(env: Mapping[str, str] | None = None) -> Path:
             return _carry_out(plan(config) if is_named else _plan_latest(config, variables)).path.resolve()
 
 
-def _plan_latest(config: Config, variables: Mapping[str, str]) -> RunFolder:
+def _plan_latest(config: Config, variables: Mapping[str, str]) -> Run:
     latest = (Path(config.log_path) / LATEST).resolve()
     if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
         return plan(config)
@@ -158,14 +158,14 @@ def _plan_latest(config: Config, variables: Mapping[str, str]) -> RunFolder:
     # Where it lies stays: services may see the folder by different paths.
     wanted = replace(asked, name=stored.name, log_path=stored.log_path)
     _refuse_another_experiment(latest, stored, wanted)
-    return RunFolder(path=latest, config=wanted, resumed=True)
+    return Run(path=latest, config=wanted, resumed=True)
 
 
 def _root(config: Config) -> Path:
     return Path(config.resume).parent if config.resume else Path(config.log_path)
 
 
-def _carry_out(todo: RunFolder) -> RunFolder:
+def _carry_out(todo: Run) -> Run:
     if todo.resumed:
         write_atomically(todo.path / CONFIG_FILE, to_yaml(todo.config))
     else:
@@ -176,7 +176,7 @@ def _carry_out(todo: RunFolder) -> RunFolder:
     return todo
 
 
-def _create(todo: RunFolder) -> None:
+def _create(todo: Run) -> None:
     fresh = todo.path.with_name(f".{todo.path.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()

@@ -26,7 +26,6 @@ RESULT_FACTS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedu
 """Facts of the last update, as the reward aggregator sends them."""
 LEARNER_FACTS = ("loss", "entropy", "grad_norm", "ess")
 """Facts of the last update, as the learner sends them."""
-PROGRESS_FACTS = ("updates", "max_steps", "age", "max_staleness")
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -37,7 +36,7 @@ class Rates(msgspec.Struct, frozen=True):
     updates_per_h: float
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageView(msgspec.Struct, frozen=True):
     """As `StageStanding`, with names in JSON."""
 
     stage: str
@@ -58,7 +57,7 @@ class Error(msgspec.Struct, frozen=True):
     what: str
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerView(msgspec.Struct, frozen=True):
     worker_id: str
     state: str
     """`working`, `idle`, or `suspect` (it has missed heartbeats)."""
@@ -94,8 +93,8 @@ class View(msgspec.Struct, frozen=True):
     """Most policy versions that a task under way is behind."""
     facts: dict[str, float] = msgspec.field(default_factory=dict)
     """Of the last update."""
-    stages: list[Stage] = msgspec.field(default_factory=list)
-    workers: list[Worker] = msgspec.field(default_factory=list)
+    stages: list[StageView] = msgspec.field(default_factory=list)
+    workers: list[WorkerView] = msgspec.field(default_factory=list)
     """The broker itself stands first."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
     errors: list[Error] = msgspec.field(default_factory=list)
@@ -117,7 +116,7 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
         rates=Rates(**now.rates) if now.rates.keys() == set(Rates.__struct_fields__) else None,
         staleness_max=max((stage.lag_max for stage in now.stages), default=0),
         facts={name: value for load in loads for name, value in load.facts.items()},
-        stages=[Stage(**msgspec.structs.asdict(stage)) for stage in now.stages],
+        stages=[StageView(**msgspec.structs.asdict(stage)) for stage in now.stages],
         workers=[
             _process("broker", now.broker),
             *sorted((_worker(w, earlier, now) for w in now.workers), key=_by_name),
@@ -145,7 +144,7 @@ def _counted(report: StatusReport) -> dict[str, WorkerSample]:
     }
 
 
-def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusReport) -> Worker:
+def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusReport) -> WorkerView:
     load = worker.load
     old = next((w.load for w in before.workers if w.worker_id == worker.worker_id), None) if before else None
     made = _process(worker.worker_id, load)
@@ -160,9 +159,9 @@ def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusRepo
     )
 
 
-def _process(name: str, load: Load) -> Worker:
+def _process(name: str, load: Load) -> WorkerView:
     has_gpu = load.gpu >= 0
-    return Worker(
+    return WorkerView(
         worker_id=name,
         state="working",
         stages=[],
@@ -180,6 +179,6 @@ def _process(name: str, load: Load) -> Worker:
     )
 
 
-def _by_name(worker: Worker) -> tuple[bool, str]:
+def _by_name(worker: WorkerView) -> tuple[bool, str]:
     """Suspects first: they are why somebody looks."""
     return worker.state != "suspect", worker.worker_id
