@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kbrl_async.learning import kept
+from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
-from kbrl_async.runs.config.sections import Learner
 from protocols.records import TrainBatch, TrainGroup
 from services.learner import actor
 from services.learner.actor import Learning, trainer_options
