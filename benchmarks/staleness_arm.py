@@ -34,7 +34,7 @@ from kbrl_async.errors import InfraError, NonFiniteLoss
 from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
 from kbrl_async.kernels.verify import Bench, BenchOptions
 from kbrl_async.kernels.verify.bench import zygote_for
-from kbrl_async.learning.policies.models import DTYPES, ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
@@ -55,7 +55,7 @@ from protocols.records import (
     SamplingParams,
     Verdict,
 )
-from services.learner.actor import make_trainer
+from services.learner.policy import make_trainer
 from services.reward_aggregator.planning import plan_of
 from services.rollouts.scoring import Scored, score
 from services.sampler.actor import to_generation
@@ -214,7 +214,7 @@ class Sampler:
     """Writes with the weights of any version that is still in memory, in a number format of its own."""
 
     def __init__(self, policy: str, dtype: str, keep: int) -> None:
-        self._model = load_model(ModelOptions(policy)).to(DTYPES[dtype]).requires_grad_(False)
+        self._model = load_model(policy).to(DTYPES[dtype]).requires_grad_(False)
         self._tokenizer = load_tokenizer(policy)
         self._versions: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep)
 

@@ -15,7 +15,7 @@ from kbrl_async.evaluation import publishing, targets
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.indexing import BuildOptions, build_index
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
 from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
@@ -86,7 +86,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         assert found is not None, "a policy was published"
         manifest, place = found
         tokenizer = load_tokenizer(manifest.base_model)
-        model = load_model(ModelOptions(manifest.base_model, device=_device(config)))
+        model = load_model(manifest.base_model, device=_device(config))
         options = TransformersOptions(max_rows=LOCAL_SLOTS, threads=threads, seed=config.seed)
         engine = TransformersEngine(model, tokenizer, options)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -123,6 +123,30 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Updates between two checkpoints; batches since the last one are on disk, and are trained again after a crash."""
     keep_checkpoints: AtLeastOne = 2
     """Newest checkpoints that stay on disk."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """`token_budget`, resolved."""
+        return self.token_budget or 2048
+
+
+class UpdateSettings(Protocol):
+    """The settings of a run by which a batch becomes a new policy version: `runs.config.Config` has them."""
+
+    @property
+    def loss(self) -> str: ...
+    @property
+    def corrections(self) -> Sequence[str]: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def learner(self) -> Learner: ...
 
 
 class Sft(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.prompts import extract, kernel_span
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.runs.config import sampler_threads
@@ -115,7 +115,7 @@ class Sampling:
     async def _open_model(cls, service: Service, manifest: PolicyVersion, _folder: Path) -> Sampling:
         settings = service.config.sampler
         quantisation = service.config.learner.base_quantisation  # or the canaries would be those of another base
-        model = load_model(ModelOptions(manifest.base_model, device=service.device, quantisation=quantisation))
+        model = load_model(manifest.base_model, device=service.device, base_quantisation=quantisation)
         options = TransformersOptions(
             max_rows=settings.slots,
             threads=sampler_threads(service.config, service.layout),

@@ -29,7 +29,7 @@ from protocols.records import (
     TrainBatch,
     Verdict,
 )
-from services.learner.actor import make_trainer
+from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
 from services.reward_aggregator.journal import Journal
