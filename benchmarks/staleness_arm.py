@@ -6,7 +6,7 @@
           ▲                                                                                              │
           └──────────────── v(t+1) ◀─ Trainer.step ◀─ batch with advantages ◀─ group book ◀──────────────┘
 
-Everything but the order of events is the run's own: prompts, cohort, builder, bench, scoring, book, trainer.
+Everything but the order of events is the run's own: prompts, running batch, builder, bench, scoring, book, trainer.
 
 Invariants
 * Update t trains on samples of version max(0, t − S), never on others.
@@ -43,7 +43,7 @@ from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers.engine import completion_of
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
+from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -58,7 +58,7 @@ from protocols.records import (
 from services.learner.policy import make_trainer
 from services.reward_aggregator.planning import plan_of
 from services.rollouts.scoring import Scored, score
-from services.sampler.actor import to_generation
+from services.sampler.generation import to_generation
 
 EVALUATION = -1
 """Less the version, it stands for the update in the random numbers of an evaluation."""
@@ -224,18 +224,20 @@ class Sampler:
     def write(self, version: int, requests: Sequence[RolloutRequest], seeds: Sequence[str]) -> list[Generation]:
         """One answer to each request, all at once; the random numbers of an answer depend on its seed alone."""
         self._model.load_state_dict(dict(self._versions)[version])
-        cohort = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), CohortStats())
-        streams = [
-            Stream(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
+        batch = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), BatchStats())
+        sequences = [
+            RunningSequence(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
                    random.Random(seed), started_at=time.time())
             for r, seed in zip(requests, seeds, strict=True)
         ]  # fmt: skip
-        cohort.join(streams)
-        while cohort.rows:
-            cohort.step()
-        return [to_generation(self._completion(s, version), r, "study") for s, r in zip(streams, requests, strict=True)]
+        batch.join(sequences)
+        while batch.rows:
+            batch.step()
+        return [
+            to_generation(self._completion(s, version), r, "study") for s, r in zip(sequences, requests, strict=True)
+        ]
 
-    def _completion(self, done: Stream, version: int) -> Completion:
+    def _completion(self, done: RunningSequence, version: int) -> Completion:
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
         return completion_of(done, text, version, time.time())
 

@@ -78,7 +78,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         async with _endpoint(config) as opened:
             yield opened
         return
-    from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+    from kbrl_async.sampling.transformers.engine import TransformersEngine
 
     with tempfile.TemporaryDirectory(prefix="kbrl-optimize-") as folder:
         publishing.publish(policy, Path(folder), config, told)
@@ -87,8 +87,8 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         manifest, place = found
         tokenizer = load_tokenizer(manifest.base_model)
         model = load_model(manifest.base_model, device=_device(config))
-        options = TransformersOptions(max_rows=LOCAL_SLOTS, threads=threads, seed=config.seed)
-        engine = TransformersEngine(model, tokenizer, options)
+        settings = msgspec.structs.replace(config.sampler, slots=LOCAL_SLOTS)
+        engine = TransformersEngine(model, tokenizer, settings, threads=threads, seed=config.seed)
         try:
             await engine.load(manifest, place)
             limit = getattr(model.config, "max_position_embeddings", None)
@@ -106,9 +106,8 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config) -> AsyncIterator[Opened]:
     from kbrl_async.sampling.openai.engine import OpenAIEngine
-    from kbrl_async.sampling.openai.options import options_of
 
-    engine = OpenAIEngine(options_of(config.sampler, config.model_name))
+    engine = OpenAIEngine(config.sampler, config.model_name)
     try:
         await engine.check()
         # four characters a token is what providers tell people to reckon with

@@ -15,7 +15,8 @@ from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from protocols.records import Problem, SamplingParams, TrainGroup, TrainSample
 from tests.models import update_settings
 
@@ -34,7 +35,7 @@ def sample(policy: Path, folder: Path, temperature: float) -> list[Completion]:
     async def generate() -> list[Completion]:
         model = load_model(str(policy), device="cuda")
         manifest = versions.publish(folder, model, 0, None, 0, [5, 6, 7, 8], str(policy))
-        engine = TransformersEngine(model, load_tokenizer(str(policy)), TransformersOptions())
+        engine = TransformersEngine(model, load_tokenizer(str(policy)), Sampler())
         try:
             await engine.load(manifest, versions.version_folder(folder, 0))
             prompts = [render_prompt("compact", problem) for problem in load_suite()[:16]]

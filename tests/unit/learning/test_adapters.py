@@ -15,6 +15,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer
+from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
 from kbrl_async.weights import FILES, prove
 from protocols.records import SamplingParams, TrainGroup
@@ -90,7 +91,7 @@ def test_the_engine_serves_each_role_by_its_own_adapter(tmp_path: Path) -> None:
             expected[role] = torch.log_softmax(logits, -1)
 
     async def ask() -> dict[str, tuple[int, float]]:
-        engine = TransformersEngine(tiny_model(), NumberTokenizer())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer(), Sampler())
         try:
             await engine.load(manifest, tmp_path / "policy-v0")
             names = {"solver": MAIN, "verifier": "verifier", "corrector": "corrector"}
@@ -119,7 +120,7 @@ def test_two_adapters_that_were_swapped_are_found_by_their_canaries(tmp_path: Pa
     }
 
     async def load() -> None:
-        engine = TransformersEngine(tiny_model(), NumberTokenizer())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer(), Sampler())
         try:
             await engine.load(msgspec.structs.replace(manifest, adapters=proofs), folder)
         finally:

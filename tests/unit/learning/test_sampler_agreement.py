@@ -15,7 +15,8 @@ from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.policies.versions import load_manifest, publish, version_folder
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from protocols.records import SamplingParams, TrainGroup, TrainSample
 from tests.models import NumberTokenizer, update_settings
 
@@ -25,7 +26,7 @@ PROMPTS = ["1 2 3 4 5", "7 8", "20 21 22 23 24 25 26 27 28"]
 
 def sample(model: torch.nn.Module, directory: Path, versions: list[int], temperature: float) -> list[Completion]:
     async def main() -> list[Completion]:
-        engine = TransformersEngine(model, NumberTokenizer(), TransformersOptions(max_rows=5))
+        engine = TransformersEngine(model, NumberTokenizer(), Sampler(slots=5))
         try:
             for version in versions:
                 folder = version_folder(directory, version)
