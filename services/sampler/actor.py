@@ -22,7 +22,7 @@ from kbrl_async.sampling.engine import Engine, EngineSetup, EngineStats
 from kbrl_async.sampling.settings import ENGINES
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
-from services.rollouts.scoring import PROMPT_TOO_LONG
+from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome, Worker
