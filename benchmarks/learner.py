@@ -38,9 +38,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.learning import efficiency
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import Fused
-from kbrl_async.learning.fused import decoder as fused
 from kbrl_async.learning.fused.attention import fastest
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.settings import Learner
@@ -428,18 +427,16 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--microbatch-tokens", type=int, default=0, help="ours; 0: one sequence")
     parser.add_argument("--memory-gb", type=float, default=40.0, help="ours: most to hold, 10^9 bytes")
-    parser.add_argument("--joint-outputs", action="store_true", help="ours: the other layout of adapter products")
     parser.add_argument("--profile", action="store_true", help="ours: the dearest kernels, to stderr")
     asked = parser.parse_args()
     asked.length = asked.length or (256 if asked.shape == "tiny" else 8192)
     asked.prompt_tokens = asked.prompt_tokens or asked.length // 4
-    fused.JOINT_OUTPUTS = asked.joint_outputs
     if "RANK" in os.environ and asked.device == "cuda":
         asked.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(asked.device)
     if asked.device == "cpu":
         torch.set_num_threads(1)
-    peak = efficiency.measured_peak(torch.device(asked.device), "fp32" if asked.device == "cpu" else "bf16")
+    peak = efficiency.measured_peak(torch.device(asked.device), asked.device != "cpu")
     say(f"{machine(asked.device)}: {peak / 1e12:.3g} TFLOP/s")
     floor = floors(asked, peak)
     out: dict[str, Any] = {"benchmark": "learner", "machine": machine(asked.device), "shape": asked.shape}
