@@ -11,7 +11,15 @@ Invariants
 * Weights of a minibatch are those of the whole minibatch, so the summed gradient is that of one process.
 * Sequences of a group stay neighbours, so that their prompt is shared on a rank.
 
-Weights stand on every rank, or are spread over them (`sharding`) where they don't fit.
+Weights stand on every rank, or are sharded over them where they don't fit::
+
+    rank 0   ¼ of every layer ─┐  layer n: gather ─▶ whole ─▶ forward or backward ─▶ ¼ again
+    rank 1   ¼ of every layer ─┴─ …
+
+* All ranks make the same passes in the same order: a pass that one rank makes alone never ends. Who has fewer
+  microbatches makes idle passes; what rank 0 computes between updates, the others compute with it.
+* Between passes every rank holds its share and no more.
+* Adapters stay whole on every rank: optimizer, checkpoints and versions know nothing of shards.
 """
 
 # ruff: noqa: N803 - capital suffixes of names give tensor shapes
@@ -19,19 +27,18 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from kbrl_async.errors import NonFiniteLoss
+from kbrl_async.errors import ConfigError, NonFiniteLoss
+from kbrl_async.learning.policies.models import causal_lm, is_lora
 from protocols.records import TrainGroup
 
-if TYPE_CHECKING:
-    from kbrl_async.learning.trainer import Trainer
-
+Result = TypeVar("Result")
 IDLE = datetime.timedelta(days=30)
 """Ranks wait so long for rank 0's next batch: a run may be paused. A rank that dies is seen by its parent."""
 
@@ -47,6 +54,20 @@ class Order(msgspec.Struct, frozen=True):
     has_moments: bool = False
     probe: list[int] = msgspec.field(default_factory=list)
     """Token ids whose log-probs rank 0 wants, where it can't compute without the others."""
+
+
+class Replica(Protocol):
+    """What of a trainer is alike on every rank: `trainer.Trainer` fits."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    optimizer_step: int
+    order: torch.Generator
+
+    def update(
+        self, groups: Sequence[TrainGroup], temperature: float, *, version: int | None = None
+    ) -> dict[str, float]: ...
+    def sequence_logprobs(self, ids: list[int]) -> list[float]: ...
 
 
 class ProcessGroup:
@@ -69,16 +90,16 @@ class ProcessGroup:
             self._send(Order())
         dist.destroy_process_group()
 
-    def tell(self, text: str) -> None:
-        """Rank 0: `text` to all others, which wait for it in `told`."""
+    def send_text(self, text: str) -> None:
+        """Rank 0: `text` to all others, which wait for it in `receive_text`."""
         self._send_bytes(text.encode())
 
-    def told(self) -> str:
+    def receive_text(self) -> str:
         return self._receive().decode()
 
     # ── an update ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lead(self, trainer: Trainer, groups: Sequence[TrainGroup], temperature: float, version: int | None) -> None:
+    def lead(self, trainer: Replica, groups: Sequence[TrainGroup], temperature: float, version: int | None) -> None:
         """Rank 0: what the others need for the update that it is about to make."""
         has_moments = bool(trainer.optimizer.state)
         data_order = trainer.order.get_state().numpy().tobytes()
@@ -89,7 +110,7 @@ class ProcessGroup:
         """Rank 0: has the others join in computing the log-probs of `ids`."""
         self._send(Order(probe=ids))
 
-    def follow(self, trainer: Trainer) -> None:
+    def follow(self, trainer: Replica) -> None:
         """Other ranks: computes everything with rank 0, until it says that there is no more."""
         decoder = msgspec.msgpack.Decoder(Order)
         while (order := decoder.decode(self._receive())).groups or order.probe:
@@ -153,7 +174,7 @@ class ProcessGroup:
     # ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _state(self, trainer: Trainer, has_moments: bool) -> None:
+    def _state(self, trainer: Replica, has_moments: bool) -> None:
         for parameter in trainer.parameters.values():
             dist.broadcast(parameter.data, 0)
             if not has_moments:
@@ -180,3 +201,54 @@ class ProcessGroup:
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._control)
         return data.numpy().tobytes()
+
+
+# ── shards ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ShardedModel:
+    """A policy's weights sharded over ranks by FSDP2: each holds a share, and gathers a layer to compute it.
+
+    The only way to compute with such a model: `sharded(lambda causal_lm: …)`, on every rank.
+    """
+
+    def __init__(self, model: torch.nn.Module, ranks: ProcessGroup) -> None:
+        """Shards the frozen weights of `model`, which every rank has loaded alike, on the host or on its device."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not is_lora(model):
+            raise ConfigError(
+                "only frozen weights are sharded over ranks, and this policy has none", "Add lora_rank=32"
+            )
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        adapters = {p for p in model.parameters() if p.requires_grad}
+        inner = causal_lm(model)
+        self._ranks, self._whole = ranks, _Whole(inner)
+        # For the outermost, too: saving an adapter gives shares back, and rank 0 alone would gather once more after it.
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": adapters, "reshard_after_forward": True}
+        for layer in inner.get_decoder().layers:  # type: ignore[operator]
+            fully_shard(layer, **options)
+        fully_shard(self._whole, **options)
+        for parameter in adapters:
+            parameter.data = parameter.data.to(ranks.device)
+
+    def __call__(self, compute: Callable[[torch.nn.Module], Result]) -> Result:
+        """`compute` of the causal LM, inside which all its weights are there."""
+        result: Result = self._whole(compute)
+        return result
+
+    def passes(self, mine: int) -> int:
+        """How many passes this rank has to make, if it needs `mine`."""
+        return self._ranks.most(mine)
+
+
+class _Whole(torch.nn.Module):
+    """Gives FSDP a forward pass around whatever is computed, the head's product included."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, compute: Callable[[torch.nn.Module], Any]) -> Any:
+        return compute(self.inner)
