@@ -27,7 +27,6 @@ from kbrl_async.runs.config.loading import CONFIG_FILE, config_hash, environment
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
-    CompileFarm,
     Cpu,
     DatasetBuilder,
     Learner,
@@ -35,7 +34,6 @@ from kbrl_async.runs.config.sections import (
     Sampler,
     Sft,
     Tensorboard,
-    TimingBench,
 )
 from kbrl_async.runs.folder import (
     LATEST,
@@ -59,7 +57,6 @@ __all__ = [
     "SERVICES",
     "SUMMARY_FILE",
     "Broker",
-    "CompileFarm",
     "Config",
     "Cpu",
     "CpuLayout",
@@ -72,7 +69,6 @@ __all__ = [
     "Sampler",
     "Sft",
     "Tensorboard",
-    "TimingBench",
     "available_cores",
     "behind",
     "bound",

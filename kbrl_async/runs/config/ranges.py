@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+__all__ = ["AtLeastOne", "Count", "Fraction", "NonNegative", "Positive"]
+
 Cores = Literal["auto"] | list[Count]
 
 RewardName = Literal[

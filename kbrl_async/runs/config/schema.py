@@ -15,13 +15,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
 from kbrl_async.runs.config.ranges import AtLeastOne, CorrectionName, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
     Agents,
     Alarms,
     Archive,
     Broker,
-    CompileFarm,
     Cpu,
     Curriculum,
     DatasetBuilder,
@@ -33,7 +33,6 @@ from kbrl_async.runs.config.sections import (
     Sampler,
     Sft,
     Tensorboard,
-    TimingBench,
     Turns,
 )
 
@@ -47,7 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str = "small"
     """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
-    backend: Literal["c", "cpp", "cuda", "cuda-nvrtc", "triton"] = "c"
+    backend: BackendName = "c"
     """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
     """Folder of problems in the KernelBench layout; null: the project's own suite."""

@@ -106,10 +106,11 @@ class CudaReference(Reference):
         entry: str,
         artifacts: dict[str, str],
         deadline_s: float,
+        backend: str = "",
     ) -> CudaSession:
         """The weights are copied for each child: it can write to what it is given."""
         setup = msgspec.structs.replace(
-            self.setup(source, entry, artifacts),
+            self.setup(source, entry, artifacts, backend),
             device=self._options.device,
             weights_bytes=self._weights.size if self._weights else 0,
         )

@@ -7,7 +7,7 @@
 | `watching` | what is kept and shown of a run; what an evaluation measures |
 """
 
-from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, Sampler, TimingBench
+from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes, Sampler
 from kbrl_async.runs.config.sections.training import (
     Agents,
     Alarms,
@@ -25,7 +25,6 @@ __all__ = [
     "Alarms",
     "Archive",
     "Broker",
-    "CompileFarm",
     "Cpu",
     "Curriculum",
     "DatasetBuilder",
@@ -37,6 +36,5 @@ __all__ = [
     "Sampler",
     "Sft",
     "Tensorboard",
-    "TimingBench",
     "Turns",
 ]
