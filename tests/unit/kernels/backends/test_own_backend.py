@@ -1,4 +1,4 @@
-"""A backend of a user's own, in a file outside of the package: named in a setting, built, verified, told of in prompts."""
+"""A backend of a user's own, in a file outside of the package: named in a setting, built, verified, told in prompts."""
 
 from __future__ import annotations
 
