@@ -22,15 +22,15 @@ from kbrl_async.kernels.backends.sanitize.sanitize import (
 
 
 def sanitize(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
-    recording = sanitizer.record(task, folder)
-    if not recording.calls:
-        return Sanitized(not_run=recording.error or "the model called no kernel")
+    seen = sanitizer.record(task, folder)
+    if not seen.calls:
+        return Sanitized(not_run=seen.error or "the model called no kernel")
     sources = _sources(task.candidate)
     findings: list[Finding] = []
-    for key in dict.fromkeys(call.source_key for call in recording.calls):
+    for key in dict.fromkeys(call.source_key for call in seen.calls):
         if key not in sources:
             continue
-        calls = [call for call in recording.calls if call.source_key == key]
+        calls = [call for call in seen.calls if call.source_key == key]
         run = _build_and_run(sanitizer.context, folder, sources[key], calls)
         if run.status is None:
             return Sanitized(tuple(findings), not_run=f"no end within {run.deadline_s:g} s under ASan")
@@ -38,7 +38,7 @@ def sanitize(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
         if run.status != 0 and not findings:
             words = run.output.strip()[-200:]
             return Sanitized(tuple(findings), not_run=f"the program ended with status {run.status}: {words}")
-    left = f"{recording.left_out} more calls were too large to record" if recording.left_out else ""
+    left = f"{seen.left_out} more calls were too large to record" if seen.left_out else ""
     return Sanitized(reports.distinct(findings), ("asan", "ubsan"), left)
 
 

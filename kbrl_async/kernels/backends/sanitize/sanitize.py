@@ -27,7 +27,7 @@ import protocols
 from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.building.context import BuildContext, isolation_of
 from kbrl_async.kernels.backends.building.store import ArtifactStore
-from kbrl_async.kernels.backends.sanitize import reports
+from kbrl_async.kernels.backends.sanitize import recording, reports
 from kbrl_async.kernels.backends.sanitize.recording import CALLS_FILE, Recording, Task
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.sandbox import Access, BadOutput, Limits, Zygote, read_output
@@ -110,9 +110,10 @@ class Sanitizer:
         finally:
             child.close()
         try:
-            return msgspec.json.decode(read_output(folder, CALLS_FILE, _MAX_RECORDING), type=Recording)
-        except (BadOutput, msgspec.DecodeError):
+            data = read_output(folder, CALLS_FILE, _MAX_RECORDING)
+        except BadOutput:
             return Recording([], error="the model ended before its first kernel call")
+        return recording.read(data) or Recording([], error="what was recorded of its calls can't be read")
 
 
 def options_of(memory_mb: int) -> list[str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.nvrtc import build
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
+from kbrl_async.kernels.backends.nvrtc.build import Built
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault
@@ -156,3 +161,16 @@ def test_what_must_not_be_built_is_refused_by_rule(builder: Builder, candidate: 
 )
 def test_legitimate_imports_pass(head: str) -> None:
     assert backend("cuda-nvrtc").check(make(head=head)) is None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("built", [Built(unusable="no memory, it says"), Built()])
+def test_a_child_that_blames_its_host_is_held_against_a_source_of_ours(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, built: Built
+) -> None:
+    told = answers.Collected("full", msgspec.msgpack.encode(built), False, {})
+    report = build._report(told, "key", builder._context, "sm_90")
+    assert report.fault is Fault.COMPILE_ERROR
+    monkeypatch.setattr(build, "_works", lambda arch, context: False)
+    with pytest.raises(InfraError):
+        build._report(told, "key", builder._context, "sm_90")

@@ -111,7 +111,7 @@ def test_reading_a_held_module_is_allowed(candidate: Make) -> None:
         ("long syscall(long, ...);", "forbidden_name"),
     ],
 )
-def test_c_that_no_kernel_needs_is__refused(candidate: Make, line: str, rule: str) -> None:
+def test_c_that_no_kernel_needs_is_refused(candidate: Make, line: str, rule: str) -> None:
     report = _refused(candidate(f"{line}\nvoid f(const float *x, float *y, long n) {{}}"))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
@@ -130,3 +130,38 @@ def test_the_check_executes_nothing(candidate: Make) -> None:
 def test_an_unknown_backend_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="Choose among c"):
         backend("fortran")
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("from typing import get_type_hints as hints", "import"),
+        ("from functools import singledispatch", "import"),
+        ("import typing\ntyping.get_type_hints(c_kernel)", "forbidden_name"),
+        ("import typing\ntyping.ForwardRef('1')", "forbidden_name"),
+        ("import functools\n@functools.singledispatch\ndef g(x): pass", "forbidden_name"),
+        ("import functools\nfunctools.singledispatchmethod", "forbidden_name"),
+        ("c_kernel.__annotations__", "forbidden_name"),
+        ("import enum\nenum.bltns", "forbidden_name"),
+    ],
+)
+def test_text_that_becomes_code_is_refused(candidate: Make, line: str, rule: str) -> None:
+    """Annotations are text; what evaluates them would run what no tripwire has read."""
+    report = _refused(candidate(replace=("class ModelNew", f"{line}\nclass ModelNew")))
+    assert report is not None
+    assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
+
+
+def test_an_annotation_that_nobody_evaluates_is_text(candidate: Make) -> None:
+    assert (
+        _refused(candidate(replace=("def forward(self, x)", "def forward(self, x: 'torch.Tensor') -> 'object'")))
+        is None
+    )
+
+
+@pytest.mark.parametrize("name", ["c", "cpp", "triton", "cuda-nvrtc"])
+def test_text_that_is_in_no_file_is_no_program(candidate: Make, name: str) -> None:
+    """A compiler's source would have to be encoded, and can't be."""
+    report = _refused(Candidate(candidate().source + "\nHALF = '\\ud800'\n", name))
+    assert report is not None
+    assert (report.fault, report.rule) == (Fault.FORMAT_ERROR, "syntax")
