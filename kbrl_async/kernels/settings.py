@@ -21,6 +21,14 @@ BACKENDS = Door(
     },
 )
 """Each a `kernels.backends.Backend`."""
+PROBLEM_SOURCES = Door(
+    "problem_sources",
+    {
+        "suite": "kbrl_async.kernels.problems.sources.folder:suite",
+        "kernelbench": "kbrl_async.kernels.problems.sources.folder:kernelbench",
+    },
+)
+"""Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`."""
 BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 
