@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena

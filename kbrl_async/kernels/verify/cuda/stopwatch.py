@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.backends import backend
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.kernels.timing.cuda.calibration import Calibration, Steady
 from kbrl_async.kernels.timing.cuda.clocks import Observation, observe
