@@ -30,8 +30,10 @@ import msgspec
 import torch
 
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
@@ -179,9 +181,9 @@ class Judge:
     @classmethod
     @contextlib.contextmanager
     def open(cls, cache: Path, store: Path) -> Iterator[Judge]:
-        options = BenchOptions(references=64)
+        options = bench_options(TimingBench(), references=64)
         with (
-            Builder(ArtifactStore(store), BuildOptions(deadline_s=20.0)) as builder,
+            Builder(ArtifactStore(store), CompileFarm(deadline_s=20.0)) as builder,
             zygote_for("cpu") as zygote,
             contextlib.closing(Bench(zygote, options)) as bench,
             contextlib.closing(Verdicts(cache)) as verdicts,

@@ -1,13 +1,18 @@
-"""The few calls of the CUDA driver that torch has no name for: memory that can be shared by descriptor, and graphs.
+"""The calls of CUDA's driver API that torch has no name for, through ctypes: machine code and its launches, memory that
+can be shared by descriptor, graphs. The one binding, for launchers in children and for the trusted side.
 
 Thin: each raises `CudaError` and decides nothing. Importing it loads no library; `driver()` does, and never initialises
 CUDA (torch does that). Function pointers are taken once, before any candidate code can run in the process.
+
+By ctypes, though wheels of torch bring `cuda.bindings`: only those from 2.10 on and only for GPUs do, a launch through
+ctypes takes two microseconds, and hosts that only build have neither the driver nor the bindings.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 _POSIX_FD = 1
@@ -16,8 +21,12 @@ _READ_WRITE = 3
 EVENT_DEFAULT = 0
 KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
 _ACCESS_POLICY_WINDOW = 1
+_MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
+_DEVICE_SHARED_OPTIN = 97
+_COOPERATIVE, _CLUSTER, _CLUSTER_POLICY, _STREAM_SERIALIZATION = 2, 4, 5, 6
+DEFAULT_SHARED = 48 << 10
 
-_p, _size, _u64, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int
+_p, _size, _u64, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint
 _SIGNATURES: dict[str, list[Any]] = {
     "cuMemGetAllocationGranularity": [_p, _p, _int],
     "cuMemCreate": [_p, _size, _p, _u64],
@@ -53,11 +62,21 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuFuncGetName": [_p, _p],
     "cuKernelGetName": [_p, _p],
     "cuCtxGetCurrent": [_p],
+    "cuModuleLoadData": [_p, ctypes.c_char_p],
+    "cuModuleGetFunction": [_p, _p, ctypes.c_char_p],
+    "cuFuncGetAttribute": [_p, _int, _p],
+    "cuFuncSetAttribute": [_p, _int, _int],
+    "cuDeviceGetAttribute": [_p, _int, _int],
+    "cuLaunchKernel": [_p, *[_uint] * 7, _p, _p, _p],
 }
-
-
-_NEWER: dict[str, list[Any]] = {"cuCtxRecordEvent": [_p, _p]}
+_NEWER: dict[str, list[Any]] = {
+    "cuCtxRecordEvent": [_p, _p],
+    "cuLaunchKernelEx": [_p, _p, _p, _p],
+    "cuTensorMapEncodeTiled": [_p, _int, _uint, _p, _p, _p, _p, _p, _int, _int, _int, _int],
+}
 """Not in every driver that we run on."""
+_QUICK = frozenset({"cuLaunchKernel", "cuLaunchKernelEx", "cuTensorMapEncodeTiled"})
+"""Called with the interpreter's lock held: they wait for nothing, and so argument buffers can be reused."""
 
 
 class CudaError(RuntimeError):
@@ -65,7 +84,22 @@ class CudaError(RuntimeError):
 
     def __init__(self, call: str, code: int, name: str) -> None:
         self.code = code
-        super().__init__(f"{call}: {name} ({code})")
+        super().__init__(f"CUDA error {code} ({name}) in {call}")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 class _Location(ctypes.Structure):
@@ -109,31 +143,103 @@ class _MemsetParams(ctypes.Structure):
     )
 
 
+class Arguments:
+    """A reusable block of kernel arguments: the driver copies what the cells hold at each launch."""
+
+    def __init__(self, cells: Sequence[Any]) -> None:
+        self.cells = list(cells)
+        addresses = [ctypes.addressof(cell) for cell in self.cells]
+        self._array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
+        self.address = ctypes.addressof(self._array)
+
+
 class Driver:
     """All calls use the calling thread's current context, which torch makes."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+        library, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         self._error_name = library.cuGetErrorName
         self._calls: dict[str, Any] = {}
         for name, arguments in (_SIGNATURES | _NEWER).items():
             if name in _NEWER and not hasattr(library, name):
                 continue
-            function = getattr(library, name)
+            function = getattr(quick if name in _QUICK else library, name)
             function.argtypes, function.restype = arguments, _int
             self._calls[name] = function
+        self._launch = self._calls["cuLaunchKernel"]
 
     def call(self, name: str, *arguments: Any) -> None:
         code = self._calls[name](*arguments)
         if code != 0:
-            text = ctypes.c_char_p()
-            self._error_name(code, ctypes.byref(text))
-            raise CudaError(name, code, (text.value or b"?").decode())
+            raise self._error(name, code)
+
+    def _error(self, name: str, code: int) -> CudaError:
+        text = ctypes.c_char_p()
+        self._error_name(code, ctypes.byref(text))
+        return CudaError(name, code, (text.value or b"?").decode())
 
     def _out(self, name: str, kind: Any, *arguments: Any) -> Any:
         value = kind()
         self.call(name, ctypes.byref(value), *arguments)
         return value.value
+
+    def load_module(self, image: bytes) -> int:
+        """A module from a cubin, or from PTX that ends with a zero byte, in the current context."""
+        return int(self._out("cuModuleLoadData", _p, image) or 0)
+
+    def function(self, module: int, name: str) -> int:
+        return int(self._out("cuModuleGetFunction", _p, module, name.encode()) or 0)
+
+    def _attribute(self, of: int, which: int) -> int:
+        return int(self._out("cuFuncGetAttribute", _int, which, of))
+
+    def function_facts(self, of: int) -> tuple[int, int, int]:
+        """Registers of a thread, 4-byte words it spills, and the most threads a block may have."""
+        return self._attribute(of, _REGISTERS), self._attribute(of, _LOCAL) // 4, self._attribute(of, _MAX_THREADS)
+
+    def allow_shared(self, of: int, device: int = 0) -> int:
+        """Let a function ask for as much dynamic shared memory as the device has beside its static part; how much."""
+        most = int(self._out("cuDeviceGetAttribute", _int, _DEVICE_SHARED_OPTIN, device))
+        dynamic = most - self._attribute(of, _STATIC_SHARED)
+        self.call("cuFuncSetAttribute", of, _MAX_DYNAMIC_SHARED, dynamic)
+        return dynamic
+
+    def launch(
+        self, of: int, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, arguments: Arguments
+    ) -> None:
+        code = self._launch(of, *grid, *block, shared, stream, arguments.address, None)
+        if code != 0:
+            raise self._error("cuLaunchKernel", code)
+
+    def launch_extended(
+        self,
+        of: int,
+        grid: Sequence[int],
+        block: Sequence[int],
+        shared: int,
+        stream: int,
+        arguments: Arguments,
+        *,
+        cluster: int = 1,
+        cooperative: bool = False,
+        serialize: bool = False,
+    ) -> None:
+        """With thread-block clusters, a cooperative grid, or programmatic dependent launch."""
+        wanted: list[tuple[int, tuple[int, ...]]] = []
+        if serialize:
+            wanted.append((_STREAM_SERIALIZATION, (1,)))
+        if cooperative:
+            wanted.append((_COOPERATIVE, (1,)))
+        if cluster != 1:
+            wanted += [(_CLUSTER, (cluster, 1, 1)), (_CLUSTER_POLICY, (1,))]
+        attributes = (_Attribute * max(1, len(wanted)))()
+        for slot, (number, values) in zip(attributes, wanted, strict=False):
+            slot.id = number
+            slot.value[: len(values)] = values
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, stream, attributes, len(wanted)
+        )
+        self.call("cuLaunchKernelEx", ctypes.byref(config), of, arguments.address, None)
 
     def granularity(self, device: int) -> int:
         return int(self._out("cuMemGetAllocationGranularity", _size, ctypes.byref(_prop(device)), 1))
