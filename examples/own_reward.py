@@ -10,6 +10,7 @@ fault of the infrastructure, and never for cheating.
 from __future__ import annotations
 
 import rl_loop
+
 from kbrl_async.rollouts.rewards.presets import Preset
 from protocols.rollout import Record
 
