@@ -1,4 +1,4 @@
-"""An inference engine: `sampler.engine=kbrl_example_parts.engine:start`. Ours, which also writes down what it was asked."""
+"""An inference engine, ours with a list of what it was asked: `sampler.engine=kbrl_example_parts.engine:start`."""
 
 from __future__ import annotations
 
