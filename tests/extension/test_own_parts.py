@@ -82,7 +82,7 @@ def test_parts_named_by_package_and_object_train_a_policy(tmp_path: Path, policy
         f"backend={PARTS}.backend:PLAIN_C",
         f"sampler.engine={PARTS}.engine:start",
     )
-    with ended(tmp_path, policy_cache, *settings, KBRL_EXAMPLE_ASKED=str(asked)) as (run, archive):
+    with ended(tmp_path, policy_cache, *settings, EXAMPLE_PARTS_ASKED=str(asked)) as (run, archive):
         assert run.summary()["updates"] == 1
         rows = list(archive.rows())
         trained = [row for row in rows if row.trained_on is not None]

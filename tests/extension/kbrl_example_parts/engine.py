@@ -9,7 +9,7 @@ from kbrl_async.sampling.engine import Completion, EngineSetup
 from kbrl_async.sampling.transformers import engine as ours
 from protocols.records import Purpose, SamplingParams
 
-ASKED = "KBRL_EXAMPLE_ASKED"
+ASKED = "EXAMPLE_PARTS_ASKED"
 """Environment variable that names the file."""
 
 
