@@ -40,7 +40,9 @@ from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.scoring import Scored, score
 from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.planning import plan_of
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers.engine import completion_of
 from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
@@ -56,8 +58,6 @@ from protocols.records import (
     Verdict,
 )
 from services.learner.actor import make_trainer
-from services.reward_aggregator.planning import plan_of
-from services.rollouts.scoring import Scored, score
 from services.sampler.actor import to_generation
 
 EVALUATION = -1

@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
+from kbrl_async.rollouts.stats import RolloutStats, Step
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, Outcome, Row, Update, make_row
-from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import Entry, Evaluated, RolloutEnded
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.tensorboard import Writer
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -33,8 +34,6 @@ from protocols.records import (
     Timing,
     Verdict,
 )  # fmt: skip
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded
 from tests.records import packed
 
 EPOCH = 1_780_000_000.0

@@ -23,10 +23,11 @@ from rich.console import Group
 from rich.table import Table
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import turn_metrics
 from kbrl_async.runs.telemetry.proportions import wilson
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
+from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
 
 Summary = dict[str, Any]
 

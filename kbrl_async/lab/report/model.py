@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 TRAIN, BEFORE, AFTER = "train", "eval-before", "eval-after"
 ROUND = "eval-v"

@@ -10,17 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
-STEPS = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
-
-
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One step that one candidate came to."""
-
-    name: str
-    passed: bool
-    seconds: float = 0.0
+from kbrl_async.rollouts.stats import STEPS, Step
 
 
 def funnel(candidates: Iterable[Sequence[Step]]) -> dict[str, dict[str, float]]:

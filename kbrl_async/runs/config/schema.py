@@ -15,18 +15,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.evaluation.settings import Evaluation
+from kbrl_async.rollouts.settings import Agents, Alarms, Curriculum, DatasetBuilder, Turns
 from kbrl_async.runs.config.ranges import AtLeastOne, CorrectionName, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
-    Agents,
-    Alarms,
     Archive,
     Broker,
     CompileFarm,
     Cpu,
-    Curriculum,
-    DatasetBuilder,
     Demonstrations,
-    Evaluation,
     Learner,
     Metrics,
     Processes,
@@ -34,7 +31,6 @@ from kbrl_async.runs.config.sections import (
     Sft,
     Tensorboard,
     TimingBench,
-    Turns,
 )
 
 

@@ -11,17 +11,16 @@ import torch
 
 from kbrl_async import cli
 from kbrl_async.evaluation import document, show
-from kbrl_async.evaluation.metrics import Sample
+from kbrl_async.evaluation.metrics import Sample, heldout_scalars
 from kbrl_async.learning.losses import Tokens
 from kbrl_async.learning.metrics import StepLog, staleness
 from kbrl_async.rollouts.alarms import AlarmOptions
 from kbrl_async.rollouts.rewards.parts import PART_NAMES
 from kbrl_async.rollouts.rewards.presets import PRESETS, Preset
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
 

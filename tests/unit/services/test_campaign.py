@@ -10,9 +10,9 @@ import pytest
 from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade, Scored
 from kbrl_async.rollouts.curriculum import CurriculumOptions
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import AFTER, BEFORE, Entry, Evaluated, Plan, RolloutEnded, RunState
 from protocols.records import VERIFIER, GroupOutcome, Problem
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import AFTER, BEFORE, Entry, Evaluated, Plan, RolloutEnded, RunState
 from tests.records import sample, stats
 
 GROUP = 2

@@ -8,20 +8,20 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-
-from kbrl_async.kernels.problems import parse_problem
-from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
-from services.evaluator.actor import Evaluator
-from services.evaluator.course import Course, Entry
-from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.journal import Journal
+
+from kbrl_async.evaluation.course import Course, Entry
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.runs.archive.journal import EntryJournal
+from kbrl_async.runs.archive.recorder import TurnArchive
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.prompting import FirstPrompts
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import RunState
+from services.evaluator.actor import Evaluator
+from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import RunState
-from services.rollouts.archiving import TurnArchive
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.journal import EntryJournal
 from services.runtime.service import Service
 from tests.unit.services.log import Log
 

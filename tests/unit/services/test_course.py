@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kbrl_async.evaluation.course import Begun, Course, Ended, Entry, Expired, Tried
 from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
+from kbrl_async.runs.archive.journal import EntryJournal
 from protocols.records import Fault, Problem, StageReport, Verdict
-from services.evaluator.course import Begun, Course, Ended, Entry, Expired, Tried
-from services.rollouts.journal import EntryJournal
-from services.rollouts.trajectories import TurnTaken, without_tokens
 from tests.records import sample, stats, timing
 
 PROBLEMS = [Problem(f"L1/{n}_p{n}", 1, f"{n}_p{n}", "class Model: ...") for n in (1, 2, 3)]

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from kbrl_async.rollouts.turns import TurnOptions, TurnScore, with_returns
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import BEFORE, Entry, Plan, RolloutEnded, RunState
 from kbrl_async.runs.telemetry import training_metrics, turn_metrics
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import BEFORE, Entry, Plan, RolloutEnded, RunState
-from services.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from tests import records
 
 

@@ -13,8 +13,12 @@ import pytest
 
 from kbrl_async.errors import RunError
 from kbrl_async.evaluation import document
+from kbrl_async.evaluation.course import Course, Entry
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.runs.archive.journal import EntryJournal
+from kbrl_async.runs.archive.recorder import TurnArchive
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
+from kbrl_async.runs.prompting import FirstPrompts
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
@@ -28,11 +32,7 @@ from protocols.records import (
     Verdict,
 )
 from services.evaluator.actor import Evaluator
-from services.evaluator.course import Course, Entry
 from services.evaluator.outputs import build, write_all
-from services.rollouts.archiving import TurnArchive
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.journal import EntryJournal
 from services.runtime.service import Service
 from tests.records import timing
 from tests.unit.services.log import Log

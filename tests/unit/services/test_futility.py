@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from services.reward_aggregator.failure_guard import FailureGuard
 
 from kbrl_async.errors import RunError
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
 from kbrl_async.rollouts.buffer.events import Closed
 from protocols.records import GroupOutcome
-from services.reward_aggregator.failure_guard import FailureGuard
 
 FAILED = Closed("g1", "L1/01_x", GroupOutcome.FAILED, "worker_lost: the GPU is gone")
 FILTERED = Closed("g3", "L1/01_x", GroupOutcome.FILTERED, "zero_variance")

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import DiskFull
+from kbrl_async.evaluation.rounds import RoundBegun, group_of_round
 from kbrl_async.rollouts.alarms import AlarmOptions
 from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade, Change
 from kbrl_async.rollouts.curriculum import CurriculumOptions
+from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.rollouts.turns import TurnScore
 from kbrl_async.runs.archive.history import history_of
-from protocols.records import Problem, TrainSample
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.rounds import RoundBegun, group_of_round
-from services.reward_aggregator.run_state import (
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import (
     BEFORE,
     Entry,
     Evaluated,
@@ -31,7 +31,7 @@ from services.reward_aggregator.run_state import (
     Watched,
     without_tokens,
 )
-from services.rollouts.trajectories import TurnTaken
+from protocols.records import Problem, TrainSample
 from tests.records import stats
 
 GROUP = 3
@@ -201,7 +201,7 @@ def test_the_history_has_every_entry_once_in_order_whatever_was_compacted(journa
 def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reward_aggregator.run_state.KEPT_ENDS", 8)
+    monkeypatch.setattr("kbrl_async.runs.run_state.KEPT_ENDS", 8)
     path = tmp_path / "aggregator.sqlite"
     pages, states = [], []
     with Journal(path, TINY) as journal:
@@ -301,7 +301,7 @@ def test_a_history_that_can_not_be_written_stops_the_compaction_before_the_journ
     def refused(*_: object) -> None:
         raise DiskFull("history can't grow", "Free some space")
 
-    monkeypatch.setattr("services.rollouts.journal.pack", refused)
+    monkeypatch.setattr("kbrl_async.runs.archive.journal.pack", refused)
     with pytest.raises(DiskFull):
         journal.compact(b"state")
     assert journal.state() is None

@@ -14,9 +14,9 @@ from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.demonstrations import Lesson, Span
+from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SftDataset, corpus, described
+from kbrl_async.runs.planning import plan_of
 from protocols.records import GroupOutcome, TrainGroup
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.sft_dataset import NOT_A_PROBLEM, SftDataset, corpus, described
 
 GROUP = 2
 

@@ -6,16 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from services.reward_aggregator.archiving import Archiving
 
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
 from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import AFTER, BEFORE, Evaluated, RunState
 from services.reward_aggregator.actor import Aggregator
-from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import AFTER, BEFORE, Evaluated, RunState
 from tests.records import sample
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 

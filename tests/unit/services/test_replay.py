@@ -15,8 +15,14 @@ from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import checkpoints, kept
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchFailed, BatchMade
+from kbrl_async.rollouts.manager import RolloutManager
+from kbrl_async.rollouts.scoring import Scored
 from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
 from kbrl_async.runs.config import Config, to_yaml
+from kbrl_async.runs.planning import plan_of, preset_for, presets_of
+from kbrl_async.runs.prompting import FirstPrompts
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import Entry, RolloutEnded, RunState, Watched, batch_frames
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -32,12 +38,6 @@ from protocols.records import (
 from services.learner.actor import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.planning import plan_of, preset_for, presets_of
-from services.reward_aggregator.run_state import Entry, RolloutEnded, RunState, Watched, batch_frames
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.manager import RolloutManager
-from services.rollouts.scoring import Scored
 from tests.models import SMALLER, VOCABULARY, tiny_model
 from tests.records import packed
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.evaluation.rounds import RoundBegun, Rounds, group_of_round, is_round
 from kbrl_async.rollouts.buffer.buffer import BufferOptions
 from kbrl_async.rollouts.curriculum import CurriculumOptions
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.run_state import AFTER, BEFORE, Evaluated, Plan, RolloutEnded, RunState
 from protocols.records import Problem
-from services.reward_aggregator.rounds import RoundBegun, Rounds, group_of_round, is_round
-from services.reward_aggregator.run_state import AFTER, BEFORE, Evaluated, Plan, RolloutEnded, RunState
-from services.rollouts.trajectories import TurnTaken, without_tokens
 from tests import records
 from tests.records import sample
 

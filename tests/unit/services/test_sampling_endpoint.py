@@ -11,11 +11,11 @@ import pytest
 
 from kbrl_async.errors import ConfigError, PromptTooLong
 from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.scoring import lost_reason, score
 from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
-from services.rollouts.scoring import lost_reason, score
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint

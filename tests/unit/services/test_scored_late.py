@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services.reward_aggregator.archiving import Archiving
 
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted
 from kbrl_async.rollouts.turns import turn_id
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_journal import Journal
+from kbrl_async.runs.run_state import RunState
 from protocols.messages import Stage, Task
 from services.reward_aggregator import actor as aggregating
 from services.reward_aggregator.actor import Aggregator
-from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import RunState
 from tests.records import packed, record
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 from tests.unit.services.test_limits import settings

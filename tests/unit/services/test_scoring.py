@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.scoring import decode, score, score_prediction, stage_seconds
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 from protocols.records import (
     BenchReport,
@@ -20,7 +21,6 @@ from protocols.records import (
     Timing,
     Verdict,
 )
-from services.rollouts.scoring import decode, score, score_prediction, stage_seconds
 from tests.records import packed
 
 STAGE3 = find_preset("stage3")

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from services.reward_aggregator.alarming import AlarmAction, watched
+from services.reward_aggregator.archiving import Archiving
 
 from kbrl_async.errors import RunError
 from kbrl_async.learning import kept
@@ -16,6 +18,8 @@ from kbrl_async.runs.archive.archive import FILE, Archive
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.sections import Alarms as AlarmSettings
 from kbrl_async.runs.config.sections import Archive as ArchiveSettings
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_state import AFTER, RunState
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
@@ -34,10 +38,6 @@ from protocols.records import (
     Verdict,
 )
 from services.reward_aggregator.ageing import ages_by_stage
-from services.reward_aggregator.alarming import AlarmAction, watched
-from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import AFTER, RunState
 from tests.records import packed
 from tests.unit.services.log import Log
 

@@ -9,28 +9,18 @@
 
 from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, Sampler, TimingBench
 from kbrl_async.runs.config.sections.training import (
-    Agents,
-    Alarms,
-    Curriculum,
-    DatasetBuilder,
     Demonstrations,
     Learner,
     Sft,
-    Turns,
 )
-from kbrl_async.runs.config.sections.watching import Archive, Evaluation, Metrics, Tensorboard
+from kbrl_async.runs.config.sections.watching import Archive, Metrics, Tensorboard
 
 __all__ = [
-    "Agents",
-    "Alarms",
     "Archive",
     "Broker",
     "CompileFarm",
     "Cpu",
-    "Curriculum",
-    "DatasetBuilder",
     "Demonstrations",
-    "Evaluation",
     "Learner",
     "Metrics",
     "Processes",
@@ -38,5 +28,4 @@ __all__ = [
     "Sft",
     "Tensorboard",
     "TimingBench",
-    "Turns",
 ]

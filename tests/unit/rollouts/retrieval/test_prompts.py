@@ -17,12 +17,12 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.prompts.examples import MAX_CHARACTERS, render_example, render_with_examples
 from kbrl_async.rollouts.retrieval import Entry, Retriever
+from kbrl_async.rollouts.scoring import Scored
+from kbrl_async.runs import prompting as examples
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.prompting import ExamplePrompts, FirstPrompts, open_prompts
 from protocols.records import Candidate, Fault, Problem, Purpose, RolloutRequest, SamplingParams
-from services.rollouts import examples
-from services.rollouts.examples import ExamplePrompts, FirstPrompts, open_prompts
-from services.rollouts.scoring import Scored
 from tests.records import timing
 from tests.unit.rollouts.retrieval.making import build, entry, module
 

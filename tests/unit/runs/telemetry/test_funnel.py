@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kbrl_async.runs.archive.funnel import Step, funnel
+from kbrl_async.rollouts.scoring import steps_of
+from kbrl_async.rollouts.stats import Step
+from kbrl_async.runs.archive.funnel import funnel
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Generation, StageReport, Verdict
-from services.rollouts.scoring import steps_of
 
 BUILT = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.01), StageReport("compile", Fault.OK, 0.2)))
 BENCHED = BenchReport(

@@ -13,10 +13,8 @@ import msgspec
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards.parts import RewardParts, parts_of
 from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
-from kbrl_async.rollouts.turns import TurnOptions, TurnScore
-from kbrl_async.runs.archive.funnel import STEPS, Step
-from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.stats import STEPS, RolloutStats, Step
+from kbrl_async.rollouts.turns import TurnScore
 from protocols.records import (
     INFRASTRUCTURE_FAULTS,
     BenchReport,
@@ -35,8 +33,8 @@ PROMPT_TOO_LONG = "prompt_too_long"
 _FRAMES: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
-class Scored(msgspec.Struct, frozen=True):
-    """What the aggregator keeps of one rollout."""
+class ScoredTurn(msgspec.Struct, frozen=True):
+    """What a record of one turn is worth."""
 
     sample: TrainSample
     stats: RolloutStats
@@ -47,16 +45,6 @@ class Scored(msgspec.Struct, frozen=True):
     @property
     def turn_score(self) -> TurnScore:
         return TurnScore(self.sample.reward, self.stats.correct, self.stats.speedup_lo)
-
-
-def turn_options(config: Config) -> TurnOptions:
-    """How many turns a rollout takes, and what they are worth."""
-    if config.mode == "single_turn":
-        return TurnOptions()
-    if config.mode == "agents":  # each role earns its own reward only
-        return TurnOptions(config.max_turns, gamma=0.0)
-    t = config.turns
-    return TurnOptions(config.max_turns, config.gamma, t.returns, t.stop, t.stop_speedup, t.patience)
 
 
 def decode(frames: Sequence[bytes]) -> list[Frame]:
@@ -71,7 +59,7 @@ def lost_reason(record: Sequence[Frame]) -> str:
     return PROMPT_TOO_LONG if is_named else str(Fault.INFRA_ERROR)
 
 
-def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
+def score(record: Sequence[Frame], preset: Preset) -> ScoredTurn | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
     parts = parts_of(record)
     if parts is None:
@@ -83,7 +71,7 @@ def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
     assert isinstance(generation, Generation)
     timing = bench.timing if isinstance(bench, BenchReport) else None
     reward = reward_of(parts, preset)
-    return Scored(
+    return ScoredTurn(
         sample=_with_classes(_sample(request, generation, reward), generation, parts, preset),
         stats=_stats(request, generation, parts, timing, reward, stage_seconds(record), steps_of(record)),
         fault=parts.fault,
@@ -92,7 +80,7 @@ def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
     )
 
 
-def score_prediction(record: Sequence[Frame], actual: str) -> Scored | None:
+def score_prediction(record: Sequence[Frame], actual: str) -> ScoredTurn | None:
     """The reward of a verifier's turn: how well it foresaw the real verdict of the turn before, `actual`."""
     request = next(frame for frame in record if isinstance(frame, RolloutRequest))
     generation = next((frame for frame in record if isinstance(frame, Generation)), None)
@@ -102,7 +90,7 @@ def score_prediction(record: Sequence[Frame], actual: str) -> Scored | None:
     reward = prediction_reward(guess, actual)
     parts = RewardParts(Fault.OK, format=float(bool(guess)))
     stats = _stats(request, generation, parts, None, reward, stage_seconds(record), steps_of(record))
-    return Scored(_sample(request, generation, reward), stats, Fault.OK, None, None)
+    return ScoredTurn(_sample(request, generation, reward), stats, Fault.OK, None, None)
 
 
 def _sample(request: RolloutRequest, generation: Generation, reward: float) -> TrainSample:

@@ -1,0 +1,548 @@
+"""A run as a pure state machine: evaluate before, train, evaluate after. Live, restarted and replayed by the same calls.
+
+::
+
+    before ─ all held-out rollouts ended ─▶ train ─ the rollout buffer is done ─▶ after ─▶ ended
+      └ training groups are admitted from the start; only the first batch waits for the evaluation of version 0
+
+Invariants
+* State changes in `do` only; the same commands give the same state (I9).
+* What comes in, and what time brings, becomes a command by a question (`due`, `scored`, `lost` …), which changes nothing.
+* An evaluation rollout counts once, and never enters a batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kbrl_async.evaluation.progress import EvaluationProgress
+from kbrl_async.evaluation.rounds import Round, RoundBegun, Rounds, RoundsState, group_of_round
+from kbrl_async.rollouts.alarms import NON_FINITE, AlarmChange, AlarmsState, AlarmWatch, rules_of
+from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, BufferRules, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.events import (
+    Admitted,
+    BatchFailed,
+    BatchMade,
+    BatchTrained,
+    Closed,
+    Event,
+    Finished,
+    Lost,
+    RolloutScored,
+)
+from kbrl_async.rollouts.buffer.group import BufferState
+from kbrl_async.rollouts.curriculum import BatchRates, CurriculumState, CurriculumTracker
+from kbrl_async.rollouts.settings import Alarms, Curriculum
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.trajectories import Trajectories, TrajectoriesState, TurnTaken, best_turn
+from kbrl_async.rollouts.turns import TurnRules, turn_id, with_returns
+from kbrl_async.runs.commands import (
+    AFTER,
+    BEFORE,
+    Ask,
+    Command,
+    CurriculumMoved,
+    Effect,
+    Evaluated,
+    Retire,
+    RolloutEnded,
+    RoundStarted,
+    Train,
+    Watched,
+    is_evaluation,
+)
+from kbrl_async.runs.summary import RunCounters
+from protocols.records import VERIFIER, GroupOutcome, Problem, Purpose, TrainGroup, TrainSample
+
+KEPT_CHANGES = 100
+"""Changes of alarms that a written state keeps."""
+KEPT_ENDS = 256
+"""Ends of groups that are told to the archive again after a restart: more than can be on their way to it."""
+
+
+class RunPlan(msgspec.Struct, frozen=True):
+    """What a run is to do; fixed for its length. `planning.plan_of` makes it of a configuration."""
+
+    training: list[Problem]
+    heldout: list[Problem]
+    group_size: int
+    seed: int
+    max_minutes: float | None
+    eval_samples: int
+    eval_every: int
+    eval_credit: int
+    buffer: BufferRules
+    turns: TurnRules
+    curriculum: Curriculum
+    alarms: Alarms
+
+
+class RunSnapshot(msgspec.Struct, frozen=True):
+    """All that a run remembers: as large as what is open, however long it is (I10). Journals hold it by these names."""
+
+    buffer: BufferState = msgspec.field(name="book")
+    curriculum: CurriculumState
+    alarms: AlarmsState
+    trajectories: TrajectoriesState = msgspec.field(name="dialogues")
+    rounds: RoundsState
+    evaluated: dict[str, dict[str, RolloutStats | None]]
+    scored: int
+    fastest: dict[str, float]
+    staleness_max: int = msgspec.field(name="max_staleness")
+    updates: int
+    first_result: float | None
+    last_update: float
+    clock: float
+    alarm_changes: list[AlarmChange]
+    notes: list[str]
+    ended_lately: list[Closed]
+    stages: dict[str, str]
+    batches: dict[str, list[str]]
+    open: dict[str, dict[str, RolloutStats]]
+
+
+class RunState:
+    """See the module's docstring."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.turns_scored = 0
+        """Of training rollouts; their numbers are in the journal's history."""
+        self.fastest: dict[str, float] = {}
+        """By problem: the lower end of the speedup's interval of the kernel that is kept."""
+        self.staleness_max = 0
+        self.updates = 0
+        self.first_result: float | None = None
+        self.last_update = 0.0
+        self.clock = 0.0
+        self.alarm_changes: list[AlarmChange] = []
+        """All so far, newest last."""
+        self.notes: list[str] = []
+        """What the curriculum has changed, newest last."""
+        self.ended_lately: deque[Closed] = deque(maxlen=KEPT_ENDS)
+        self._buffer = RolloutBuffer(plan.buffer)
+        self._trajectories = Trajectories()
+        self._curriculum = CurriculumTracker(plan.curriculum, plan.training, plan.seed)
+        self._alarms = AlarmWatch(rules_of(plan.alarms))
+        self._rounds = Rounds(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
+        self._evaluations: dict[str, EvaluationProgress[RolloutStats | None]] = {
+            phase: EvaluationProgress(phase, plan.heldout, plan.eval_samples) for phase in (BEFORE, AFTER)
+        }
+        self._evaluations[BEFORE].begin()
+        self._stages: dict[str, str] = {}
+        self._batches: dict[str, list[str]] = {}
+        self._open: dict[str, dict[str, RolloutStats]] = {}
+        """Numbers of the turns of open groups, by group and turn."""
+        self._problems = {problem.problem_id: problem for problem in [*plan.training, *plan.heldout]}
+
+    def snapshot(self) -> RunSnapshot:
+        """To be written at once: it shares what is open with this object."""
+        return RunSnapshot(
+            buffer=self._buffer.state(),
+            curriculum=self._curriculum.state(),
+            alarms=self._alarms.state(),
+            trajectories=self._trajectories.state(),
+            rounds=self._rounds.state(),
+            evaluated={phase: dict(progress.ended) for phase, progress in self._evaluations.items()},
+            scored=self.turns_scored,
+            fastest=self.fastest,
+            staleness_max=self.staleness_max,
+            updates=self.updates,
+            first_result=self.first_result,
+            last_update=self.last_update,
+            clock=self.clock,
+            alarm_changes=self.alarm_changes[-KEPT_CHANGES:],
+            notes=self.notes,
+            ended_lately=list(self.ended_lately),
+            stages=self._stages,
+            batches=self._batches,
+            open=self._open,
+        )
+
+    def restore(self, snapshot: RunSnapshot) -> None:
+        """Makes a new state that of `snapshot`; the plan stays."""
+        self._buffer.restore(snapshot.buffer)
+        self._curriculum.restore(snapshot.curriculum)
+        self._alarms.restore(snapshot.alarms)
+        self._trajectories.restore(snapshot.trajectories)
+        self._rounds.restore(snapshot.rounds)
+        for phase, ended in snapshot.evaluated.items():
+            self._evaluations[phase].restore(ended)
+        if self.has_trained:
+            self._evaluations[AFTER].begin()
+        self.turns_scored, self.fastest = snapshot.scored, snapshot.fastest
+        self.staleness_max, self.updates = snapshot.staleness_max, snapshot.updates
+        self.first_result, self.last_update = snapshot.first_result, snapshot.last_update
+        self.clock, self.alarm_changes, self.notes = snapshot.clock, snapshot.alarm_changes, snapshot.notes
+        self.ended_lately = deque(snapshot.ended_lately, maxlen=KEPT_ENDS)
+        self._stages, self._batches, self._open = snapshot.stages, snapshot.batches, snapshot.open
+
+    # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def version(self) -> int:
+        """The newest policy version."""
+        return self._buffer.version
+
+    @property
+    def may_train(self) -> bool:
+        return self._evaluations[BEFORE].has_ended
+
+    @property
+    def has_all_updates(self) -> bool:
+        """No batch will be made any more; a run that had more steps before its restart has groups left over."""
+        return self._buffer.batches_trained >= self.plan.buffer.max_steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Training was ended for good."""
+        return self._buffer.is_finished
+
+    @property
+    def has_trained(self) -> bool:
+        return self._buffer.is_done
+
+    @property
+    def has_ended(self) -> bool:
+        return self.has_trained and all(progress.has_ended for progress in self._evaluations.values())
+
+    @property
+    def reasons(self) -> Mapping[str, int]:
+        """Why groups ended without being trained on."""
+        return self._buffer.reasons
+
+    @property
+    def alarm_levels(self) -> Mapping[str, int]:
+        """By alarm; 0: quiet."""
+        return self._alarms.levels
+
+    @property
+    def alarms_raised(self) -> list[str]:
+        return self._alarms.any_raised
+
+    @property
+    def rounds_ended(self) -> Sequence[Round]:
+        """Evaluations beside training that have ended, oldest first."""
+        return self._rounds.ended
+
+    @property
+    def best_version(self) -> int | None:
+        """By the rounds; None before the first has ended."""
+        return self._rounds.best()
+
+    def stage_of(self, group_id: str) -> str:
+        """The stage of rewards that all rollouts of this group are paid by: that of its admission."""
+        return self._stages.get(group_id, self._curriculum.stage)
+
+    def counters(self) -> RunCounters:
+        counts = self._buffer.counts
+        return RunCounters(
+            groups_admitted=counts["admitted"],
+            groups_trained=counts[GroupOutcome.TRAINED],
+            groups_filtered=counts[GroupOutcome.FILTERED],
+            groups_dropped_stale=counts[GroupOutcome.DROPPED_STALE],
+            groups_failed=counts[GroupOutcome.FAILED],
+            rollouts=self.turns_scored,
+            updates=self.updates,
+            max_staleness=self.staleness_max,
+        )
+
+    def heldout(self, phase: str) -> list[RolloutStats]:
+        return [stats for stats in self._evaluations[phase].ended.values() if stats is not None]
+
+    def group_version(self, group_id: str) -> int | None:
+        """The policy version at admission of an open group; None once it has ended."""
+        return self._buffer.group_version(group_id)
+
+    def train_groups(self, batch_id: str) -> list[TrainGroup]:
+        """The groups of an outstanding batch, with advantages: the same on every call."""
+        return self._buffer.train_groups(batch_id)
+
+    def batch_stats(self, batch_id: str) -> list[RolloutStats]:
+        """The rollouts of an outstanding batch, with their age and advantage."""
+        batch = next(batch for batch in self._buffer.outstanding() if batch.batch_id == batch_id)
+        advantages = {
+            turn_id(sample.rollout_id, sample.turn): (sample.advantage, batch.index - sample.policy_version)
+            for group in self.train_groups(batch_id)
+            for sample in group.samples
+        }
+        return [
+            msgspec.structs.replace(stats, advantage=advantages[key][0], staleness=advantages[key][1])
+            for group_id in batch.group_ids
+            for key, stats in self._open.get(group_id, {}).items()
+            if key in advantages
+        ]
+
+    def turns(self, rollout_id: str) -> Sequence[TurnTaken]:
+        """The turns of an unfinished rollout, in order."""
+        return self._trajectories.turns(rollout_id)
+
+    def failure_of_another(self, rollout_id: str, problem_id: str) -> str:
+        return self._trajectories.failure_of_another(rollout_id, problem_id)
+
+    def awaits(self, group_id: str, rollout_id: str, turn: int) -> bool:
+        """Whether this is the turn that an open rollout is at: no late copy, and its group has not ended."""
+        is_open = rollout_id in self._asked(group_id) or self._buffer.awaits(group_id, rollout_id)
+        return is_open and turn == len(self.turns(rollout_id))
+
+    def open_work(self) -> list[Effect]:
+        """All that is under way, for a start and a restart; what the broker knows already it ignores."""
+        found: list[Effect] = list(self._asks(BEFORE))
+        for group_id, waiting in self._buffer.open_rollouts().items():
+            problem = self._problems[self._buffer.group_problem(group_id)]
+            found += [Ask(rollout_id, group_id, problem, Purpose.TRAIN) for rollout_id in waiting]
+        found += [Train(batch) for batch in self._buffer.outstanding()]
+        if not self.has_trained:
+            return [*found, *self._round_asks(self._rounds.open())]
+        return [*found, *self._asks(AFTER), *self._retired_round()]
+
+    # ── what is to happen: questions that answer with commands ────────────────────────────────────────────────
+
+    def due(self, now: float) -> Command | None:
+        """What time and state demand next: again and again until it is None."""
+        if self._is_over(now) and (finished := self.finish(now)) is not None:
+            return finished
+        return self.admission(now) or (self.batch_step(now) if self.may_train else None) or self.round_due(now)
+
+    def _is_over(self, now: float) -> bool:
+        """At the run's limits, which may be lower than before a restart: what waits for a batch then waits no more."""
+        limit, begun = self.plan.max_minutes, self.first_result
+        return self.has_all_updates or (limit is not None and begun is not None and now - begun > 60 * limit)
+
+    def finish(self, now: float, reason: str = RUN_ENDED) -> Finished | None:
+        """The end of training. Journaled, so that a limit that is raised during the last evaluation does not mix two
+        policies in it."""
+        return self._buffer.finish(now, reason)
+
+    def admission(self, now: float) -> Admitted | None:
+        """A group on the next problem, where there is room."""
+        if self._buffer.room() < 1:
+            return None
+        problem = self.next_problem(now)
+        return self._buffer.admission(problem.problem_id, problem.level, self.plan.group_size, now)
+
+    def batch_step(self, now: float) -> Event | None:
+        """A batch, or what comes before one: stale groups are dropped, it is held back."""
+        return self._buffer.poll(now)
+
+    def round_due(self, now: float) -> RoundBegun | None:
+        """An evaluation beside training."""
+        version = None if self.has_trained else self._rounds.due(self.version)
+        return None if version is None else RoundBegun(version, now)
+
+    def next_problem(self, now: float) -> Problem:
+        """Every training problem once in random order, then again; or what another curriculum draws. A function of the
+        admitted count, the seed and what was observed."""
+        count, n = self._buffer.counts["admitted"], len(self.plan.training)
+        benched = self._buffer.benched(now)
+        if self.plan.curriculum.kind != "uniform":
+            return self._curriculum.pick(count, benched)
+        order = random.Random(f"{self.plan.seed}.{count // n}").sample(self.plan.training, n)
+        chosen = [*order[count % n :], *order[: count % n]]
+        return next((problem for problem in chosen if problem.problem_id not in benched), chosen[0])
+
+    def ended(
+        self, group_id: str, rollout_id: str, last: TrainSample, stats: RolloutStats, now: float
+    ) -> list[Command]:
+        """The last turn of a rollout was scored."""
+        if is_evaluation(group_id):
+            return [self._evaluated(group_id, rollout_id, stats, now)]
+        event = self._buffer.scored(group_id, rollout_id, self._with_returns(rollout_id, last), now)
+        return [] if event is None else [RolloutEnded(rollout_id, group_id, stats), event]
+
+    def broken_off(self, group_id: str, rollout_id: str, reason: str, now: float) -> list[Command]:
+        """Infrastructure failed (I4): the turns before this one count, the rollout goes no further."""
+        if is_evaluation(group_id):
+            return [self._evaluated(group_id, rollout_id, None, now)]
+        if self.turns(rollout_id):
+            return self.learned(group_id, rollout_id, self._with_returns(rollout_id), now)
+        lost = self.lost(group_id, rollout_id, reason, now)
+        return [] if lost is None else [lost]
+
+    def lost(self, group_id: str, rollout_id: str, reason: str, now: float) -> Lost | None:
+        """A rollout ended without any reward."""
+        return self._buffer.lost(group_id, rollout_id, reason, now)
+
+    def learned(self, group_id: str, rollout_id: str, samples: list[TrainSample], now: float) -> list[Command]:
+        """A rollout has these samples and no numbers of its own, such as a demonstration."""
+        event = self._buffer.scored(group_id, rollout_id, samples, now)
+        return [] if event is None else [event]
+
+    def _evaluated(self, phase: str, rollout_id: str, last: RolloutStats | None, now: float) -> Evaluated:
+        """With several turns the best one counts."""
+        turns = [*(turn.stats for turn in self.turns(rollout_id)), *([last] if last else [])]
+        return Evaluated(phase, rollout_id, best_turn(turns) if turns else None, now)
+
+    def _with_returns(self, rollout_id: str, *last: TrainSample) -> list[TrainSample]:
+        return with_returns([*(turn.sample for turn in self.turns(rollout_id)), *last], self.plan.turns)
+
+    def trained(
+        self, batch_id: str, version: int, metrics: Mapping[str, float], failure: str, now: float
+    ) -> list[Command]:
+        """The learner answered, or failed over the batch's numbers; nothing where nobody waits for it."""
+        event: Event | None = (
+            self._buffer.batch_failed(batch_id, NON_FINITE, now)
+            if failure
+            else self._buffer.trained(batch_id, version, now)
+        )
+        if event is None:
+            return []
+        # What the alarms look at is journaled, so that a restart and a replay see the same ones.
+        values = {name: value for name, value in metrics.items() if name in self._alarms.metrics}
+        return [Watched(version, values | {NON_FINITE: float(bool(failure))}, now), event]
+
+    def untrained(self, batch_id: str, reason: str, now: float) -> list[Command]:
+        """No learner could train it."""
+        event = self._buffer.batch_failed(batch_id, reason, now)
+        return [] if event is None else [event]
+
+    # ── the only place where state changes ────────────────────────────────────────────────────────────────────
+
+    def do(self, command: Command) -> list[Effect]:
+        """Applies a command, and says what is to be done by it: all of it live, none of it again."""
+        had_trained = self.has_trained
+        effects = self._do(command)
+        if self.has_trained and not had_trained:
+            self._evaluations[AFTER].begin()
+            effects += [*self._asks(AFTER), *self._retired_round()]
+        return effects
+
+    def _do(self, command: Command) -> list[Effect]:
+        match command:
+            case Watched():
+                return self._watch(command)
+            case RoundBegun():
+                self._at(command.at)
+                return [RoundStarted(command.version), *self._round_asks(self._rounds.begin(command.version))]
+            case Evaluated():
+                self._at(command.at)
+                return self._end_evaluation(command)
+            case TurnTaken():
+                self._trajectories.apply(command)
+                self._count(command)
+                return self._next_turn(command)
+            case RolloutEnded():
+                self._count(command)
+                return []
+            case _:
+                noted = self._note(command)
+                closed = self._buffer.apply(command)
+                self._forget(closed)
+                return [*noted, *closed, *self._begun_by(command)]
+
+    def _begun_by(self, event: Event) -> list[Effect]:
+        if isinstance(event, BatchMade):
+            return [Train(event)]
+        if not isinstance(event, Admitted):
+            return []
+        problem = self._problems[event.problem_id]
+        ids = rollout_ids(event.group_id, event.rollouts)
+        return [Ask(rollout_id, event.group_id, problem, Purpose.TRAIN) for rollout_id in ids]
+
+    def _next_turn(self, taken: TurnTaken) -> list[Effect]:
+        group_id, rollout_id = taken.group_id, taken.rollout_id
+        if (asked := self._asked(group_id).get(rollout_id)) is not None:
+            return [Ask(rollout_id, group_id, asked, Purpose.EVAL)]
+        if not self._buffer.awaits(group_id, rollout_id):
+            return []
+        return [Ask(rollout_id, group_id, self._problems[self._buffer.group_problem(group_id)], Purpose.TRAIN)]
+
+    def _note(self, event: Event) -> list[Effect]:
+        """What the buffer's event means for everything beside the buffer, which has not applied it yet."""
+        self._at(event.at, is_result=not isinstance(event, Admitted))
+        match event:
+            case Admitted():
+                self._stages[event.group_id] = self._curriculum.stage
+            case RolloutScored() | Lost():
+                self._trajectories.forget(event.rollout_id)
+            case BatchMade():
+                self._batches[event.batch_id] = event.group_ids
+                self._age(event)
+            case BatchTrained():
+                self.updates += 1
+                self.last_update = event.at
+                return self._learn(event)
+            case BatchFailed():
+                self._batches.pop(event.batch_id, None)
+            case _:
+                pass
+        return []
+
+    def _count(self, command: TurnTaken | RolloutEnded) -> None:
+        stats = command.stats
+        if is_evaluation(command.group_id):
+            return
+        self.turns_scored += 1
+        if stats.file:
+            self.fastest[stats.problem_id] = max(stats.speedup_lo or 0.0, self.fastest.get(stats.problem_id, 0.0))
+        if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
+            self._curriculum.observe(stats.problem_id, stats.turn, stats.correct)
+        self._open.setdefault(command.group_id, {})[turn_id(command.rollout_id, stats.turn)] = stats
+
+    def _watch(self, command: Watched) -> list[Effect]:
+        changes = self._alarms.observe(command.version, command.metrics)
+        self.alarm_changes += changes
+        self._buffer.allowed_staleness = self._alarms.allowed_staleness(self.plan.buffer.max_staleness)
+        self._buffer.is_paused = self._alarms.active("pause_admission") > 0
+        return list(changes)
+
+    def _at(self, at: float, *, is_result: bool = True) -> None:
+        self.clock = max(self.clock, at)
+        if is_result and self.first_result is None:
+            self.first_result = at
+
+    def _age(self, batch: BatchMade) -> None:
+        versions = [s.policy_version for g in batch.group_ids for s in self._open.get(g, {}).values()]
+        self.staleness_max = max([self.staleness_max, *(batch.index - version for version in versions)])
+
+    def _learn(self, event: BatchTrained) -> list[Effect]:
+        """Tell the curriculum of a batch, before its groups are forgotten."""
+        groups = self._batches.pop(event.batch_id, [])
+        stats = [s for group_id in groups for s in self._open.get(group_id, {}).values() if s.role != VERIFIER]
+        if not stats:
+            return []
+        rates = BatchRates(sum(s.compiled for s in stats) / len(stats), sum(s.correct for s in stats) / len(stats))
+        notes = self._curriculum.batch_trained(rates)
+        self.notes += notes
+        return [CurriculumMoved(note) for note in notes]
+
+    def _forget(self, closed: Sequence[Closed]) -> None:
+        self.ended_lately += closed
+        for group in closed:
+            self._open.pop(group.group_id, None)
+            self._stages.pop(group.group_id, None)
+            self._trajectories.forget_group(group.group_id)
+
+    # ── evaluations ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _asked(self, group_id: str) -> Mapping[str, Problem]:
+        """Rollouts of this evaluation that are under way; nothing for other groups."""
+        if group_id in self._evaluations:
+            return self._evaluations[group_id].open
+        return self._rounds.open() if is_evaluation(group_id) else {}
+
+    def _end_evaluation(self, command: Evaluated) -> list[Effect]:
+        self._trajectories.forget(command.rollout_id)
+        if command.phase in self._evaluations:
+            self._evaluations[command.phase].end(command.rollout_id, command.stats)
+            return []
+        begun, done = self._rounds.end(command.phase, command.rollout_id, command.stats)
+        if done is not None:
+            return [done, Retire(command.phase)]
+        return [] if self.has_trained else self._round_asks(begun)
+
+    def _asks(self, phase: str) -> list[Effect]:
+        opened = self._evaluations[phase].open.items()
+        return [Ask(rollout_id, phase, problem, Purpose.EVAL) for rollout_id, problem in opened]
+
+    def _round_asks(self, opened: Mapping[str, Problem]) -> list[Effect]:
+        group_id = group_of_round(self._rounds.running or 0)
+        return [Ask(rollout_id, group_id, problem, Purpose.EVAL) for rollout_id, problem in opened.items()]
+
+    def _retired_round(self) -> list[Effect]:
+        """An evaluation beside training ends where training has ended."""
+        return [] if self._rounds.running is None else [Retire(group_of_round(self._rounds.running))]
