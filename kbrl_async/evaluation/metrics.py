@@ -127,7 +127,10 @@ def mean_over_problems(clusters: Clusters, value: Callable[[Sequence[Sample]], f
 
 def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
     """What held-out problems say of a version while it trains: TensorBoard tags as `kbrl eval` writes them, without
-    intervals, which would hold training up. Nothing of nothing. `eval/policy_version_mean` tells who wrote the answers."""
+    intervals, which would hold training up. Nothing of nothing.
+
+    `eval/policy_version_mean` tells which versions really wrote the answers.
+    """
     clusters = by_problem([sample_of(stats) for stats in results])
     if not clusters:
         return {}

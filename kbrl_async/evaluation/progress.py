@@ -6,7 +6,7 @@
                           ▲                                    │
                           └────────────────────────────────────┘   the next ones, until none are left
 
-Used before, after and during a run (`runs.run_state`, `rounds`) and by `kbrl eval` (`course`). What an end is, they say.
+Used before, after and during a run (`runs.run_state`, `rounds`) and by `kbrl eval` (`course`): they say what an end is.
 
 Invariants
 * Every rollout ends once; late and unknown ends change nothing.

@@ -22,7 +22,8 @@ from kbrl_async.rollouts.scoring import ScoredTurn, score, score_prediction
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnRules, goes_on
-from protocols.records import SOLVER, VERIFIER, Frame, Problem, Purpose, RolloutRequest, SamplingParams
+from protocols.records import SOLVER, VERIFIER, Problem, Purpose, RolloutRequest, SamplingParams
+from protocols.rollout import Record
 
 
 class RolloutRules(msgspec.Struct, frozen=True):
@@ -77,26 +78,24 @@ class RolloutManager:
             index_version=first.version,
         )
 
-    def score(self, rollout_id: str, record: Sequence[Frame], preset: Preset) -> ScoredTurn | None:
+    def score(self, rollout_id: str, record: Record, preset: Preset) -> ScoredTurn | None:
         """What the newest turn is worth; None where infrastructure failed (I4)."""
         taken = self._taken.turns(rollout_id)
         is_prediction = self._rules.mode == "agents" and role_of(len(taken)) == VERIFIER
         return score_prediction(record, taken[-1].category) if is_prediction else score(record, preset)
 
-    def learn(self, record: Sequence[Frame], scored: ScoredTurn) -> None:
+    def learn(self, record: Record, scored: ScoredTurn) -> None:
         """Prompts that show examples take in what became of this one."""
-        self._prompts.learn(next(frame for frame in record if isinstance(frame, RolloutRequest)), scored)
+        self._prompts.learn(record.request, scored)
 
     def goes_on(self, rollout_id: str, scored: ScoredTurn) -> bool:
         scores = [*(turn.score for turn in self._taken.turns(rollout_id)), scored.turn_score]
         return goes_on(scores, self._rules.turns)
 
-    def taken(
-        self, group_id: str, scored: ScoredTurn, stats: RolloutStats, record: Sequence[Frame], now: float
-    ) -> TurnTaken:
+    def taken(self, group_id: str, scored: ScoredTurn, stats: RolloutStats, record: Record, now: float) -> TurnTaken:
         """The entry that a turn leaves when another one follows."""
-        request = next(frame for frame in record if isinstance(frame, RolloutRequest))
-        feedback = feedback_of(record, self._rules.backend)
+        request = record.request
+        feedback = feedback_of(record.verdict, record.timing, record.source, self._rules.backend)
         refined = self._prompts.refined(request.problem, feedback)
         entry = TurnTaken(
             request.rollout_id, group_id, scored.sample, stats, scored.turn_score, refined, now, feedback.category

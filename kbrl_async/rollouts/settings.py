@@ -7,9 +7,62 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.doors import Door
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 
 AlarmAction = Literal["warn", "pause_admission", "lower_staleness", "stop"]
+
+_REWARDS = "kbrl_async.rollouts.rewards"
+ADVANTAGES = Door(
+    "advantages",
+    {
+        "leave_one_out": f"{_REWARDS}.advantages:leave_one_out",
+        "mean": f"{_REWARDS}.advantages:group_mean",
+        "mean_std": f"{_REWARDS}.advantages:group_mean_std",
+        "running_mean": f"{_REWARDS}.advantages:group_mean",
+        "none": f"{_REWARDS}.advantages:none",
+        "best_of_n": f"{_REWARDS}.advantages:best_of_n",
+        "reward_weight": f"{_REWARDS}.advantages:reward_weight",
+    },
+)
+"""Baselines: `(rewards) -> advantages`, of the samples of one prompt and turn. `running_mean` is the buffer's: the
+problem's past rewards, and the group's own mean where there are none yet."""
+REWARD_PRESETS = Door(
+    "reward_presets",
+    {
+        "auto": f"{_REWARDS}.presets:AUTO",
+        "stage1": f"{_REWARDS}.presets:STAGE1",
+        "stage2": f"{_REWARDS}.presets:STAGE2",
+        "stage3": f"{_REWARDS}.presets:STAGE3",
+        "kevin": f"{_REWARDS}.presets:KEVIN",
+        "kevin_offset": f"{_REWARDS}.presets:KEVIN_OFFSET",
+        "hierarchical": f"{_REWARDS}.presets:HIERARCHICAL",
+        "plan_code": f"{_REWARDS}.presets:PLAN_CODE",
+        "funnel": f"{_REWARDS}.presets:FUNNEL",
+        "fork": f"{_REWARDS}.presets:FORK",
+    },
+)
+"""Presets: a `Preset`, or three of them, one for each stage of the curriculum."""
+REWARD_PARTS = Door(
+    "reward_parts",
+    {
+        "format": f"{_REWARDS}.parts:has_format",
+        "static": f"{_REWARDS}.parts:is_clean",
+        "compile": f"{_REWARDS}.parts:is_built",
+        "valid": f"{_REWARDS}.parts:is_built",
+        "correctness": f"{_REWARDS}.parts:correctness",
+        "correct": f"{_REWARDS}.parts:is_correct",
+        "speed": f"{_REWARDS}.parts:speed",
+        "speedup": f"{_REWARDS}.parts:speedup",
+        "speedup_gain": f"{_REWARDS}.parts:speedup_gain",
+        "length": f"{_REWARDS}.parts:length",
+        "thinking": f"{_REWARDS}.parts:has_thought",
+    },
+)
+"""Parts: `(record) -> float`, of a record that is scorable and no cheat."""
+AdvantageName = Annotated[str, Meta(extra={"door": ADVANTAGES})]
+RewardPresetName = Annotated[str, Meta(extra={"door": REWARD_PRESETS})]
+RewardPartName = Annotated[str, Meta(extra={"door": REWARD_PARTS})]
 
 
 class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +86,7 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """prompt_option=raicl: most tokens of a prompt; null: what the model's context leaves beside max_tokens."""
     raicl_live: Count = 0
     """prompt_option=raicl: most verified kernels of this very run that join the index while it runs; 0: none."""
-    reward_preset: str = "stage3"
+    reward_preset: RewardPresetName = "stage3"
     """Set of reward weights to start from, or auto: stage1 to stage3 by progress; weights below replace single ones."""
     reward_format_weight: NonNegative | None = None
     """Pay for an answer from which a kernel could be extracted; null: the preset's."""
@@ -43,9 +96,7 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
     reward_speed_weight: NonNegative | None = None
     """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
-    reward_plan_part: Literal["speed", "speedup", "correctness", "correct", "compile", "thinking", "length"] | None = (
-        None
-    )
+    reward_plan_part: RewardPartName | None = None
     """What tokens around the kernel (thoughts, comments) are paid by, on their own; null: the preset's."""
     reward_plan_weight: Fraction | None = None
     """Weight of these tokens' advantages beside 1 of the kernel's; null: the preset's, 0: as all tokens."""
@@ -53,7 +104,10 @@ class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pays_plan(self) -> bool:
         """Tokens around the kernel earn a reward of their own."""
-        return self.reward_plan_weight != 0 and (self.reward_plan_part is not None or self.reward_preset == "plan_code")
+        if self.reward_plan_weight == 0 or self.reward_plan_part is not None:
+            return self.reward_plan_weight != 0
+        found = REWARD_PRESETS.load(self.reward_preset)
+        return any(preset.plan_part for preset in (found if isinstance(found, tuple) else (found,)))
 
     @property
     def reward_weights(self) -> dict[str, float]:

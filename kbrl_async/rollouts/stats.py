@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocols.records import SOLVER
-
-STEPS = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
+from protocols.records import SOLVER, Fault
+from protocols.rollout import STEPS, Record
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -17,6 +16,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     name: str
     passed: bool
     seconds: float = 0.0
+
+
+def steps_of(record: Record) -> tuple[Step, ...]:
+    """Those that the rollout's candidate came to, in order."""
+    return tuple(Step(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from protocols.records import TrainSample
 
 
 class TurnRules(msgspec.Struct, frozen=True):
-    """How many turns a rollout of a run takes, and what they are worth; `planning.turn_rules` makes it of a run's settings."""
+    """How many turns a rollout takes, and what they are worth; `runs.planning` makes it of a run's settings."""
 
     max_turns: int
     gamma: float

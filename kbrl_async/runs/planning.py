@@ -13,16 +13,13 @@ from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.manager import RolloutRules
-from kbrl_async.rollouts.rewards.presets import Preset, find_preset, with_plan
+from kbrl_async.rollouts.rewards.presets import Preset
 from kbrl_async.rollouts.settings import Alarms, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SFT
 from kbrl_async.runs.run_state import RunPlan, RunState
 from protocols.records import Problem
-
-AUTO = "auto"
-"""The reward preset that goes from stage1 to stage3 by itself."""
 
 
 def plan_of(config: Config) -> RunPlan:
@@ -77,23 +74,9 @@ def rollout_rules(config: Config) -> RolloutRules:
     return RolloutRules(config.mode, config.backend, config.prompt_option, turn_rules(config))
 
 
-def presets_of(config: Config) -> list[Preset]:
-    """The one reward preset, or those of all stages."""
-    builder = config.dataset_builder
-    stages = STAGES if builder.reward_preset == AUTO else (builder.reward_preset,)
-    found = [find_preset(stage, builder.reward_weights) for stage in stages]
-    return [with_plan(preset, builder.reward_plan_part, builder.reward_plan_weight) for preset in found]
-
-
 def preset_for(group_id: str, presets: Sequence[Preset], state: RunState) -> Preset:
     """All rollouts of a group are paid alike, whenever they end."""
     return presets[0] if len(presets) == 1 else presets[STAGES.index(state.stage_of(group_id))]
-
-
-def evaluation_preset(config: Config) -> Preset:
-    """What an evaluation's answers are paid by: of `auto`, what it ends at."""
-    builder = config.dataset_builder
-    return find_preset(STAGES[-1] if builder.reward_preset == AUTO else builder.reward_preset, builder.reward_weights)
 
 
 def evaluated_problems(config: Config) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Prompts as a run's configuration asks for them: which template or index, how long, and what they say of the machine."""
+"""Prompts as a run's configuration asks for them: the template or index, their length, the machine that they name."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.events import Closed
-from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
 from kbrl_async.runs.commands import Command, RolloutEnded, group_of, is_evaluation, without_tokens
 from kbrl_async.runs.run_state import RunSnapshot, RunState
+from kbrl_async.runs.telemetry.by_version import Answers, Tally
 
 FILE = "aggregator.sqlite"
 _encode = msgspec.msgpack.Encoder().encode
@@ -41,7 +41,19 @@ class RunJournal(EntryJournal[Command]):
         if self.is_due:
             self.compact(_encode(state.snapshot()))
 
-    def rollouts(self) -> list[RolloutStats]:
-        """The numbers of all training rollouts, turn by turn, in the order in which they were scored."""
-        scored = (entry for entry in self.history() if isinstance(entry, RolloutEnded | TurnTaken))
-        return [entry.stats for entry in scored if not is_evaluation(entry.group_id)]
+    def answers(self) -> Answers:
+        """The numbers of all training rollouts, turn by turn, and which of their groups lack some."""
+        tally = Tally()
+        for entry in self.history():
+            match entry:
+                case Admitted():
+                    tally.admitted(entry.group_id, entry.rollouts, entry.version)
+                case RolloutEnded() | TurnTaken() if not is_evaluation(entry.group_id):
+                    tally.answered(entry.group_id, entry.stats)
+                case RolloutScored():
+                    tally.ended(entry.group_id)
+                case Lost():
+                    tally.ended(entry.group_id, entry.reason)
+                case Swept():
+                    tally.swept(entry.group_ids)
+        return tally.answers()

@@ -1,4 +1,4 @@
-"""A run as a pure state machine: evaluate before, train, evaluate after. Live, restarted and replayed by the same calls.
+"""A run as a pure state machine: evaluate before, train, evaluate after. Live and replayed by the same calls.
 
 ::
 
@@ -7,7 +7,7 @@
 
 Invariants
 * State changes in `do` only; the same commands give the same state (I9).
-* What comes in, and what time brings, becomes a command by a question (`due`, `scored`, `lost` …), which changes nothing.
+* What comes in, and what time brings, becomes a command by a question (`due`, `ended`, `lost` …).
 * An evaluation rollout counts once, and never enters a batch.
 """
 
@@ -431,6 +431,7 @@ class RunState:
             case _:
                 noted = self._note(command)
                 closed = self._buffer.apply(command)
+                self._observe(command)
                 self._forget(closed)
                 return [*noted, *closed, *self._begun_by(command)]
 
@@ -472,6 +473,17 @@ class RunState:
                 pass
         return []
 
+    def _observe(self, event: Event) -> None:
+        """Tell the curriculum of a group when its last rollout has ended, in the order in which they were asked for.
+
+        One by one as they are scored, failures would come first, and the correct ones, last, would weigh most.
+        """
+        if not isinstance(event, RolloutScored | Lost) or self._buffer.awaits_more(event.group_id):
+            return
+        for _, stats in sorted(self._open.get(event.group_id, {}).items()):
+            if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
+                self._curriculum.observe(stats.problem_id, stats.turn, stats.correct)
+
     def _count(self, command: TurnTaken | RolloutEnded) -> None:
         stats = command.stats
         if is_evaluation(command.group_id):
@@ -479,8 +491,6 @@ class RunState:
         self.turns_scored += 1
         if stats.file:
             self.fastest[stats.problem_id] = max(stats.speedup_lo or 0.0, self.fastest.get(stats.problem_id, 0.0))
-        if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
-            self._curriculum.observe(stats.problem_id, stats.turn, stats.correct)
         self._open.setdefault(command.group_id, {})[turn_id(command.rollout_id, stats.turn)] = stats
 
     def _watch(self, command: Watched) -> list[Effect]:

@@ -16,10 +16,10 @@ from kbrl_async.evaluation.course import AskAnswer, Command, Course, Effect, End
 from kbrl_async.kernels.backends.launch.devices import ON_GPU
 from kbrl_async.kernels.funnel.records import result_of
 from kbrl_async.rollouts.prompts.first import FirstPrompts
-from kbrl_async.rollouts.rewards.presets import Preset
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
-from kbrl_async.runs.planning import evaluation_preset
-from protocols.records import Frame, Purpose
+from protocols.records import Purpose
+from protocols.rollout import Record
 from services.runtime.rollout_actor import Outside, RolloutActor
 
 TELL_S = 5.0
@@ -37,7 +37,7 @@ class Evaluator(RolloutActor[Command, Effect]):
         config = outside.service.config
         wanted = config.evaluation.temperature
         super().__init__(outside, course, prompts, config.temperature if wanted is None else wanted, clock)
-        self._reward_preset = evaluation_preset(config)
+        self._reward_preset = find_presets(config.dataset_builder)[-1]  # of auto, what it ends at
         self._said = (-1, -TELL_S)
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
@@ -48,10 +48,9 @@ class Evaluator(RolloutActor[Command, Effect]):
     def _awaits(self, group_id: str, rollout_id: str, turn: int) -> bool:
         return self._state.awaits(rollout_id, turn)
 
-    def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: list[Frame]) -> list[Command]:
-        source = scored.candidate.source if scored.candidate else ""
+    def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> list[Command]:
         device = "cuda" if self._config.backend in ON_GPU else "cpu"
-        tried = Tried(rollout_id, scored.stats, result_of(record, device), source, self.now)
+        tried = Tried(rollout_id, scored.stats, result_of(record, device), record.source, self.now)
         if self._manager.goes_on(rollout_id, scored):
             return [tried, self._manager.taken(group_id, scored, scored.stats, record, self.now)]
         return [tried, Ended(rollout_id, self.now)]

@@ -41,7 +41,8 @@ from kbrl_async.runs.archive.rows import Outcome
 from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded, Watched, without_tokens
 from kbrl_async.runs.planning import preset_for
 from kbrl_async.runs.run_state import RunState
-from protocols.records import Frame, TrainGroup
+from protocols.records import TrainGroup
+from protocols.rollout import Record
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ class Diverged(Exception):  # noqa: N818 - it is an outcome, not an error
 class Records(Protocol):
     """What is read of the archive."""
 
-    def record(self, task_id: str) -> list[Frame]: ...
+    def record(self, task_id: str) -> Record | None: ...
 
 
 class MadeBatch(msgspec.Struct, frozen=True):
@@ -156,9 +157,11 @@ class Decisions:
             return entry
         scored, _ = found
         stats = _as_kept(scored.stats, entry.stats)
-        ended, *follows = self._state.ended(entry.group_id, entry.rollout_id, scored.sample, stats, 0.0) or [None]
-        self._follows |= {entry.rollout_id: command for command in follows if command is not None}
-        return ended
+        made = self._state.ended(entry.group_id, entry.rollout_id, scored.sample, stats, 0.0)
+        if not made:
+            return None
+        self._follows[entry.rollout_id] = made[1]
+        return made[0]
 
     def _scored_again(self, event: RolloutScored) -> Command | None:
         """The rollout's samples with their returns, of records where there are any."""
@@ -185,13 +188,13 @@ class Decisions:
             return made[0]
         return msgspec.structs.replace(made[0], stats=_as_kept(best, entry.stats))
 
-    def _rescored(self, group_id: str, rollout_id: str) -> tuple[ScoredTurn, list[Frame]] | None:
+    def _rescored(self, group_id: str, rollout_id: str) -> tuple[ScoredTurn, Record] | None:
         """The newest turn, scored again; None where its record is gone or infrastructure failed."""
         turn = len(self._state.turns(rollout_id))
         record = self._records.record(turn_id(rollout_id, turn))
         preset = preset_for(group_id, self._presets, self._state)
-        scored = self._manager.score(rollout_id, record, preset) if record else None
-        if scored is None:
+        scored = self._manager.score(rollout_id, record, preset) if record is not None else None
+        if record is None or scored is None:
             return None
         self.rescored += 1
         return scored, record

@@ -17,10 +17,11 @@ import msgspec
 from kbrl_async.errors import CheckpointError
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.manager import RolloutManager
+from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, Archive
-from kbrl_async.runs.config import SUMMARY_FILE, load_run
-from kbrl_async.runs.planning import plan_of, presets_of, rollout_rules
+from kbrl_async.runs.folder import SUMMARY_FILE, load_run
+from kbrl_async.runs.planning import plan_of, rollout_rules
 from kbrl_async.runs.prompting import template_prompts
 from kbrl_async.runs.run_journal import FILE as JOURNAL_FILE
 from kbrl_async.runs.run_journal import RunJournal
@@ -68,7 +69,7 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
         state = RunState(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
         manager = RolloutManager(rollout_rules(config), state, template_prompts(config, run_dir), sampling)
-        decisions = Decisions(state, manager, presets_of(config), archive)
+        decisions = Decisions(state, manager, find_presets(config.dataset_builder), archive)
         updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
         try:
             _run(journal, archive, decisions, updates, report, told)

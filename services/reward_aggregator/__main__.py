@@ -50,14 +50,14 @@ async def main(stop: asyncio.Event) -> None:
             outside = Outside(service, journal, producer, recorder)
             prompts = prompts_of(config, run_dir, service.log)
             aggregator = Aggregator(outside, state, journal, metrics, prompts, demonstrations)
-            stages = [Stage.SCORE, Stage.TRAINED]
+            stages: list[str] = [Stage.SCORE, Stage.TRAINED]
             handle = aggregator.handle
             worker = Worker(service.addresses.work, service.worker_id, stages, SLOTS, handle, keys=service.keys)
             service.watch(worker.meter)
             plan = state.plan
             service.log.info("ready", training=len(plan.training), heldout=len(plan.heldout), resumed=state.clock > 0)
             if await run_beside(worker, aggregator.pump(lambda: worker.welcomes), stop):
-                metrics.finish(aggregator.now, journal.rollouts())
+                metrics.finish(aggregator.now, journal.answers())
                 service.log.info("finished", summary=str(run_dir / "summary.json"))
                 return
     if stop.is_set():

@@ -17,7 +17,7 @@ from kbrl_async.evaluation.rounds import Round
 from kbrl_async.rollouts.alarms import AlarmChange
 from kbrl_async.rollouts.buffer.events import BatchMade, Finished
 from kbrl_async.rollouts.prompts.first import FirstPrompts
-from kbrl_async.rollouts.rewards.presets import Preset
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.runs.commands import (
     Ask,
@@ -31,11 +31,12 @@ from kbrl_async.runs.commands import (
     closed_in,
 )
 from kbrl_async.runs.demonstrations.dataset import SftDataset
-from kbrl_async.runs.planning import preset_for, presets_of
+from kbrl_async.runs.planning import preset_for
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
 from protocols.messages import Stage, Status, Task
-from protocols.records import Frame, Purpose, TrainBatch, UpdateReport
+from protocols.records import Purpose, TrainBatch, UpdateReport
+from protocols.rollout import Record
 from services.reward_aggregator.ageing import REMEMBERED, ages_by_stage
 from services.reward_aggregator.guards import ADVICE, AlarmResponder, FailureGuard
 from services.reward_aggregator.metrics_writer import MetricsWriter
@@ -66,7 +67,7 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._published: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._alarms = AlarmResponder(self._config, outside.service.run_dir, self._log)
         self._failures = FailureGuard()
-        self._presets = presets_of(self._config)
+        self._presets = find_presets(self._config.dataset_builder)
         self._looked = clock()
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
@@ -77,18 +78,18 @@ class Aggregator(RolloutActor[Command, Effect]):
     def _preset(self, group_id: str) -> Preset:
         return preset_for(group_id, self._presets, self._state)
 
-    def _noted(self, scored: ScoredTurn, record: list[Frame]) -> ScoredTurn:
+    def _noted(self, scored: ScoredTurn, record: Record) -> ScoredTurn:
         stats = self._metrics.keep_kernel(scored)
         ages = ages_by_stage(record, self._published)
         return msgspec.structs.replace(scored, stats=msgspec.structs.replace(stats, ages=ages))
 
-    def _trace(self, record: list[Frame], scored: ScoredTurn | None) -> None:
+    def _trace(self, record: Record, scored: ScoredTurn | None) -> None:
         self._metrics.trace(record, scored)
 
     def _awaits(self, group_id: str, rollout_id: str, turn: int) -> bool:
         return self._state.awaits(group_id, rollout_id, turn)
 
-    def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: list[Frame]) -> list[Command]:
+    def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> list[Command]:
         if self._manager.goes_on(rollout_id, scored):
             return [self._manager.taken(group_id, scored, scored.stats, record, self.now)]
         return self._state.ended(group_id, rollout_id, scored.sample, scored.stats, self.now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
@@ -21,11 +20,13 @@ from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
+from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
-from protocols.records import Frame, UpdateReport
+from protocols.records import UpdateReport
+from protocols.rollout import Record
 from services.runtime.service import Service
 
 KERNELS = "kernels"
@@ -68,7 +69,7 @@ class MetricsWriter:
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
 
-    def trace(self, record: Sequence[Frame], scored: ScoredTurn | None) -> None:
+    def trace(self, record: Record, scored: ScoredTurn | None) -> None:
         """The way of one turn, if the run is traced."""
         if self._traces is not None:
             self._traces.add(record, scored.sample.reward if scored else None)
@@ -144,10 +145,10 @@ class MetricsWriter:
         if self._system is not None:
             self._system.flush()
 
-    def finish(self, seconds: float, rollouts: Sequence[RolloutStats]) -> summary.Summary:
+    def finish(self, seconds: float, answers: Answers) -> summary.Summary:
         """Writes `summary.json`, the sign that the run has ended; returns its content.
 
-        :param rollouts: all scored training rollouts, in order.
+        :param answers: all of training.
         """
         self.tick()
         state = self._state
@@ -155,7 +156,7 @@ class MetricsWriter:
         begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))
         content = summary.build(
             counters=state.counters(),
-            rollouts=rollouts,
+            answers=answers,
             wall_s=ended - begun,
             busy=self._busy(begun, ended),
             heldout_before=state.heldout(BEFORE),

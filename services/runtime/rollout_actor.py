@@ -25,15 +25,16 @@ import msgspec
 from kbrl_async.rollouts.manager import RolloutManager
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import Preset
-from kbrl_async.rollouts.scoring import ScoredTurn, decode, lost_reason
+from kbrl_async.rollouts.scoring import ScoredTurn, received
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.rollouts.turns import split_turn_id, turn_id
 from kbrl_async.runs.archive.journal import EntryJournal
 from kbrl_async.runs.archive.recorder import Recorder
 from kbrl_async.runs.planning import rollout_rules
 from kbrl_async.runs.telemetry.logs import bound
-from protocols.messages import Stage, Status, Task
-from protocols.records import Fault, Frame, Generation, Problem, Purpose, SamplingParams
+from protocols.messages import Stage, Task
+from protocols.records import Problem, Purpose, SamplingParams
+from protocols.rollout import Record
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
@@ -106,18 +107,17 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
         rollout_id, turn = split_turn_id(task.task_id)
         if turn != len(self._state.turns(rollout_id)):
             return  # a late copy of a turn that was taken long ago
-        record = decode(frames)
-        preset = self._preset(task.group_id)
-        scored = self._manager.score(rollout_id, record, preset) if task.status == Status.OK else None
+        record = received(frames, task.status)
+        scored = self._manager.score(rollout_id, record, self._preset(task.group_id))
         if scored is not None:
             scored = self._noted(scored, record)
         is_best = scored is not None and bool(scored.stats.file)
-        await self._outside.recorder.scored(task, rollout_id, frames, record, scored, self.now, is_best=is_best)
+        await self._outside.recorder.scored(task, frames, record, scored, self.now, is_best=is_best)
         self._trace(record, scored)
         if not self._awaits(task.group_id, rollout_id, turn):
             return
         if scored is None:
-            self.do(*self._broken_off(task.group_id, rollout_id, _reason(task, record)))
+            self.do(*self._broken_off(task.group_id, rollout_id, record.lost_because))
             return
         self._manager.learn(record, scored)
         self.do(*self._scored(task.group_id, rollout_id, scored, record))
@@ -126,20 +126,18 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
     @abstractmethod
     def _preset(self, group_id: str) -> Preset: ...
 
-    def _noted(self, scored: ScoredTurn, record: list[Frame]) -> ScoredTurn:
+    def _noted(self, scored: ScoredTurn, record: Record) -> ScoredTurn:
         """With what only this actor knows of the turn."""
         return scored
 
-    def _trace(self, record: list[Frame], scored: ScoredTurn | None) -> None:
+    def _trace(self, record: Record, scored: ScoredTurn | None) -> None:
         """Whoever follows single turns is told of this one."""
 
     @abstractmethod
     def _awaits(self, group_id: str, rollout_id: str, turn: int) -> bool: ...
 
     @abstractmethod
-    def _scored(
-        self, group_id: str, rollout_id: str, scored: ScoredTurn, record: list[Frame]
-    ) -> Sequence[CommandT]: ...
+    def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> Sequence[CommandT]: ...
 
     @abstractmethod
     def _broken_off(self, group_id: str, rollout_id: str, reason: str) -> Sequence[CommandT]: ...
@@ -196,13 +194,3 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
         frames, task_id = [msgspec.msgpack.encode(request)], turn_id(rollout_id, request.turn)
         submit = self._outside.producer.submit
         self._submissions.begin(submit(task_id, Stage.GENERATE, frames, group_id, max_staleness, self._config.backend))
-
-
-def _reason(task: Task, record: list[Frame]) -> str:
-    """Why a turn has no verdict: what the broker says, or the kind of failure."""
-    if task.status != Status.OK:
-        return str(task.status)
-    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    if generation is None or generation.fault in (Fault.OK, Fault.INFRA_ERROR):
-        return lost_reason(record)
-    return str(generation.fault)

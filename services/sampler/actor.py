@@ -17,7 +17,6 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.rollouts.prompts import extract, kernel_span
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
-from kbrl_async.rollouts.scoring import PROMPT_TOO_LONG
 from kbrl_async.runs.config import sampler_threads
 from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.sampling.engine import Completion, Computes, Engine, EngineStats
@@ -25,6 +24,7 @@ from kbrl_async.sampling.spans import token_span
 from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.messages import Stage, Task
 from protocols.records import VERIFIER, Candidate, Fault, Generation, PolicyVersion, RolloutRequest
+from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome

@@ -52,8 +52,6 @@ ZERO_VARIANCE = "zero_variance"
 TOO_FEW = "too_few_rollouts"
 RUNNING_RATE = 0.3
 """Weight of a problem's newest group in its running mean reward."""
-
-
 MIN_ROLLOUTS = 2
 """Scored rollouts without which a group has nothing to compare."""
 
@@ -78,7 +76,7 @@ class BufferRules(msgspec.Struct, frozen=True):
 
 
 class RolloutBuffer:
-    """Decisions (`admission`, `scored`, `poll` …) return the event that is to happen and change nothing; `apply` changes.
+    """Decisions (`admission`, `scored`, `poll` …) return the event that is to happen, `apply` makes it happen.
 
     event = buffer.scored("g000001", "g000001.r0", samples, now)
     closed = buffer.apply(event)           # journaled first
@@ -182,6 +180,11 @@ class RolloutBuffer:
             for g in self._groups.values()
             if not g.is_complete
         }
+
+    def awaits_more(self, group_id: str) -> bool:
+        """Whether rollouts of an open group have not ended."""
+        group = self._groups.get(group_id)
+        return group is not None and not group.is_complete
 
     def group_version(self, group_id: str) -> int | None:
         """The policy version at admission of an open group; None once it has ended."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from kbrl_async.rollouts.stats import STEPS, Step
+from kbrl_async.rollouts.stats import Step
+from protocols.rollout import STEPS
 
 
 def funnel(candidates: Iterable[Sequence[Step]]) -> dict[str, dict[str, float]]:

@@ -19,8 +19,9 @@ from kbrl_async.rollouts.turns import turn_id
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, Update, make_row
 from kbrl_async.runs.archive.rows import AFTER, BEFORE
 from kbrl_async.runs.config.sections import Archive
-from protocols.messages import Status, Task
-from protocols.records import Fault, Frame, TrainGroup, UpdateReport
+from protocols.messages import Task
+from protocols.records import TrainGroup, UpdateReport
+from protocols.rollout import Record
 
 PURPOSES = {"eval-before": BEFORE, "eval-after": AFTER}
 """Of those groups whose rows are neither training nor plain evaluation."""
@@ -43,9 +44,8 @@ class Recorder:
     async def scored(
         self,
         task: Task,
-        rollout_id: str,
         frames: list[bytes],
-        record: Sequence[Frame],
+        record: Record,
         scored: ScoredTurn | None,
         clock: float,
         *,
@@ -56,17 +56,13 @@ class Recorder:
             return
         row = make_row(
             task.task_id,
-            task.group_id,
-            rollout_id,
             record,
             at=time.time(),
             clock=clock,
             purpose=PURPOSES.get(task.group_id, ""),
-            status=_status(task, scored),
-            fault=scored.fault if scored else "",
             reward=scored.sample.reward if scored else None,
         )
-        kept = frames if self._keep == "all" or is_best else []
+        kept = frames[: 1 + len(record.work)] if self._keep == "all" or is_best else []
         await asyncio.wrap_future(self._writer.add(row, kept, keep=is_best))
 
     async def batch(self, batch: BatchMade, groups: Sequence[TrainGroup]) -> None:
@@ -96,9 +92,3 @@ def outcomes_of(batch: BatchMade, groups: Sequence[TrainGroup]) -> list[Outcome]
         for group in groups
         for s in group.samples
     ]
-
-
-def _status(task: Task, scored: ScoredTurn | None) -> str:
-    if task.status != Status.OK:
-        return str(task.status)
-    return "ok" if scored is not None else str(Fault.INFRA_ERROR)
