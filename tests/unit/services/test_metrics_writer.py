@@ -21,8 +21,8 @@ def rollout(number: int, *, cheated: bool = False) -> RolloutStats:
 
 def told(folder: Path, rollouts: list[RolloutStats]) -> list[Line]:
     config = settings()
-    frame, campaign = service("reward_aggregator", folder, config), RunState(plan_of(config))
-    MetricsWriter(frame, campaign).updated(UpdateReport("b", 3, {}), rollouts, campaign.counters())
+    frame, state = service("reward_aggregator", folder, config), RunState(plan_of(config))
+    MetricsWriter(frame, state).updated(UpdateReport("b", 3, {}), rollouts, state.counters())
     assert isinstance(frame.log, Log)
     return frame.log.lines
 
