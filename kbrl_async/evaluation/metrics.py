@@ -60,7 +60,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 def sample_of(stats: RolloutStats, sample: int = 0) -> Sample:
     """The answer whose best turn has these numbers; `sample` is its number among those to its problem."""
-    has_speed = stats.speedup is not None and stats.speedup_lo is not None and stats.speedup_hi is not None
+    speedups: dict[str, Speed] = {}
+    if stats.speedup is not None:
+        speedups[EAGER] = (stats.speedup, stats.speedup_lo or 0.0, stats.speedup_hi or stats.speedup)
     return Sample(
         problem_id=stats.problem_id,
         level=stats.level,
@@ -69,7 +71,7 @@ def sample_of(stats: RolloutStats, sample: int = 0) -> Sample:
         correct=stats.correct,
         cheated=stats.cheated,
         fault=stats.fault,
-        speedups={EAGER: (stats.speedup, stats.speedup_lo, stats.speedup_hi)} if has_speed else {},  # type: ignore[dict-item]
+        speedups=speedups,
         tokens=stats.tokens,
         reward=stats.reward,
         policy_version=stats.policy_version,

@@ -280,7 +280,7 @@ def _mean(groups: Sequence[Sequence[float]]) -> float:
     return mean(value for group in groups for value in group) or 0.0
 
 
-# ── from the events of the group book ─────────────────────────────────────────────────────────────────────────────
+# ── from the events of the rollout buffer ────────────────────────────────────────────────────────────────────────────
 
 
 class Tally:

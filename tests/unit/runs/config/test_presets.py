@@ -9,7 +9,7 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.corrections import CORRECTIONS
 from kbrl_async.learning.objective import check_combination
-from kbrl_async.rollouts.rewards.advantages import BASELINES
+from kbrl_async.rollouts.settings import ADVANTAGES
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.ranges import CorrectionName, PresetName
@@ -26,7 +26,7 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
 def test_every_method_is_a_valid_configuration(name: str) -> None:
     config = load(overrides=[f"method={name}"])
     check_combination(config.loss, tuple(config.corrections), config.learner.kl)
-    assert (config.advantage in BASELINES, config.method) == (True, name)
+    assert (ADVANTAGES.knows(config.advantage), config.method) == (True, name)
 
 
 def test_the_schema_names_exactly_the_presets_and_corrections_that_exist() -> None:
