@@ -129,12 +129,18 @@ class CurriculumTracker:
         return [(1 - self.share) / easy if problem.level == lowest else self.share / hard for problem in self._problems]
 
     def pick(self, count: int, excluded: frozenset[str]) -> Problem:
-        """The problem of group number `count`: drawn by weight, the same for the same state, count and seed."""
+        """The problem of group number `count`, the same for the same state, count and seed: every one once in random
+        order, then again (`uniform`), or drawn by weight."""
+        if self.settings.kind == "uniform":
+            turn, place = divmod(count, len(self._problems))
+            order = random.Random(f"{self._seed}.{turn}").sample(self._problems, len(self._problems))
+            chosen = [*order[place:], *order[:place]]
+            return next((problem for problem in chosen if problem.problem_id not in excluded), chosen[0])
         rng = random.Random(f"{self._seed}.{count}")
         open_ = [
             (problem, weight)
             for problem, weight in zip(self._problems, self.weights(), strict=True)
             if problem.problem_id not in excluded
         ]
-        chosen = open_ or list(zip(self._problems, self.weights(), strict=True))
-        return rng.choices([p for p, _ in chosen], weights=[w for _, w in chosen])[0]
+        drawn = open_ or list(zip(self._problems, self.weights(), strict=True))
+        return rng.choices([p for p, _ in drawn], weights=[w for _, w in drawn])[0]

@@ -16,21 +16,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from kbrl_async.evaluation.rounds import Round, RoundBegun, is_round
+from kbrl_async.evaluation.rounds import Round, RoundBegun
 from kbrl_async.rollouts import trajectories
 from kbrl_async.rollouts.alarms import AlarmChange
 from kbrl_async.rollouts.buffer.events import BatchMade, Closed, Event, RolloutScored
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken
 from protocols.records import Problem, Purpose, TrainGroup
-
-BEFORE, AFTER = "eval-before", "eval-after"
-
-
-def is_evaluation(group_id: str) -> bool:
-    """Whether these rollouts are of an evaluation: counted by no group, in no batch."""
-    return group_id in (BEFORE, AFTER) or is_round(group_id)
-
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from kbrl_async.evaluation.heldout import is_evaluation
 from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
-from kbrl_async.runs.commands import Command, RolloutEnded, group_of, is_evaluation, without_tokens
-from kbrl_async.runs.run_state import RunSnapshot, RunState
+from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
+from kbrl_async.runs.run_plan import RunSnapshot
+from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
 
 FILE = "aggregator.sqlite"

@@ -13,16 +13,15 @@ Invariants
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.evaluation.progress import EvaluationProgress
-from kbrl_async.evaluation.rounds import Round, RoundBegun, Rounds, RoundsState, group_of_round
-from kbrl_async.rollouts.alarms import NON_FINITE, AlarmChange, AlarmsState, AlarmWatch, rules_of
-from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, BufferRules, RolloutBuffer, rollout_ids
+from kbrl_async.evaluation.heldout import AFTER, BEFORE, Asked, HeldoutEvaluations, is_evaluation
+from kbrl_async.evaluation.rounds import Round, RoundBegun, group_of_round
+from kbrl_async.rollouts.alarms import NON_FINITE, AlarmChange, AlarmWatch, rules_of
+from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
@@ -34,15 +33,11 @@ from kbrl_async.rollouts.buffer.events import (
     Lost,
     RolloutScored,
 )
-from kbrl_async.rollouts.buffer.group import BufferState
-from kbrl_async.rollouts.curriculum import BatchRates, CurriculumState, CurriculumTracker
-from kbrl_async.rollouts.settings import Alarms, Curriculum
+from kbrl_async.rollouts.curriculum import BatchRates, CurriculumTracker
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.rollouts.trajectories import Trajectories, TrajectoriesState, TurnTaken, best_turn
-from kbrl_async.rollouts.turns import TurnRules, turn_id, with_returns
+from kbrl_async.rollouts.trajectories import Trajectories, TurnTaken, best_turn
+from kbrl_async.rollouts.turns import turn_id, with_returns
 from kbrl_async.runs.commands import (
-    AFTER,
-    BEFORE,
     Ask,
     Command,
     CurriculumMoved,
@@ -53,56 +48,15 @@ from kbrl_async.runs.commands import (
     RoundStarted,
     Train,
     Watched,
-    is_evaluation,
 )
+from kbrl_async.runs.run_plan import RunPlan, RunSnapshot
 from kbrl_async.runs.summary import RunCounters
-from protocols.records import VERIFIER, GroupOutcome, Problem, Purpose, TrainGroup, TrainSample
+from protocols.records import VERIFIER, GroupOutcome, Purpose, TrainGroup, TrainSample
 
 KEPT_CHANGES = 100
 """Changes of alarms that a written state keeps."""
 KEPT_ENDS = 256
 """Ends of groups that are told to the archive again after a restart: more than can be on their way to it."""
-
-
-class RunPlan(msgspec.Struct, frozen=True):
-    """What a run is to do; fixed for its length. `planning.plan_of` makes it of a configuration."""
-
-    training: list[Problem]
-    heldout: list[Problem]
-    group_size: int
-    seed: int
-    max_minutes: float | None
-    eval_samples: int
-    eval_every: int
-    eval_credit: int
-    buffer: BufferRules
-    turns: TurnRules
-    curriculum: Curriculum
-    alarms: Alarms
-
-
-class RunSnapshot(msgspec.Struct, frozen=True):
-    """All that a run remembers: as large as what is open, however long it is (I10). Journals hold it by these names."""
-
-    buffer: BufferState = msgspec.field(name="book")
-    curriculum: CurriculumState
-    alarms: AlarmsState
-    trajectories: TrajectoriesState = msgspec.field(name="dialogues")
-    rounds: RoundsState
-    evaluated: dict[str, dict[str, RolloutStats | None]]
-    scored: int
-    fastest: dict[str, float]
-    staleness_max: int = msgspec.field(name="max_staleness")
-    updates: int
-    first_result: float | None
-    last_update: float
-    clock: float
-    alarm_changes: list[AlarmChange]
-    notes: list[str]
-    ended_lately: list[Closed]
-    stages: dict[str, str]
-    batches: dict[str, list[str]]
-    open: dict[str, dict[str, RolloutStats]]
 
 
 class RunState:
@@ -128,11 +82,7 @@ class RunState:
         self._trajectories = Trajectories()
         self._curriculum = CurriculumTracker(plan.curriculum, plan.training, plan.seed)
         self._alarms = AlarmWatch(rules_of(plan.alarms))
-        self._rounds = Rounds(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
-        self._evaluations: dict[str, EvaluationProgress[RolloutStats | None]] = {
-            phase: EvaluationProgress(phase, plan.heldout, plan.eval_samples) for phase in (BEFORE, AFTER)
-        }
-        self._evaluations[BEFORE].begin()
+        self._heldout = HeldoutEvaluations(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
         self._stages: dict[str, str] = {}
         self._batches: dict[str, list[str]] = {}
         self._open: dict[str, dict[str, RolloutStats]] = {}
@@ -146,8 +96,8 @@ class RunState:
             curriculum=self._curriculum.state(),
             alarms=self._alarms.state(),
             trajectories=self._trajectories.state(),
-            rounds=self._rounds.state(),
-            evaluated={phase: dict(progress.ended) for phase, progress in self._evaluations.items()},
+            rounds=self._heldout.rounds.state(),
+            evaluated=self._heldout.ended(),
             scored=self.turns_scored,
             fastest=self.fastest,
             staleness_max=self.staleness_max,
@@ -169,11 +119,9 @@ class RunState:
         self._curriculum.restore(snapshot.curriculum)
         self._alarms.restore(snapshot.alarms)
         self._trajectories.restore(snapshot.trajectories)
-        self._rounds.restore(snapshot.rounds)
-        for phase, ended in snapshot.evaluated.items():
-            self._evaluations[phase].restore(ended)
+        self._heldout.restore(snapshot.evaluated, snapshot.rounds)
         if self.has_trained:
-            self._evaluations[AFTER].begin()
+            self._heldout.begin_after()
         self.turns_scored, self.fastest = snapshot.scored, snapshot.fastest
         self.staleness_max, self.updates = snapshot.staleness_max, snapshot.updates
         self.first_result, self.last_update = snapshot.first_result, snapshot.last_update
@@ -190,7 +138,7 @@ class RunState:
 
     @property
     def may_train(self) -> bool:
-        return self._evaluations[BEFORE].has_ended
+        return self._heldout.has_ended(BEFORE)
 
     @property
     def has_all_updates(self) -> bool:
@@ -208,7 +156,7 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
-        return self.has_trained and all(progress.has_ended for progress in self._evaluations.values())
+        return self.has_trained and self.may_train and self._heldout.has_ended(AFTER)
 
     @property
     def reasons(self) -> Mapping[str, int]:
@@ -227,12 +175,12 @@ class RunState:
     @property
     def rounds_ended(self) -> Sequence[Round]:
         """Evaluations beside training that have ended, oldest first."""
-        return self._rounds.ended
+        return self._heldout.rounds.ended
 
     @property
     def best_version(self) -> int | None:
         """By the rounds; None before the first has ended."""
-        return self._rounds.best()
+        return self._heldout.rounds.best()
 
     def stage_of(self, group_id: str) -> str:
         """The stage of rewards that all rollouts of this group are paid by: that of its admission."""
@@ -252,7 +200,7 @@ class RunState:
         )
 
     def heldout(self, phase: str) -> list[RolloutStats]:
-        return [stats for stats in self._evaluations[phase].ended.values() if stats is not None]
+        return self._heldout.results(phase)
 
     def group_version(self, group_id: str) -> int | None:
         """The policy version at admission of an open group; None once it has ended."""
@@ -286,19 +234,23 @@ class RunState:
 
     def awaits(self, group_id: str, rollout_id: str, turn: int) -> bool:
         """Whether this is the turn that an open rollout is at: no late copy, and its group has not ended."""
-        is_open = rollout_id in self._asked(group_id) or self._buffer.awaits(group_id, rollout_id)
-        return is_open and turn == len(self.turns(rollout_id))
+        is_asked = self._heldout.problem(group_id, rollout_id) is not None
+        return (is_asked or self._buffer.awaits(group_id, rollout_id)) and turn == len(self.turns(rollout_id))
 
     def open_work(self) -> list[Effect]:
         """All that is under way, for a start and a restart; what the broker knows already it ignores."""
-        found: list[Effect] = list(self._asks(BEFORE))
+        found: list[Effect] = list(_evaluate(self._heldout.asked(BEFORE)))
         for group_id, waiting in self._buffer.open_rollouts().items():
             problem = self._problems[self._buffer.group_problem(group_id)]
             found += [Ask(rollout_id, group_id, problem, Purpose.TRAIN) for rollout_id in waiting]
         found += [Train(batch) for batch in self._buffer.outstanding()]
-        if not self.has_trained:
-            return [*found, *self._round_asks(self._rounds.open())]
-        return [*found, *self._asks(AFTER), *self._retired_round()]
+        return [*found, *(self._after_training() if self.has_trained else _evaluate(self._heldout.asked_in_round()))]
+
+    def _after_training(self) -> list[Effect]:
+        """The last evaluation begins, and one beside training ends where training has ended."""
+        running = self._heldout.rounds.running
+        retired = [] if running is None else [Retire(group_of_round(running))]
+        return [*_evaluate(self._heldout.asked(AFTER)), *retired]
 
     # ── what is to happen: questions that answer with commands ────────────────────────────────────────────────
 
@@ -322,7 +274,7 @@ class RunState:
         """A group on the next problem, where there is room."""
         if self._buffer.room() < 1:
             return None
-        problem = self.next_problem(now)
+        problem = self._curriculum.pick(self._buffer.counts["admitted"], self._buffer.benched(now))
         return self._buffer.admission(problem.problem_id, problem.level, self.plan.group_size, now)
 
     def batch_step(self, now: float) -> Event | None:
@@ -331,19 +283,8 @@ class RunState:
 
     def round_due(self, now: float) -> RoundBegun | None:
         """An evaluation beside training."""
-        version = None if self.has_trained else self._rounds.due(self.version)
+        version = None if self.has_trained else self._heldout.rounds.due(self.version)
         return None if version is None else RoundBegun(version, now)
-
-    def next_problem(self, now: float) -> Problem:
-        """Every training problem once in random order, then again; or what another curriculum draws. A function of the
-        admitted count, the seed and what was observed."""
-        count, n = self._buffer.counts["admitted"], len(self.plan.training)
-        benched = self._buffer.benched(now)
-        if self.plan.curriculum.kind != "uniform":
-            return self._curriculum.pick(count, benched)
-        order = random.Random(f"{self.plan.seed}.{count // n}").sample(self.plan.training, n)
-        chosen = [*order[count % n :], *order[: count % n]]
-        return next((problem for problem in chosen if problem.problem_id not in benched), chosen[0])
 
     def ended(
         self, group_id: str, rollout_id: str, last: TrainSample, stats: RolloutStats, now: float
@@ -407,8 +348,8 @@ class RunState:
         had_trained = self.has_trained
         effects = self._do(command)
         if self.has_trained and not had_trained:
-            self._evaluations[AFTER].begin()
-            effects += [*self._asks(AFTER), *self._retired_round()]
+            self._heldout.begin_after()
+            effects += self._after_training()
         return effects
 
     def _do(self, command: Command) -> list[Effect]:
@@ -417,7 +358,7 @@ class RunState:
                 return self._watch(command)
             case RoundBegun():
                 self._at(command.at)
-                return [RoundStarted(command.version), *self._round_asks(self._rounds.begin(command.version))]
+                return [RoundStarted(command.version), *_evaluate(self._heldout.begin_round(command.version))]
             case Evaluated():
                 self._at(command.at)
                 return self._end_evaluation(command)
@@ -446,7 +387,7 @@ class RunState:
 
     def _next_turn(self, taken: TurnTaken) -> list[Effect]:
         group_id, rollout_id = taken.group_id, taken.rollout_id
-        if (asked := self._asked(group_id).get(rollout_id)) is not None:
+        if (asked := self._heldout.problem(group_id, rollout_id)) is not None:
             return [Ask(rollout_id, group_id, asked, Purpose.EVAL)]
         if not self._buffer.awaits(group_id, rollout_id):
             return []
@@ -527,32 +468,13 @@ class RunState:
             self._stages.pop(group.group_id, None)
             self._trajectories.forget_group(group.group_id)
 
-    # ── evaluations ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def _asked(self, group_id: str) -> Mapping[str, Problem]:
-        """Rollouts of this evaluation that are under way; nothing for other groups."""
-        if group_id in self._evaluations:
-            return self._evaluations[group_id].open
-        return self._rounds.open() if is_evaluation(group_id) else {}
-
     def _end_evaluation(self, command: Evaluated) -> list[Effect]:
         self._trajectories.forget(command.rollout_id)
-        if command.phase in self._evaluations:
-            self._evaluations[command.phase].end(command.rollout_id, command.stats)
-            return []
-        begun, done = self._rounds.end(command.phase, command.rollout_id, command.stats)
+        begun, done = self._heldout.end(command.phase, command.rollout_id, command.stats)
         if done is not None:
             return [done, Retire(command.phase)]
-        return [] if self.has_trained else self._round_asks(begun)
+        return [] if self.has_trained else _evaluate(begun)
 
-    def _asks(self, phase: str) -> list[Effect]:
-        opened = self._evaluations[phase].open.items()
-        return [Ask(rollout_id, phase, problem, Purpose.EVAL) for rollout_id, problem in opened]
 
-    def _round_asks(self, opened: Mapping[str, Problem]) -> list[Effect]:
-        group_id = group_of_round(self._rounds.running or 0)
-        return [Ask(rollout_id, group_id, problem, Purpose.EVAL) for rollout_id, problem in opened.items()]
-
-    def _retired_round(self) -> list[Effect]:
-        """An evaluation beside training ends where training has ended."""
-        return [] if self._rounds.running is None else [Retire(group_of_round(self._rounds.running))]
+def _evaluate(asked: Iterable[Asked]) -> list[Effect]:
+    return [Ask(*one, Purpose.EVAL) for one in asked]

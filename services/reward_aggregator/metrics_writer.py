@@ -8,12 +8,12 @@ from collections import Counter
 import msgspec
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
-from kbrl_async.runs.commands import AFTER, BEFORE
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from kbrl_async.evaluation import heldout
 from kbrl_async.rollouts.buffer.events import BatchMade, Closed
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.turns import turn_id
@@ -23,7 +24,7 @@ from protocols.messages import Task
 from protocols.records import TrainGroup, UpdateReport
 from protocols.rollout import Record
 
-PURPOSES = {"eval-before": BEFORE, "eval-after": AFTER}
+PURPOSES = {heldout.BEFORE: BEFORE, heldout.AFTER: AFTER}
 """Of those groups whose rows are neither training nor plain evaluation."""
 
 

@@ -30,7 +30,8 @@ from kbrl_async.runs.commands import (
     without_tokens,
 )
 from kbrl_async.runs.run_journal import RunJournal
-from kbrl_async.runs.run_state import RunPlan, RunState
+from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem, Purpose, TrainSample
 from tests.plans import alarms, buffer_rules, run_plan
 from tests.records import stats

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.runs.archive.recorder import Recorder
-from kbrl_async.runs.commands import AFTER, BEFORE, Command, Evaluated, closed_in
+from kbrl_async.runs.commands import Command, Evaluated, closed_in
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal

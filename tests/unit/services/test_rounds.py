@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.rounds import Rounds, group_of_round, is_round
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.commands import AFTER, BEFORE, Ask, Evaluated
+from kbrl_async.runs.commands import Ask, Evaluated
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem
 from tests import records

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade, RolloutScored
 from kbrl_async.rollouts.settings import Curriculum
-from kbrl_async.runs.commands import AFTER, BEFORE, Ask, Command, Effect, Evaluated
+from kbrl_async.runs.commands import Ask, Command, Effect, Evaluated
 from kbrl_async.runs.run_journal import RunJournal
-from kbrl_async.runs.run_state import RunPlan, RunState
+from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_state import RunState
 from protocols.records import VERIFIER, Problem
 from tests.plans import buffer_rules, run_plan
 from tests.records import sample, stats

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from kbrl_async.evaluation.heldout import BEFORE
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.commands import BEFORE, Ask, Command
+from kbrl_async.runs.commands import Ask, Command
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.telemetry import training_metrics, turn_metrics

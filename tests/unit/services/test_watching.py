@@ -10,17 +10,19 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import RunError
+from kbrl_async.evaluation.heldout import AFTER
 from kbrl_async.learning import kept
 from kbrl_async.rollouts.alarms import AlarmChange
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Closed
 from kbrl_async.rollouts.settings import Alarms as AlarmSettings
 from kbrl_async.runs.archive.archive import FILE, Archive
 from kbrl_async.runs.archive.recorder import Recorder
-from kbrl_async.runs.commands import AFTER, Watched
+from kbrl_async.runs.commands import Watched
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.sections import Archive as ArchiveSettings
 from kbrl_async.runs.planning import plan_of
-from kbrl_async.runs.run_state import RunSnapshot, RunState
+from kbrl_async.runs.run_plan import RunSnapshot
+from kbrl_async.runs.run_state import RunState
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
