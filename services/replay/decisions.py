@@ -37,7 +37,7 @@ from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.rollouts.turns import turn_id
 from kbrl_async.runs.archive.recorder import outcomes_of
-from kbrl_async.runs.archive.rows import Outcome
+from kbrl_async.runs.archive.rows import TurnOutcome
 from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded, Watched, without_tokens
 from kbrl_async.runs.planning import preset_for
 from kbrl_async.runs.run_state import RunState
@@ -73,7 +73,7 @@ class MadeBatch(msgspec.Struct, frozen=True):
     is_whole: bool
     """All its tokens are still in the archive."""
 
-    def outcomes(self) -> dict[str, Outcome]:
+    def outcomes(self) -> dict[str, TurnOutcome]:
         """As the archive has them, by task."""
         return {outcome.task_id: outcome for outcome in outcomes_of(self.event, self.groups)}
 

@@ -107,7 +107,7 @@ os.environ["TMPDIR"] = tempfile.mkdtemp()
 candidate, problem, artifact = (open(path).read() for path in sys.argv[1:3]), None, sys.argv[3]
 candidate, problem = list(candidate)
 import linecache, torch, types
-from kbrl_async.launch import triton_cache
+from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 triton_cache.preload()
 torch.zeros(1, device="cuda")

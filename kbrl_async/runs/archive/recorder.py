@@ -17,7 +17,7 @@ from kbrl_async.evaluation import heldout
 from kbrl_async.rollouts.buffer.events import BatchMade, Closed
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.turns import turn_id
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, Update, make_row
 from kbrl_async.runs.archive.rows import AFTER, BEFORE
 from kbrl_async.runs.config.sections import Archive
 from protocols.messages import Task
@@ -86,10 +86,10 @@ class Recorder:
             await asyncio.wrap_future(self._writer.updated(update))
 
 
-def outcomes_of(batch: BatchMade, groups: Sequence[TrainGroup]) -> list[Outcome]:
+def outcomes_of(batch: BatchMade, groups: Sequence[TrainGroup]) -> list[TurnOutcome]:
     """What became of the turns of a batch."""
     return [
-        Outcome(turn_id(s.rollout_id, s.turn), batch.batch_id, batch.index, s.reward, s.advantage)
+        TurnOutcome(turn_id(s.rollout_id, s.turn), batch.batch_id, batch.index, s.reward, s.advantage)
         for group in groups
         for s in group.samples
     ]

@@ -14,7 +14,7 @@ from kbrl_async.rollouts.alarms import rules_of
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade
 from kbrl_async.runs.config import Config, load
-from kbrl_async.runs.demonstrations import Lesson, Span
+from kbrl_async.runs.demonstrations import LearnedTurn, Lesson
 from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SftDataset, corpus, described
 from kbrl_async.runs.planning import plan_of
 from protocols.records import GroupOutcome, TrainGroup
@@ -23,7 +23,7 @@ GROUP = 2
 
 
 def lesson(number: int, turns: int = 1) -> Lesson:
-    return Lesson(tuple(Span([number], [100 + number, turn]) for turn in range(turns)))
+    return Lesson(tuple(LearnedTurn([number], [100 + number, turn]) for turn in range(turns)))
 
 
 def config(*words: str) -> Config:

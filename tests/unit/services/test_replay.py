@@ -19,7 +19,7 @@ from kbrl_async.rollouts.manager import RolloutManager
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
-from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, TurnOutcome, Update, make_row
 from kbrl_async.runs.commands import Ask, Command, Effect, RolloutEnded, batch_frames, closed_in
 from kbrl_async.runs.config import Config, to_yaml
 from kbrl_async.runs.planning import plan_of, preset_for, rollout_rules
@@ -92,7 +92,7 @@ class FakeRun:
         groups = self.state.train_groups(batch.batch_id)
         self._archive.outcomes(
             [
-                Outcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
+                TurnOutcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
                 for group in groups
                 for s in group.samples
             ]

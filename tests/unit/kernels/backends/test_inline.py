@@ -250,7 +250,7 @@ import os, sys
 import msgspec
 import torch
 from torch.utils.cpp_extension import load_inline
-from kbrl_async.launch import bundle
+from kbrl_async.kernels.backends.launch import bundle
 
 def forge(files):
     open("bundle", "wb").write(bundle._MAGIC + msgspec.msgpack.encode([["extensions", files]]))

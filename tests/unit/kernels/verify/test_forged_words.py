@@ -108,9 +108,10 @@ WORDS = {
     "kernels of a GPU's": "return encode(dict(type='captured', nonce=nonce, kernels={'_Z' + '1' * 4400: 1}))",
     "two answers": "self.channel.send(self.done(nonce))\nreturn self.done(nonce)",
     "a trace that nobody asked for": "return self.done(nonce, trace=dict())",
-    "an answer of two megabytes": """
+    "an answer that is right as far as it is read": """
         self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        return self.done(nonce) + bytes(2 << 20)
+        words = len(self.done(nonce, more=bytes(1 << 17))) - (1 << 17)
+        return self.done(nonce, more=bytes((1 << 20) - words)) + b"x"
     """,
     "the way shut": "self.channel.shutdown(socket.SHUT_RDWR)\ntime.sleep(60)",
     "the way shut for reading, an answer sent": """

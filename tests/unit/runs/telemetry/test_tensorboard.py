@@ -64,12 +64,6 @@ def test_a_histogram_counts_every_value(tmp_path: Path) -> None:
     assert (rows[0, 0], rows[-1, 1], rows[0, 2], rows[:, 2].sum()) == (0.0, 1.0, 2.0, 3.0)
 
 
-def test_text_is_read_back(tmp_path: Path) -> None:
-    with tensorboard.Writer(tmp_path) as board:
-        board.text("config", "# hello")
-    assert read(tmp_path).Tensors("config")[0].tensor_proto.string_val == [b"# hello"]
-
-
 def test_the_layout_has_every_dashboard(tmp_path: Path) -> None:
     with tensorboard.Writer(tmp_path):
         pass
