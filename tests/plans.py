@@ -8,7 +8,7 @@ from typing import Any
 from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.settings import Alarms, Curriculum, Turns
 from kbrl_async.rollouts.turns import TurnRules
-from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_memory import RunPlan
 from protocols.records import Problem
 
 QUIET = {"ess_below": 0.0, "kl_above": 0.0, "entropy_below": 0.0}

@@ -18,7 +18,7 @@ from kbrl_async.rollouts.settings import Alarms, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SFT
-from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem
 

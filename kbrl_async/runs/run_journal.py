@@ -14,7 +14,7 @@ from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutSco
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
 from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
-from kbrl_async.runs.run_plan import RunSnapshot
+from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
 

@@ -13,15 +13,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.evaluation.heldout import AFTER, BEFORE, Asked, HeldoutEvaluations, is_evaluation
+from kbrl_async.evaluation.heldout import AFTER, BEFORE, Asked, is_evaluation
 from kbrl_async.evaluation.rounds import Round, RoundBegun, group_of_round
-from kbrl_async.rollouts.alarms import NON_FINITE, AlarmChange, AlarmWatch, rules_of
-from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.alarms import NON_FINITE
+from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
 from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
@@ -33,9 +32,9 @@ from kbrl_async.rollouts.buffer.events import (
     Lost,
     RolloutScored,
 )
-from kbrl_async.rollouts.curriculum import BatchRates, CurriculumTracker
+from kbrl_async.rollouts.curriculum import BatchRates
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.rollouts.trajectories import Trajectories, TurnTaken, best_turn
+from kbrl_async.rollouts.trajectories import TurnTaken, best_turn
 from kbrl_async.rollouts.turns import turn_id, with_returns
 from kbrl_async.runs.commands import (
     Ask,
@@ -49,85 +48,13 @@ from kbrl_async.runs.commands import (
     Train,
     Watched,
 )
-from kbrl_async.runs.run_plan import RunPlan, RunSnapshot
+from kbrl_async.runs.run_memory import RunMemory
 from kbrl_async.runs.summary import RunCounters
 from protocols.records import VERIFIER, GroupOutcome, Purpose, TrainGroup, TrainSample
 
-KEPT_CHANGES = 100
-"""Changes of alarms that a written state keeps."""
-KEPT_ENDS = 256
-"""Ends of groups that are told to the archive again after a restart: more than can be on their way to it."""
 
-
-class RunState:
+class RunState(RunMemory):
     """See the module's docstring."""
-
-    def __init__(self, plan: RunPlan) -> None:
-        self.plan = plan
-        self.turns_scored = 0
-        """Of training rollouts; their numbers are in the journal's history."""
-        self.fastest: dict[str, float] = {}
-        """By problem: the lower end of the speedup's interval of the kernel that is kept."""
-        self.staleness_max = 0
-        self.updates = 0
-        self.first_result: float | None = None
-        self.last_update = 0.0
-        self.clock = 0.0
-        self.alarm_changes: list[AlarmChange] = []
-        """All so far, newest last."""
-        self.notes: list[str] = []
-        """What the curriculum has changed, newest last."""
-        self.ended_lately: deque[Closed] = deque(maxlen=KEPT_ENDS)
-        self._buffer = RolloutBuffer(plan.buffer)
-        self._trajectories = Trajectories()
-        self._curriculum = CurriculumTracker(plan.curriculum, plan.training, plan.seed)
-        self._alarms = AlarmWatch(rules_of(plan.alarms))
-        self._heldout = HeldoutEvaluations(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
-        self._stages: dict[str, str] = {}
-        self._batches: dict[str, list[str]] = {}
-        self._open: dict[str, dict[str, RolloutStats]] = {}
-        """Numbers of the turns of open groups, by group and turn."""
-        self._problems = {problem.problem_id: problem for problem in [*plan.training, *plan.heldout]}
-
-    def snapshot(self) -> RunSnapshot:
-        """To be written at once: it shares what is open with this object."""
-        return RunSnapshot(
-            buffer=self._buffer.state(),
-            curriculum=self._curriculum.state(),
-            alarms=self._alarms.state(),
-            trajectories=self._trajectories.state(),
-            rounds=self._heldout.rounds.state(),
-            evaluated=self._heldout.ended(),
-            scored=self.turns_scored,
-            fastest=self.fastest,
-            staleness_max=self.staleness_max,
-            updates=self.updates,
-            first_result=self.first_result,
-            last_update=self.last_update,
-            clock=self.clock,
-            alarm_changes=self.alarm_changes[-KEPT_CHANGES:],
-            notes=self.notes,
-            ended_lately=list(self.ended_lately),
-            stages=self._stages,
-            batches=self._batches,
-            open=self._open,
-        )
-
-    def restore(self, snapshot: RunSnapshot) -> None:
-        """Makes a new state that of `snapshot`; the plan stays."""
-        self._buffer.restore(snapshot.buffer)
-        self._curriculum.restore(snapshot.curriculum)
-        self._alarms.restore(snapshot.alarms)
-        self._trajectories.restore(snapshot.trajectories)
-        self._heldout.restore(snapshot.evaluated, snapshot.rounds)
-        if self.has_trained:
-            self._heldout.begin_after()
-        self.turns_scored, self.fastest = snapshot.scored, snapshot.fastest
-        self.staleness_max, self.updates = snapshot.staleness_max, snapshot.updates
-        self.first_result, self.last_update = snapshot.first_result, snapshot.last_update
-        self.clock, self.alarm_changes, self.notes = snapshot.clock, snapshot.alarm_changes, snapshot.notes
-        self.ended_lately = deque(snapshot.ended_lately, maxlen=KEPT_ENDS)
-        self._stages, self._batches, self._open = snapshot.stages, snapshot.batches, snapshot.open
 
     # ── questions ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -49,9 +49,9 @@ def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, A
     settings = config.evaluation
     folder = Path(settings.tensorboard_log_dir) if settings.tensorboard_log_dir else run_dir / "tensorboard" / "eval"
     step = settings.tensorboard_step
-    with Writer(folder) as board:  # all figures at one step, so that evaluations of several versions make a curve
-        board.scalars(show.scalars(made), step if step is not None else int(policy.get("version") or 0))
-        board.flush()
+    with Writer(folder) as writer:  # all figures at one step, so that evaluations of several versions make a curve
+        writer.scalars(show.scalars(made), step if step is not None else int(policy.get("version") or 0))
+        writer.flush()
     summary = {
         "kind": made.kind,
         "run": run_dir.name,

@@ -6,7 +6,7 @@
 
 Invariants
 * What a rollout id learns is a function of the id, the seed and the data: a restart goes on where the run stopped.
-* Every lesson once in random order, then again in another one.
+* Every demonstration once in random order, then again in another one.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ FILE = "demonstrations.json"
 SHOWN = 5
 """Problems that the log names; the file has all."""
 NOT_A_PROBLEM = Problem("demonstrations", 0, "demonstrations", "")
-"""Stands for the problem of groups that are made of lessons."""
+"""Stands for the problem of groups that are made of demonstrations."""
 
 
 class SftDataset:
     """Demonstrations by rollout id."""
 
-    def __init__(self, lessons: Sequence[Lesson], group_size: int, seed: int) -> None:
-        assert lessons, "there is something to learn"
+    def __init__(self, demonstrations: Sequence[Lesson], group_size: int, seed: int) -> None:
+        assert demonstrations, "there is something to learn"
         # Arrays: a list of a large vocabulary's ids takes nine times the memory.
-        self._spans = [[(array("i", s.prompt_ids), array("i", s.token_ids)) for s in x.spans] for x in lessons]
+        self._spans = [[(array("i", s.prompt_ids), array("i", s.token_ids)) for s in x.spans] for x in demonstrations]
         self._group_size = group_size
         self._order = lru_cache(maxsize=2)(
-            lambda turn: random.Random(f"{seed}.{turn}").sample(range(len(lessons)), len(lessons))
+            lambda turn: random.Random(f"{seed}.{turn}").sample(range(len(demonstrations)), len(demonstrations))
         )
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def samples(self, rollout_id: str, version: int) -> list[TrainSample]:
-        """One sample for each turn of the lesson that this rollout stands for."""
+        """One sample for each turn of the demonstration that this rollout stands for."""
         group, _, member = rollout_id.partition(".r")
         number = int(group.removeprefix("g")) * self._group_size + int(member)
         turn, place = divmod(number, len(self))
@@ -66,7 +66,7 @@ class SftDataset:
 
 
 CORPORA = Door("corpora", {"corpus": "kbrl_async.lab.small_policy.configured:right_answers"})
-"""Lessons for who has no files: `(config) -> [(prompt, answer)]`."""
+"""Demonstrations for who has no files: `(config) -> [(prompt, answer)]`."""
 
 
 def corpus(config: Config) -> list[Conversation]:
@@ -77,7 +77,7 @@ def corpus(config: Config) -> list[Conversation]:
 
 
 def find(config: Config, renderer: Renderer) -> Found:
-    """The lessons that the configuration names.
+    """The demonstrations that the configuration names.
 
     :raises UserError: there are none.
     """

@@ -30,7 +30,7 @@ from kbrl_async.runs.commands import (
     without_tokens,
 )
 from kbrl_async.runs.run_journal import RunJournal
-from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem, Purpose, TrainSample
 from tests.plans import alarms, buffer_rules, run_plan
@@ -197,7 +197,7 @@ def test_the_history_has_every_entry_once_in_order_whatever_was_compacted(journa
 def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kbrl_async.runs.run_state.KEPT_ENDS", 8)
+    monkeypatch.setattr("kbrl_async.runs.run_memory.KEPT_ENDS", 8)
     path = tmp_path / "aggregator.sqlite"
     pages, states = [], []
     with RunJournal(path, TINY) as journal:

@@ -14,7 +14,7 @@ from kbrl_async.rollouts.buffer.events import BatchMade, RolloutScored
 from kbrl_async.rollouts.settings import Curriculum
 from kbrl_async.runs.commands import Ask, Command, Effect, Evaluated
 from kbrl_async.runs.run_journal import RunJournal
-from kbrl_async.runs.run_plan import RunPlan
+from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import VERIFIER, Problem
 from tests.plans import buffer_rules, run_plan

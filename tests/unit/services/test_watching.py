@@ -21,7 +21,7 @@ from kbrl_async.runs.commands import Watched
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.sections import Archive as ArchiveSettings
 from kbrl_async.runs.planning import plan_of
-from kbrl_async.runs.run_plan import RunSnapshot
+from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
