@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems import load_problems, usable
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.rollouts.buffer.buffer import BufferRules
@@ -52,7 +52,7 @@ def plan_of(config: Config) -> RunPlan:
 
 
 def _problems(config: Config, levels: Sequence[int]) -> list[Problem]:
-    shapes = "gpu" if config.backend in ON_GPU else "cpu"
+    shapes = "gpu" if runs_on_gpu(config.backend) else "cpu"
     return load_problems(config.problems or "", levels=levels, shapes=shapes, precision=config.precision)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.durable import write_atomically
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import TokenBudget
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
@@ -104,7 +104,7 @@ def told_hardware(config: Config, run_dir: Path, *, may_ask: bool = True) -> str
         return ""
     path = run_dir / HARDWARE_FILE
     if may_ask and not path.is_file():
-        write_atomically(path, facts_for(config.backend in ON_GPU))
+        write_atomically(path, facts_for(runs_on_gpu(config.backend)))
     return path.read_text() if path.is_file() else ""
 
 

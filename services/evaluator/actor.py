@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kbrl_async.evaluation.course import AskAnswer, Command, Course, Effect, Ended, Expired, Tried
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.funnel.records import result_of
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets
@@ -49,7 +49,7 @@ class Evaluator(RolloutActor[Command, Effect]):
         return self._state.awaits(rollout_id, turn)
 
     def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> list[Command]:
-        device = "cuda" if self._config.backend in ON_GPU else "cpu"
+        device = "cuda" if runs_on_gpu(self._config.backend) else "cpu"
         tried = Tried(rollout_id, scored.stats, result_of(record, device), record.source, self.now)
         if self._manager.goes_on(rollout_id, scored):
             return [tried, self._manager.taken(group_id, scored, scored.stats, record, self.now)]

@@ -27,14 +27,9 @@ from kbrl_async.runs.config.loading import CONFIG_FILE, config_hash, environment
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
-    CompileFarm,
     Cpu,
-    Learner,
     Processes,
-    Sampler,
-    Sft,
     Tensorboard,
-    TimingBench,
 )
 
 __all__ = [
@@ -44,17 +39,12 @@ __all__ = [
     "SCALABLE",
     "SERVICES",
     "Broker",
-    "CompileFarm",
     "Config",
     "Cpu",
     "CpuLayout",
     "Endpoints",
-    "Learner",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
-    "TimingBench",
     "available_cores",
     "behind",
     "bound",

@@ -13,6 +13,3 @@ Cores = Literal["auto"] | list[Count]
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
 ]
-CorrectionName = Literal[
-    "tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm", "m2po"
-]

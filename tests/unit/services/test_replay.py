@@ -37,7 +37,7 @@ from protocols.records import (
     Verdict,
 )
 from protocols.rollout import Record, Work
-from services.learner.actor import make_trainer
+from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import replay_run
 from tests.models import SMALLER, VOCABULARY, tiny_model

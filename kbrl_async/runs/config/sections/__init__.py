@@ -7,25 +7,18 @@
 | `watching` | what is kept and shown of a run; what an evaluation measures |
 """
 
-from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, Sampler, TimingBench
+from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes
 from kbrl_async.runs.config.sections.training import (
     Demonstrations,
-    Learner,
-    Sft,
 )
 from kbrl_async.runs.config.sections.watching import Archive, Metrics, Tensorboard
 
 __all__ = [
     "Archive",
     "Broker",
-    "CompileFarm",
     "Cpu",
     "Demonstrations",
-    "Learner",
     "Metrics",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
-    "TimingBench",
 ]
