@@ -31,8 +31,8 @@ from kbrl_async.learning.policies.versions import publish, version_folder
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.advantages import find_baseline
-from kbrl_async.rollouts.rewards.parts import parts_of
-from kbrl_async.rollouts.rewards.presets import find_preset, reward_of
+from kbrl_async.rollouts.rewards.parts import earns
+from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Engine
@@ -104,9 +104,9 @@ async def roll_out(parts: Parts, problem: Problem, group_id: str) -> list[Record
 
 def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
-    builder, request = config.dataset_builder, records[0].request
-    preset = find_preset(builder.reward_preset, builder.reward_weights)
-    scored = [(r, reward_of(parts, preset)) for r in records if (parts := parts_of(r)) is not None]
+    request = records[0].request
+    preset = find_presets(config.dataset_builder)[-1]
+    scored = [(r, reward_of(r, preset)) for r in records if earns(r)]
     advantages = find_baseline(config.advantage)([reward for _, reward in scored])
     samples = [
         TrainSample(r.request.rollout_id, g.prompt_ids, g.token_ids, g.logprobs, advantage, reward, g.policy_version)

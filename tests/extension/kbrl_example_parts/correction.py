@@ -1,6 +1,5 @@
 """An off-policy correction: `corrections=kbrl_example_parts.correction:every_second`."""
 
-
 from __future__ import annotations
 
 import torch

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import torch
-from kbrl_async.learning.settings import Learner
 
 from kbrl_async.learning.losses import Tokens
+from kbrl_async.learning.settings import Learner
 
 
 def successes(tokens: Tokens, learner: Learner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
