@@ -23,8 +23,8 @@ SPARE_MINUTES = 2.0
 """The run goes on for so long after its last fault, and then ends by its time limit."""
 UNTIMED = (
     "timing_bench.timed=false",
-    "dataset_builder.reward_preset=stage2",
-    "dataset_builder.reward_speed_weight=0",
+    "reward.preset=stage2",
+    "reward.speed_weight=0",
 )
 
 

@@ -31,11 +31,11 @@ from kbrl_async.runs.config import load
 
 TURNS = 4
 CORRECT_ONLY = [
-    "dataset_builder.reward_preset=stage2",
-    "dataset_builder.reward_speed_weight=0",
+    "reward.preset=stage2",
+    "reward.speed_weight=0",
     "timing_bench.timed=false",
 ]
-REWARD = ["dataset_builder.prompt_option=compact", *CORRECT_ONLY]
+REWARD = ["prompt.option=compact", *CORRECT_ONLY]
 SAME = [*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0"]
 MULTI = ["mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max"]
 ARMS = {"single": SAME, "multi": [*SAME, *MULTI, "learner.minibatches=4"]}

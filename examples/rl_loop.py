@@ -105,7 +105,7 @@ async def roll_out(parts: Parts, problem: Problem, group_id: str) -> list[Record
 def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
     request = records[0].request
-    preset = find_presets(config.dataset_builder)[-1]
+    preset = find_presets(config.reward)[-1]
     scored = [(r, reward_of(r, preset)) for r in records if earns(r)]
     advantages = find_baseline(config.advantage)([reward for _, reward in scored])
     samples = [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
 NAME = "index"
-HELP = "build or query an index of worked examples (prompt_option=raicl)"
+HELP = "build or query an index of worked examples (prompt.option=raicl)"
 DENSE = "BAAI/bge-code-v1"
 BACKENDS = {
     "triton_only": frozenset({"triton"}),

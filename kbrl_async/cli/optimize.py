@@ -226,7 +226,7 @@ def _driver(
 
     hits = []
     if wanted.examples:
-        hits = optimize_engine.examples(wanted.examples, target.shown, config.backend, config.dataset_builder.raicl_k)
+        hits = optimize_engine.examples(wanted.examples, target.shown, config.backend, config.prompt.examples)
     room = opened.positions - config.max_tokens
     prompts = PromptMaker(config.prompt_option, target.shown, config.backend, hits, opened.count_tokens, room)
     budget = Budget(wanted.seconds, wanted.tokens, wanted.attempts)

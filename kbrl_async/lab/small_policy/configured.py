@@ -32,7 +32,7 @@ def small_options(config: Config) -> SmallPolicyOptions:
         turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
         verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
         backend=config.backend,
-        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
+        shot_share=sft.shot_share if config.prompt.option == "raicl" else 0.0,
     )
 
 

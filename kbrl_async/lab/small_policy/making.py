@@ -57,7 +57,7 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
     verdict_share: float = 0.0
     """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
     shot_share: float = 0.0
-    """Share of the corpus's first turns whose prompt holds worked examples: for prompt_option=raicl."""
+    """Share of the corpus's first turns whose prompt holds worked examples: for prompt.option=raicl."""
     backend: str = "c"
     """What the answers are written in."""
 

@@ -1,4 +1,4 @@
-"""Corpus examples whose prompt holds worked examples, as prompt_option=raicl makes them.
+"""Corpus examples whose prompt holds worked examples, as prompt.option=raicl makes them.
 
 An author who has right kernels before them looks things up: what stands in one of them is mostly written as it stands
 there, and only what the author must find alone is as fallible as ever. So the small policy can learn to read examples.

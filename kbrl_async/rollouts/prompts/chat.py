@@ -40,7 +40,7 @@ def chat_of(tokenizer: Any, option: str, template: str = "auto", thinking: str =
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if template == "on" and not has_template:
-        cure = "Use dataset_builder.chat_template=auto, or another model"
+        cure = "Use prompt.chat_template=auto, or another model"
         raise ConfigError("the model's tokenizer has no chat template", cure)
     if template == "off" or not has_template or (template == "auto" and option == COMPACT):
         return PLAIN

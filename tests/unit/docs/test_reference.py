@@ -16,7 +16,7 @@ from kbrl_async.learning.losses import Tokens
 from kbrl_async.learning.metrics import StepLog, staleness
 from kbrl_async.rollouts.alarms import rules_of
 from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
-from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, DatasetBuilder
+from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, Reward
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
@@ -116,7 +116,7 @@ def test_the_users_own_preset_on_the_reward_page_works(tmp_path: Path, monkeypat
     (example,) = (block for block in Page(DOCS / "howto-reward.md").blocks if block.language == "python")
     (tmp_path / "mine.py").write_text("\n".join(example.lines))
     monkeypatch.syspath_prepend(tmp_path)
-    (preset,) = find_presets(DatasetBuilder(reward_preset="mine:TERSE"))
+    (preset,) = find_presets(Reward(preset="mine:TERSE"))
     assert reward_of(record(), preset) > 0
 
 
