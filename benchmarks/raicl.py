@@ -35,13 +35,15 @@ from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
+from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.families.source import render_answer
-from kbrl_async.lab.small_policy.making import SmallPolicyOptions, ensure_small_policy
+from kbrl_async.lab.small_policy.making import ensure_small_policy
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.learning.policies.models import load_tokenizer
 from kbrl_async.rollouts.prompts import extract, render_prompt
 from kbrl_async.rollouts.prompts.examples import render_with_examples
 from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
+from kbrl_async.runs.config import load
 from protocols.records import Candidate, Fault, Problem
 
 CONTEXT, ANSWER = 768, 256
@@ -119,7 +121,8 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = SmallPolicyOptions(shot_share=0.5, max_seconds=240.0)
+        wanted = ["prompt.option=raicl", "prompt.index=index", "sft.shot_share=0.5", "sft.max_seconds=240"]
+        options = small_options(load(overrides=wanted))
         made = args.policy or ensure_small_policy(args.cache or folder / "cache", options)
         report = measure(folder, Policy(made), args.samples, args.k)
     print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")

@@ -38,8 +38,10 @@ def test_the_reference_is_what_make_docs_writes(page: str, option: str, capsys: 
 
 def written_tags() -> Iterator[str]:
     """Every tag that the code can write, by the functions that write them."""
-    yield from training_metrics.scalars(rollouts())
-    yield from training_metrics.scalars([*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)])
+    yield from training_metrics.scalars(rollouts(), per_level=True)
+    yield from training_metrics.scalars(
+        [*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)], per_level=True
+    )
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
