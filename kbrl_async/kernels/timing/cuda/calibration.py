@@ -115,7 +115,7 @@ class Calibration:
             )
         cells = [ctypes.c_void_p(self._out.data_ptr()), ctypes.c_int(ROUNDS)]
         self._arguments = cuda_driver.Arguments(cells)
-        self._launch = driver.launch
+        self._launch = cuda_driver.driver().launch
         self.beat()
 
     def beat(self) -> Beat:
