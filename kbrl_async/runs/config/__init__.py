@@ -28,11 +28,7 @@ from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
     Cpu,
-    DatasetBuilder,
-    Learner,
     Processes,
-    Sampler,
-    Sft,
     Tensorboard,
 )
 
@@ -46,12 +42,8 @@ __all__ = [
     "Config",
     "Cpu",
     "CpuLayout",
-    "DatasetBuilder",
     "Endpoints",
-    "Learner",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
     "available_cores",
     "behind",

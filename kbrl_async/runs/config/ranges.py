@@ -10,13 +10,6 @@ __all__ = ["AtLeastOne", "Count", "Fraction", "NonNegative", "Positive"]
 
 Cores = Literal["auto"] | list[Count]
 
-RewardName = Literal[
-    "auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "plan_code", "funnel", "fork"
-]
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
 ]
-CorrectionName = Literal[
-    "tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm", "m2po"
-]
-AlarmAction = Literal["warn", "pause_admission", "lower_staleness", "stop"]

@@ -7,34 +7,18 @@
 | `watching` | what is kept and shown of a run; what an evaluation measures |
 """
 
-from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes, Sampler
+from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes
 from kbrl_async.runs.config.sections.training import (
-    Agents,
-    Alarms,
-    Curriculum,
-    DatasetBuilder,
     Demonstrations,
-    Learner,
-    Sft,
-    Turns,
 )
-from kbrl_async.runs.config.sections.watching import Archive, Evaluation, Metrics, Tensorboard
+from kbrl_async.runs.config.sections.watching import Archive, Metrics, Tensorboard
 
 __all__ = [
-    "Agents",
-    "Alarms",
     "Archive",
     "Broker",
     "Cpu",
-    "Curriculum",
-    "DatasetBuilder",
     "Demonstrations",
-    "Evaluation",
-    "Learner",
     "Metrics",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
-    "Turns",
 ]

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.rewards.presets import PRESETS
 from kbrl_async.runs.config import KEYS, Config, config_hash, environment, load, to_yaml
 from kbrl_async.runs.config.keys import flat
 
 ROOT = Path(__file__).parents[4]
 SWITCH = "true or false"
-LOSSES = "one of a3po, cispo, decoupled, dppo_tv, grpo, gspo, ppo, reinforce, tis"
+LOSSES = "one of dppo_tv, ppo, grpo, decoupled, a3po, gspo, tis, cispo, reinforce, or package.module:object"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -269,6 +268,15 @@ def test_the_hash_tells_experiments_apart_but_not_where_they_run() -> None:
     )
 
 
+def test_what_a_door_has_not_is_named_with_the_nearest_and_a_user_s_own_part_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean veto\?"):
+        load(overrides=["corrections=icepop,vetoo"])
+    with pytest.raises(ConfigError, match=r"Did you mean vllm\?"):
+        load(overrides=["sampler.engine=vlm"])
+    config = load(overrides=["loss=mine.losses:soft", "corrections=mine.masks:half,veto"])
+    assert (config.loss, config.corrections) == ("mine.losses:soft", ["mine.masks:half", "veto"])
+
+
 def test_every_key_is_documented_in_one_line() -> None:
     undocumented = [name for name, key in KEYS.items() if len(key.doc) < 5 or len(key.doc) > 120]
     assert undocumented == []
@@ -278,10 +286,6 @@ def test_leases_are_given_by_stage() -> None:
     leases = load(overrides=["broker.lease_bench_s=7"]).broker.leases
     assert leases["bench"] == 7
     assert set(leases) == {"generate", "compile", "bench", "score", "train", "trained"}
-
-
-def test_every_reward_preset_that_can_be_chosen_exists() -> None:
-    assert set(KEYS["dataset_builder.reward_preset"].choices) - {"auto"} <= set(PRESETS)
 
 
 def test_reward_weights_are_those_that_were_given() -> None:
