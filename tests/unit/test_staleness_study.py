@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.staleness import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
-from benchmarks.staleness_arm import Arm, Outcome, Verdicts, config_of, evaluated_versions, source_version
-from benchmarks.staleness_report import (
+from benchmarks.staleness.__main__ import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
+from benchmarks.staleness.arm import Arm, ArmResult, Verdicts, config_of, evaluated_versions, source_version
+from benchmarks.staleness.report import (
     BEGIN,
     END,
     Figures,
@@ -32,12 +32,12 @@ from protocols.records import BenchReport, BuildReport, Candidate, Fault, Proble
 PROBLEM = Problem("L1/01_relu", 1, "relu", "class Model: ...")
 
 
-def outcome(correction: str, staleness: int, seed: int, reward: float, *, before: float = 0.3) -> Outcome:
+def outcome(correction: str, staleness: int, seed: int, reward: float, *, before: float = 0.3) -> ArmResult:
     history = [{"reward": r, "correct": r, "ess": 0.9, "mismatch_kl": 0.1} for r in (0.3, 0.9, 0.2, 0.5)]
     history = [{**h, "grad_norm_max": 1.0, "ratio_max": 2.0, "entropy": 0.2} for h in history]
     after = {"reward": reward, "correct": reward, "compiled": 1.0}
     begun = {"reward": before, "correct": before, "compiled": 1.0}
-    return Outcome(Arm("hard", correction, staleness, seed), 4, begun, after, history, {}, 10)
+    return ArmResult(Arm("hard", correction, staleness, seed), 4, begun, after, history, {}, 10)
 
 
 class TestTheForcedAge:
