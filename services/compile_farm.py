@@ -24,7 +24,8 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import Stage, Task
     from protocols.prefetch import Prefetch
-    from protocols.records import BuildReport, Fault, Generation, RolloutRequest
+    from protocols.records import BuildReport, Fault
+    from protocols.rollout import Record
     from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
@@ -35,7 +36,6 @@ async def main(stop: asyncio.Event) -> None:
     cores = service.layout.compile
     options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores), march=farm.march)
     loop = asyncio.get_running_loop()
-    requests, generations = msgspec.msgpack.Decoder(RolloutRequest), msgspec.msgpack.Decoder(Generation)
 
     with (
         Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), options) as builder,
@@ -43,10 +43,9 @@ async def main(stop: asyncio.Event) -> None:
     ):
 
         async def build(task: Task, frames: list[bytes]) -> Outcome:
-            problem = requests.decode(frames[0]).problem
-            candidate = generations.decode(frames[1]).candidate
-            assert candidate is not None, "the sampler sends only answers with a candidate here"
-            report = await loop.run_in_executor(pool, builder.build, candidate, problem)
+            record = Record.decode(frames)
+            assert record.candidate is not None, "the sampler sends only answers with a candidate here"
+            report = await loop.run_in_executor(pool, builder.build, record.candidate, record.request.problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)

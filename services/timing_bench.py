@@ -45,7 +45,8 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import HARDWARE, SHARES, Stage, Task
     from protocols.prefetch import Prefetch
-    from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
+    from protocols.records import BenchReport
+    from protocols.rollout import Record
     from services.runtime.capabilities import bench_caps, bench_device, said
     from services.runtime.quiet import shared_resources
     from services.runtime.service import Service
@@ -82,10 +83,10 @@ async def main(stop: asyncio.Event) -> None:
         worker.breathe()
 
     def evaluate(frames: list[bytes]) -> BenchReport:
-        request = msgspec.msgpack.decode(frames[0], type=RolloutRequest)
-        candidate = msgspec.msgpack.decode(frames[1], type=Generation).candidate
-        build = msgspec.msgpack.decode(frames[2], type=BuildReport)
+        record = Record.decode(frames)
+        request, candidate, build = record.request, record.candidate, record.build
         assert candidate is not None
+        assert build is not None
         check_processor(build.cpu)
         paths = {key: store.path(address) for key, address in build.artifacts.items()}
         found = {key: path for key, path in paths.items() if path is not None}
@@ -101,7 +102,8 @@ async def main(stop: asyncio.Event) -> None:
 
     async def fetch(_: Task, frames: list[bytes]) -> None:
         """The farms are on other hosts: their artifacts come by hash from the broker."""
-        build = msgspec.msgpack.decode(frames[2], type=BuildReport)
+        build = Record.decode(frames).build
+        assert build is not None
         for address in set(build.artifacts.values()):
             if store.path(address) is None:
                 store.put(await worker.transfers.fetch(address))

@@ -42,7 +42,6 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -50,6 +49,7 @@ from protocols.records import (
     Timing,
     Verdict,
 )
+from protocols.rollout import Record
 
 commands = Commands("runs", __doc__)
 commands(soak.soak)
@@ -213,13 +213,13 @@ def archive(rows: int = 10_000, tokens: int = 512) -> Result:
     """
     rng = random.Random(0)
     made = [_record(f"g{i // 8:06d}.r{i % 8}", tokens, rng) for i in range(200)]
-    encoded = [[packed(frame) for frame in frames] for frames in made]
+    encoded = [one.encode() for one in made]
     with tempfile.TemporaryDirectory() as scratch:
         path, handed, started = Path(scratch) / "a.sqlite", list[float](), time.perf_counter()
         with ArchiveWriter(path) as writer:
             for i in range(rows):
                 before, name = time.perf_counter(), f"g{i // 8:06d}.r{i % 8}"
-                writer.add(make_row(name, name[:7], name, made[i % 200], at=float(i), reward=0.5), encoded[i % 200])
+                writer.add(make_row(name, made[i % 200], at=float(i), reward=0.5), encoded[i % 200])
                 handed.append(time.perf_counter() - before)
         written_s = time.perf_counter() - started
         with Archive(path) as reader:
@@ -240,17 +240,17 @@ def archive(rows: int = 10_000, tokens: int = 512) -> Result:
     }  # fmt: skip
 
 
-def _record(task_id: str, tokens: int, rng: random.Random) -> list[Frame]:
+def _record(task_id: str, tokens: int, rng: random.Random) -> Record:
     lines = ["for (long i = 0; i < n; i++) ", "out[i] = v; ", "float v = a[i]; ", "\n"]
     text = "".join(rng.choice(lines) for _ in range(60))
     ids = [rng.randrange(32_000) for _ in range(tokens)]
     problem = Problem("L1/07_relu", 1, "relu", text)
-    return [
-        RolloutRequest(task_id, task_id, problem, text, "c", SamplingParams(tokens)),
+    return Record.of(
+        RolloutRequest(task_id, task_id[:7], problem, text, "c", SamplingParams(tokens)),
         Generation(1, ids, ids, [rng.uniform(-4, 0) for _ in ids], text, "stop", Candidate(text, "c")),
         BuildReport(Fault.OK),
         BenchReport(Verdict(Fault.OK, 10, 10), Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0)),
-    ]
+    )
 
 
 def _plain_rows_per_s(path: Path, encoded: list[list[bytes]], rows: int) -> float:

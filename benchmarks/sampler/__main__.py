@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -29,7 +28,8 @@ import msgspec
 from benchmarks.harness import Commands, Result, command, in_turn, say, services
 from benchmarks.sampler.clients import work
 from kbrl_async.durable import file_sha256
-from kbrl_async.runs.config import Config, available_cores, cpu_layout, load, prepare
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, load
+from kbrl_async.runs.folder import prepare
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.options import VLLMOptions
 from kbrl_async.sampling.vllm.proof import COMPARED
@@ -38,7 +38,7 @@ from kbrl_async.sampling.vllm.start import start
 from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
 from protocols.messages import Stage
-from protocols.records import PolicyVersion, SamplingParams
+from protocols.records import PolicyVersion
 from services.runtime import Worker, addresses
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
@@ -319,58 +319,6 @@ async def canary_logprobs(engine: VLLMEngine, served: Served) -> list[float]:
     """Of the canary's tokens from the second on."""
     output = await engine._ask_as(served)(CANARY, {"temperature": 1.0, "prompt_logprobs": 0, "logprobs": COMPARED})
     return [row[token] for row, token in zip(rows(output.prompt_logprobs)[1:], CANARY[1:], strict=True)]
-
-
-# ── the transformers engine ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@commands
-def decoding(rows: int = 64, tokens: int = 128, hidden: int = 384, layers: int = 6, repeats: int = 3) -> Result:
-    """Decoding by the transformers engine's running batch on a GPU: CUDA graphs against step by step, in turns."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=4096, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).cuda().eval()
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    captured, failure = 0, ""
-    for repeat, graphs in in_turn((True, False), repeats + 1):
-        rate, batch = _decode(model, rows, tokens, graphs)
-        if repeat:  # the first one warms up
-            rates[graphs].append(rate)
-        if batch._graphs is not None:
-            captured, failure = batch._graphs.captured, batch._graphs.failure
-        say(f"graphs={graphs}: {rate:.0f} tokens/s")
-    fast, plain = (statistics.median(rates[graphs]) for graphs in (True, False))
-    return {
-        "rows": rows, "tokens": tokens, "parameters": sum(p.numel() for p in model.parameters()),
-        "graphs_tokens_per_s": fast, "plain_tokens_per_s": plain, "ratio": fast / plain,
-        "captured": captured, "failure": failure,
-    }  # fmt: skip
-
-
-def _decode(model: Any, rows: int, tokens: int, graphs: bool) -> tuple[float, Any]:
-    """Tokens a second of one batch whose rows end at different times, capturing included."""
-    import torch
-
-    from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
-
-    stats, rng = CohortStats(), random.Random(0)
-    batch = RunningBatch(0, model, frozenset(), stats, graphs=graphs)
-    for i in range(rows):
-        params = SamplingParams(rng.randint(tokens // 2, tokens))
-        batch.join([RunningSequence(f"r{i}", [rng.randrange(4096) for _ in range(20)], params, random.Random(i))])
-    torch.cuda.synchronize()
-    started, before = time.perf_counter(), stats.generated_tokens
-    while batch.rows:
-        batch.step()
-    torch.cuda.synchronize()
-    return (stats.generated_tokens - before) / (time.perf_counter() - started), batch
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -54,6 +53,7 @@ from protocols.records import (
     SamplingParams,
     Verdict,
 )
+from protocols.rollout import Frame, Record
 from services.learner.actor import make_trainer
 from services.reward_aggregator.planning import plan_of
 from services.rollouts.scoring import Scored, score
@@ -325,10 +325,10 @@ class Study:
         return scored
 
     def _scored(self, request: RolloutRequest, generation: Generation) -> Scored:
-        record: list[Any] = [request, generation]
+        frames: list[Frame] = [request, generation]
         if generation.candidate is not None:
-            record += self._judge.frames(request.problem, generation.candidate)
-        found = score(record, self._preset)
+            frames += self._judge.frames(request.problem, generation.candidate)
+        found = score(Record.of(*frames), self._preset)
         if found is None:
             raise InfraError(f"{request.rollout_id} ended without a verdict", "Run the arm again")
         return found

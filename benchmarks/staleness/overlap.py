@@ -12,7 +12,8 @@ from benchmarks.harness import ROOT, Result, in_turn, say, summary_of
 from benchmarks.scale.simulation import Scenario, SimulatedWorker, Simulation
 from benchmarks.staleness.paced_sampler import STEP_MS
 from kbrl_async.cli.launch import gave_up, python_module, python_service, start_and_wait
-from kbrl_async.runs.config import is_finished, load, prepare, process_counts
+from kbrl_async.runs.config import load, process_counts
+from kbrl_async.runs.folder import is_finished, prepare
 from protocols import messages as msg
 from protocols.messages import Stage
 

@@ -17,26 +17,25 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import psutil
 
 from benchmarks.harness import ONE_THREAD, Result, packed, say, services
 from benchmarks.verification.hostile_mix import PROBLEM, Made, candidates_of
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
-from kbrl_async.runs.config import load, prepare
+from kbrl_async.runs.config import load
+from kbrl_async.runs.folder import prepare
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
-    BenchReport,
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
     SamplingParams,
 )
+from protocols.rollout import Record
 from services.runtime import Outcome, Producer, Worker, addresses
 from tests.brokers import working
 
@@ -47,7 +46,6 @@ GROWTH = {"rss_mb": 48.0, "family_pss_mb": 96.0, "fds": 8.0}
 """What a service may have grown from a tenth of the run to its end."""
 Processes = dict[str, subprocess.Popen[bytes]]
 Sizes = dict[str, dict[str, float]]
-decode = msgspec.msgpack.Decoder(Frame).decode
 
 
 async def mix(
@@ -195,13 +193,10 @@ class Run:
 
 
 def verdict_of(status: str, frames: list[bytes]) -> tuple[str, str]:
-    last = decode(frames[-1])
     if status != Status.OK:
         return status, ""
-    if isinstance(last, BenchReport):
-        return str(last.verdict.fault), f"{last.verdict.rule}: {last.verdict.message}"
-    assert isinstance(last, BuildReport)
-    return str(last.fault), f"{last.rule}: {last.message}"
+    record = Record.decode(frames)
+    return str(record.fault), f"{record.verdict.rule}: {record.verdict.message}"
 
 
 def grown(sizes: dict[str, Sizes]) -> list[str]:

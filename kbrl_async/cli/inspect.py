@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -21,8 +19,10 @@ from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import PART_NAMES, parts_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_preset, reward_of
 from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
-from kbrl_async.runs.config import LATEST, Config, load_run
-from protocols.records import BenchReport, BuildReport, Frame, Generation, RolloutRequest
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.folder import LATEST, load_run
+from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest
+from protocols.rollout import Record
 
 NAME = "inspect"
 HELP = "print a rollout: prompt, answer, each stage's report, reward, advantage"
@@ -106,27 +106,26 @@ def _turns(archive: Archive, wanted: str) -> list[Row]:
     return [row for row in rows if row.rollout_id == names[0]]
 
 
-def _turn(row: Row, record: Sequence[Frame], config: Config | None) -> Turn:
-    frames: dict[type, Any] = {type(frame): frame for frame in record}
-    request, generation = frames.get(RolloutRequest), frames.get(Generation)
-    name, parts = _parts(row, record, config)
+def _turn(row: Row, record: Record | None, config: Config | None) -> Turn:
+    if record is None:
+        return Turn(row)
+    generation = record.generation
     return Turn(
         row,
-        request.prompt if request else "",
-        generation.text if generation else "",
-        generation.candidate.source if generation and generation.candidate else "",
-        request,
+        record.request.prompt,
+        generation.text if generation is not None else "",
+        record.source,
+        record.request,
         generation,
-        frames.get(BuildReport),
-        frames.get(BenchReport),
-        name,
-        parts,
+        record.build,
+        record.bench,
+        *_parts(row, record, config),
     )
 
 
-def _parts(row: Row, record: Sequence[Frame], config: Config | None) -> tuple[str, tuple[Part, ...]]:
+def _parts(row: Row, record: Record, config: Config | None) -> tuple[str, tuple[Part, ...]]:
     """The preset that the turn was paid by, and its parts; nothing where it wrote no kernel or failed by our fault."""
-    parts = parts_of(record) if record and row.reward is not None and row.role != "verifier" else None
+    parts = parts_of(record) if row.reward is not None else None
     if parts is None:
         return "", ()
     values = {name: float(getattr(parts, name)) for name in PART_NAMES}

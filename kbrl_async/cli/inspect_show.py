@@ -78,9 +78,7 @@ def _end(turn: Turn) -> str:
 def _spans(row: Row) -> Table:
     table = Table("stage", "waited, s", "worked, s", "by", box=None, padding=(0, 2))
     for span in row.spans:
-        table.add_row(
-            span.stage, f"{span.started - span.queued:.3f}", f"{span.finished - span.started:.3f}", span.worker
-        )
+        table.add_row(span.stage, f"{span.waited:.3f}", f"{span.seconds:.3f}", span.worker)
     return table
 
 

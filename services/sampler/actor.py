@@ -24,7 +24,7 @@ from kbrl_async.sampling.spans import token_span
 from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
 from protocols.messages import Stage, Task
 from protocols.records import VERIFIER, Candidate, Fault, Generation, PolicyVersion, RolloutRequest
-from services.rollouts.scoring import PROMPT_TOO_LONG
+from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome

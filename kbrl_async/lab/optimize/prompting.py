@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize.driver import record_of
 from kbrl_async.rollouts.prompts import TokenBudget, feedback_of, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.examples import Worked, render_with_examples
 from protocols.records import Problem
@@ -36,5 +35,5 @@ class PromptMaker:
         return self._first
 
     def turn(self, result: Result, source: str) -> str:
-        feedback = feedback_of(record_of(result, source), self._backend)
+        feedback = feedback_of(result.verdict, result.timing, source, self._backend)
         return render_turn(self._option, self._problem, feedback, self._backend, self._budget)

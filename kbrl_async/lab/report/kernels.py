@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
 from kbrl_async.errors import KbrlError
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.report import archived
 from kbrl_async.lab.report.model import Kernel, Turn
-from protocols.records import BenchReport, Frame, Generation, RolloutRequest
+from kbrl_async.runs.archive.archive import Archive
+from protocols.rollout import Record
 
 MOST_SOURCES = 24
 """Kernels shown with their source; the others are a line of the table."""
@@ -38,12 +39,11 @@ def read_kernels(turns: Sequence[Turn], run: Path, archive_path: Path | None, pr
     project's own suite)."""
     best = best_turns(turns)
     references = _references(problems)
-    shown = [turn.task_id for turn in best[:MOST_SOURCES] if turn.task_id]
-    records = archived.records(archive_path, shown) if archive_path is not None and shown else {}
-    return [
-        _kernel(turn, run, records.get(turn.task_id, ()), references) if number < MOST_SOURCES else _bare(turn)
-        for number, turn in enumerate(best)
-    ]
+    shown, others = best[:MOST_SOURCES], best[MOST_SOURCES:]
+    with Archive(archive_path) if archive_path is not None else nullcontext() as archive:
+        records = [archive.record(turn.task_id) if archive is not None else None for turn in shown]
+    kernels = [_kernel(turn, run, record, references) for turn, record in zip(shown, records, strict=True)]
+    return kernels + [_bare(turn) for turn in others]
 
 
 def _bare(turn: Turn) -> Kernel:
@@ -63,9 +63,9 @@ def _bare(turn: Turn) -> Kernel:
     )
 
 
-def _kernel(turn: Turn, run: Path, record: Sequence[Frame], references: Mapping[str, str]) -> Kernel:
+def _kernel(turn: Turn, run: Path, record: Record | None, references: Mapping[str, str]) -> Kernel:
     stats = turn.stats
-    found = _from_record(archived.parts(record))
+    found = _from_record(record) if record is not None else {}
     file = stats.file or f"kernels/{stats.problem_id.replace('/', '_')}.py"
     kept = _text(run, file)
     found.setdefault("source", kept)
@@ -73,14 +73,11 @@ def _kernel(turn: Turn, run: Path, record: Sequence[Frame], references: Mapping[
     return msgspec.structs.replace(_bare(turn), file=file if kept else "", **found)
 
 
-def _from_record(parts: Mapping[str, Frame]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    if isinstance(request := parts.get("request"), RolloutRequest):
-        found["reference"] = request.problem.source
-    if isinstance(generation := parts.get("generation"), Generation) and generation.candidate:
-        found["source"] = generation.candidate.source
-    if isinstance(bench := parts.get("bench"), BenchReport) and bench.timing:
-        timing = bench.timing
+def _from_record(record: Record) -> dict[str, object]:
+    found: dict[str, object] = {"reference": record.request.problem.source}
+    if record.source:
+        found["source"] = record.source
+    if (timing := record.timing) is not None:
         found |= {
             "candidate_ms": timing.candidate_ms,
             "reference_ms": timing.reference_ms,

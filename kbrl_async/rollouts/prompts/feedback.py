@@ -2,7 +2,7 @@
 
 ::
 
-    record of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
+    verdict of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
 
 Invariants
 * Thoughts are dropped: only the extracted kernel goes on, whole or not at all.
@@ -19,7 +19,7 @@ import msgspec
 
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
 from kbrl_async.rollouts.prompts.templates import prompt_forms
-from protocols.records import BenchReport, BuildReport, Fault, Frame, Generation, Problem, Timing
+from protocols.records import Fault, Problem, Timing, Verdict
 
 KERNEL_CHARACTERS = 20_000
 """Of a kernel that is shown again; a longer one is not shown."""
@@ -80,29 +80,16 @@ _BACKEND_HINTS = {
 }
 
 
-def feedback_of(record: Sequence[Frame], backend: str) -> Feedback:
-    """From a finished record without infrastructure faults."""
-    kernel, reports = "", []
-    bench: BenchReport | None = None
-    for frame in record:
-        if isinstance(frame, Generation):
-            kernel = frame.candidate.source if frame.candidate else ""
-            reports.append((frame.fault, frame.message, ""))
-        elif isinstance(frame, BuildReport):
-            reports.append((frame.fault, frame.message, frame.hint))
-        elif isinstance(frame, BenchReport):
-            bench = frame
-            reports.append((frame.verdict.fault, frame.verdict.message, frame.verdict.hint))
-    fault, message, hint = next((r for r in reports if r[0] is not Fault.OK), (Fault.OK, "", ""))
-    timing = bench.timing if bench else None
-    category = CATEGORIES.get(fault) or ("fast" if timing is not None and timing.is_faster else "slow")
+def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: str) -> Feedback:
+    """Of a kernel that was verified, or failed before; never of what infrastructure lost."""
+    category = CATEGORIES.get(verdict.fault) or ("fast" if timing is not None and timing.is_faster else "slow")
     return Feedback(
-        fault,
+        verdict.fault,
         category,
-        shortened(message),
-        hint or _BACKEND_HINTS.get((backend, category), _HINTS[category]),
-        bench.verdict.passed if bench else 0,
-        bench.verdict.total if bench else 0,
+        shortened(verdict.message),
+        verdict.hint or _BACKEND_HINTS.get((backend, category), _HINTS[category]),
+        verdict.passed,
+        verdict.total,
         timing.speedup if timing else None,
         _limits(timing),
         kernel,

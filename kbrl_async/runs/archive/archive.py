@@ -29,10 +29,10 @@ import msgspec
 
 from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
-from kbrl_async.runs.archive.rows import GroupEnd, Outcome, Row, Span, Update, make_row, spans_of
-from protocols.records import Frame
+from kbrl_async.runs.archive.rows import GroupEnd, Outcome, Row, Update, make_row
+from protocols.rollout import Record, RecordError, StageSpan
 
-__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Outcome", "Row", "Span", "Update", "make_row", "spans_of"]
+__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Outcome", "Row", "Update", "make_row"]
 
 FILE = "rollouts.sqlite"
 FORMAT = 1
@@ -74,10 +74,9 @@ _SELECT = (
     f"SELECT {', '.join('r.' + name for name in _OWN)}, o.batch_id, o.trained_on, o.return, o.advantage "  # noqa: S608
     "FROM rollouts r LEFT JOIN outcomes o ON o.task_id = r.task_id"
 )
-_SPANS = msgspec.msgpack.Decoder(tuple[Span, ...])
+_SPANS = msgspec.msgpack.Decoder(tuple[StageSpan, ...])
 _METRICS = msgspec.msgpack.Decoder(dict[str, float])
 _BLOBS = msgspec.msgpack.Decoder(list[bytes])
-_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 Work = Callable[[sqlite3.Connection], None]
 
@@ -264,16 +263,17 @@ class Archive:
         for found in self._db.execute(f"{_SELECT}{where} ORDER BY r.id", values):
             yield _row(found)
 
-    def record(self, task_id: str) -> list[Frame]:
-        """The frames of a turn; none where they were never kept or have been evicted."""
-        return [_FRAME.decode(blob) for blob in self.frames(task_id)]
-
-    def frames(self, task_id: str) -> list[bytes]:
-        """The same, as they came."""
+    def record(self, task_id: str) -> Record | None:
+        """Of a turn; None where it was never kept or has been evicted. CheckpointError where it can't be read."""
         found = self._db.execute(
-            "SELECT f.frames FROM frames f JOIN rollouts r ON r.id = f.id WHERE r.task_id = ?", (task_id,)
+            "SELECT f.frames, r.status FROM frames f JOIN rollouts r ON r.id = f.id WHERE r.task_id = ?", (task_id,)
         ).fetchone()
-        return _BLOBS.decode(zlib.decompress(found[0])) if found else []
+        if found is None:
+            return None
+        try:
+            return Record.decode(_BLOBS.decode(zlib.decompress(found[0])), found[1])
+        except RecordError as error:
+            raise CheckpointError(f"{self._path} holds no record of {task_id} that can be read: {error}") from None
 
     def groups(self) -> dict[str, GroupEnd]:
         """How groups ended, by id."""

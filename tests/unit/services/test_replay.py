@@ -22,13 +22,13 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Purpose,
     SamplingParams,
     TrainBatch,
     Verdict,
 )
+from protocols.rollout import Record, Work
 from services.learner.actor import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
@@ -39,7 +39,6 @@ from services.rollouts.examples import FirstPrompts
 from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored
 from tests.models import SMALLER, VOCABULARY, tiny_model
-from tests.records import packed
 
 CANARY = [1, 2, 3, 4]
 DEADLINE_S = 30.0
@@ -121,15 +120,15 @@ class FakeRun:
         request = self._conductor.request(
             rollout_id, group_id, self.campaign.problem(self.campaign.book.group_problem(group_id)), Purpose.TRAIN, 0
         )
-        record: list[Frame] = [request, *self._work(place)]
+        record = Record.of(request, *self._work(place))
         scored = self._conductor.score(rollout_id, record, preset_for(group_id, self._presets, self.campaign))
         assert isinstance(scored, Scored)
-        row = make_row(rollout_id, group_id, rollout_id, record, at=1.0, reward=scored.sample.reward)
-        self._archive.add(row, packed(record)).result(DEADLINE_S)
+        row = make_row(rollout_id, record, at=1.0, reward=scored.sample.reward)
+        self._archive.add(row, record.encode()).result(DEADLINE_S)
         change = self.campaign.book.scored(group_id, rollout_id, [scored.sample], self._tick())
         self._change(change, RolloutEnded(rollout_id, group_id, scored.stats))
 
-    def _work(self, place: int) -> Iterator[Frame]:
+    def _work(self, place: int) -> Iterator[Work]:
         tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(2, 8))]
         logprobs = [-self._rng.uniform(3.5, 4.5) for _ in tokens]
         version = self.campaign.book.version

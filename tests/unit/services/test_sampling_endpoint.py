@@ -15,7 +15,8 @@ from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
-from services.rollouts.scoring import lost_reason, score
+from protocols.rollout import Record
+from services.rollouts.scoring import score
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
@@ -91,9 +92,6 @@ def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_el
     generation = msgspec.msgpack.decode(refused.frames[0], type=Generation)
     assert refused.next_stage == Stage.SCORE
     assert generation.fault is Fault.INFRA_ERROR
-    assert lost_reason([generation]) == "prompt_too_long"
-    assert (
-        score([msgspec.msgpack.decode(frame(Purpose.EVAL), type=RolloutRequest), generation], find_preset("stage3"))
-        is None
-    )
+    record = Record.decode([frame(Purpose.EVAL), *refused.frames])
+    assert (record.lost_because, score(record, find_preset("stage3"))) == ("prompt_too_long", None)
     assert done.next_stage == Stage.COMPILE

@@ -21,7 +21,6 @@ from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.sampler.actor import EngineLost, Sampling
 from services.sampler.vllm import end_ids, options_of
-from tests.records import packed
 from tests.unit.sampling.conftest import make_model
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, served, until
@@ -54,7 +53,7 @@ def ask(number: int) -> tuple[Task, list[bytes]]:
     request = RolloutRequest(
         f"r{number}", "g", Problem("L1/01_x", 1, "x", ""), "1 2 3", "c", SamplingParams(max_tokens=40)
     )
-    return Task(f"r{number}@0", f"lease{number}", Stage.GENERATE, 1, 60.0, 0), packed([request])
+    return Task(f"r{number}@0", f"lease{number}", Stage.GENERATE, 1, 60.0, 0), [msgspec.msgpack.encode(request)]
 
 
 def test_with_its_engine_the_process_ends_so_that_no_task_loses_its_attempts_to_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, rende
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.rollouts.prompts.hardware import gpu_facts, of_cpu
 from kbrl_async.rollouts.prompts.shots import SHOTS
-from protocols.records import BuildReport, Candidate, Fault, Generation
+from protocols.records import Candidate, Fault, Verdict
 from tests.unit.lab.small_policy.cuda_on_cpu import compiled, module_of
 
 PROBLEM = load_suite()[0]
@@ -100,9 +100,7 @@ def test_a_budget_drops_examples_one_by_one_and_nothing_else() -> None:
 
 
 def test_a_refinement_drops_its_examples_before_anything_of_its_feedback() -> None:
-    record = [Generation(0, [], [], [], "", "stop", Candidate("KERNEL\n", "c")),
-              BuildReport(Fault.COMPILE_ERROR, message="error 1\nerror 2")]  # fmt: skip
-    feedback = feedback_of(record, "c")
+    feedback = feedback_of(Verdict(Fault.COMPILE_ERROR, message="error 1\nerror 2"), None, "KERNEL\n", "c")
     whole = render_turn("few_shot", PROBLEM, feedback)
     tight = render_turn("few_shot", PROBLEM, feedback, "c", TokenBudget(words(whole) - 1, words))
     assert whole.count("Its kernel") == 3
