@@ -26,11 +26,13 @@ from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.engines import Fused
+from kbrl_async.learning.forward_backward import Fused
 from kbrl_async.learning.fused import decoder as fused
 from kbrl_async.learning.fused.attention import fastest
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("learner", __doc__)
@@ -108,9 +110,9 @@ def step(
     peak = efficiency.measured_peak(torch.device(device), "bf16" if asked.on_gpu else "fp32")
     floor = floors(asked, peak)
     out: Result = {"shape": shape, "sequence": length, "prompt": asked.prompt_tokens, "group": group, "floor": floor}
-    options = TrainerOptions(
-        loss="grpo", epochs=1, minibatches=1, learning_rate=1e-6, dtype="bf16" if asked.on_gpu else "fp32",
-        kernels="fused", token_budget=microbatch_tokens or length, memory_gb=memory_gb if asked.on_gpu else 0.0,
+    options = Learner(
+        epochs=1, minibatches=1, negative_scale=1.0, kernels="fused", token_budget=microbatch_tokens or length,
+        memory_gb=memory_gb if asked.on_gpu else 0.0,
     )  # fmt: skip
     if trl:
         out["trl"] = of_trl(asked, trl_checkpointing)
@@ -222,18 +224,19 @@ def free() -> None:
 # ── ours ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_ours(asked: Asked, options: TrainerOptions, profile: bool) -> Result:
+def of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
     found = _of_ours(asked, options, profile)
     free()
     return found
 
 
-def _of_ours(asked: Asked, options: TrainerOptions, profile: bool) -> Result:
-    team = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
-    trainer = Trainer(wrap_lora(build(asked), RANK), options, asked.device, team=team)
-    if team is not None and team.rank:
-        team.follow(trainer)
-        team.close()
+def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
+    ranks = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
+    settings = Config(loss="grpo", learning_rate=1e-6, learner=options)
+    trainer = Trainer(wrap_lora(build(asked), RANK), settings, asked.device, process_group=ranks)
+    if ranks is not None and ranks.rank:
+        ranks.follow(trainer)
+        ranks.close()
         sys.exit(0)
     groups = group_of(asked)
     trainer.step(groups, TEMPERATURE)  # with plans of attention and compilation of kernels, which may wait
@@ -246,16 +249,16 @@ def _of_ours(asked: Asked, options: TrainerOptions, profile: bool) -> Result:
     while not watch.end():
         watch.begin()
         trainer.step(groups, TEMPERATURE)
-    engine, found = trainer.engine, watch.found()
-    assert isinstance(engine, Fused)
-    kept, whole = engine.plan(options.token_budget)
+    found = watch.found()
+    assert isinstance(trainer.passes, Fused)
+    kept, whole = trainer.passes.plan(options.token_budget)
     found["layers"] = {"all": SHAPES[asked.shape]["num_hidden_layers"], "keep_everything": kept, "keep_most": whole}
     found["no_host_sync"] = asked.on_gpu
     if asked.on_gpu:
         found["attention"] = attention_of(asked)
-    if team is not None:
-        found["processes"] = team.size
-        team.close()
+    if ranks is not None:
+        found["processes"] = ranks.size
+        ranks.close()
     return found
 
 
@@ -264,11 +267,11 @@ def strict(trainer: Trainer) -> None:
     gradients = trainer._gradients
 
     @functools.wraps(gradients)
-    def guarded(*arguments: Any) -> None:
+    def guarded(*arguments: Any) -> list[torch.Tensor]:
         with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            gradients(*arguments)
+            return gradients(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -30,16 +30,17 @@ from benchmarks.sampler.clients import work
 from kbrl_async.durable import file_sha256
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, load
 from kbrl_async.runs.folder import prepare
+from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.options import VLLMOptions
-from kbrl_async.sampling.vllm.proof import COMPARED
-from kbrl_async.sampling.vllm.reading import rows
-from kbrl_async.sampling.vllm.start import start
+from kbrl_async.sampling.vllm.proof import COMPARED, rows
+from kbrl_async.sampling.vllm.start import launch
 from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
-from protocols.messages import Stage
+from protocols.messages import Stage, Task
 from protocols.records import PolicyVersion
-from services.runtime import Worker, addresses
+from services.runtime import Outcome, Worker, addresses
+from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 
@@ -94,13 +95,14 @@ async def service(
         make_weights(folder, drawn, sizes.rank)
         say("weights are made")
         device = device or ("cpu" if shape == "tiny" else "cuda")
+        settings = Sampler(slots=max(at_once), update=update, eager=eager, memory_share=memory_share)
         options = VLLMOptions(
-            str(folder / "base"), device=device, dtype="float32" if device == "cpu" else "bfloat16",
-            slots=max(at_once), max_model_len=drawn.context, update=update, lora_rank=sizes.rank, eager=eager,
-            load_format="dummy" if sizes.rank else "auto", memory_share=memory_share, threads=1,
+            settings=settings, model=str(folder / "base"), temperature=1.0, max_staleness=2, device=device, threads=1,
+            seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.context,
+            load_format="dummy" if sizes.rank else "auto",
         )  # fmt: skip
         begun = time.monotonic()
-        engine = await start(options, make_tokenizer(drawn))
+        engine = await launch(options, make_tokenizer(drawn))
         start_s = time.monotonic() - begun
         say(f"vLLM has started in {start_s:.0f} s")
         bench = Bench(sizes, folder, engine, drawn.vocabulary, max(at_once))
@@ -108,7 +110,8 @@ async def service(
             await note_facts(engine, folder, sizes.rank)
             await publish(bench.run_dir / "policies", folder, 0)
             with services(bench.run_dir, "broker.1"):
-                await Sampling(make_service(bench.run_dir, bench.config), engine).catch_up()
+                gate = Gate(time.monotonic, lambda _: None, lambda: True)
+                await Sampling(make_service(bench.run_dir, bench.config), engine, gate, lambda: None).catch_up()
                 say(f"policy v0 is served; canary error {engine.stats().canary_max_error:.2g}")
                 rates = await _rates(bench, at_once, rounds, leg_s)
                 for n in (swap_at or at_once) if swap_s else ():
@@ -222,9 +225,12 @@ class Bench:
         leg = f"leg{next(self._legs)}"
         found = addresses(self.run_dir, self.config)
         service = make_service(self.run_dir, self.config)
-        sampling = Sampling(service, self.engine)
-        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, sampling.generate, wedge_s=60.0)
-        sampling.progress = worker.progress
+
+        async def generate(task: Task, frames: list[bytes]) -> Outcome:
+            return await sampling.generate(task, frames)
+
+        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, generate, wedge_s=60.0)
+        sampling = Sampling(service, self.engine, worker.gate, worker.progress)
         self.meter.tick = worker.progress
         stop = asyncio.Event()
         tasks = [asyncio.create_task(worker.run(stop)), asyncio.create_task(sampling.watch(0.1))]

@@ -102,7 +102,7 @@ def async_vs_sync(
         for repeat, lag in in_turn((0, 2), repeats):
             own = [f"log_path={folder}", f"name=lag{lag}-{repeat}", f"max_staleness={lag}", f"max_steps={steps}"]
             own += [f"seed={repeat}", "max_minutes=null", "eval_samples=0"]
-            config = load(ROOT / "configs" / "default.yaml", [*own, *settings])
+            config = load([ROOT / "configs" / "default.yaml"], [*own, *settings])
             made = prepare(config).path
             ended = start_and_wait(made, process_counts(config), command=_service, output=sys.stderr)
             if not is_finished(made):

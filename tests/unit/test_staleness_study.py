@@ -25,7 +25,8 @@ from benchmarks.staleness.report import (
     with_figures,
     worst_late_batch,
 )
-from kbrl_async.learning import corrections, losses
+from kbrl_async.learning.settings import CORRECTIONS as CORRECTION_DOOR
+from kbrl_async.learning.settings import LOSSES
 from kbrl_async.runs.config import Config
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Verdict
 
@@ -55,10 +56,8 @@ class TestTheForcedAge:
 class TestThePlan:
     def test_every_correction_and_loss_of_the_project_is_an_arm(self) -> None:
         words = {word for arm in CORRECTIONS.values() for word in arm}
-        assert {f"corrections={name}" for name in corrections.CORRECTIONS} <= words
-        twins = {"grpo": losses.LOSSES["ppo"], "tis": losses.LOSSES["tis"]}
-        for name, loss in losses.LOSSES.items():
-            assert f"loss={name}" in words or twins[name] is loss
+        assert {f"corrections={name}" for name in CORRECTION_DOOR.ours} <= words
+        assert {f"loss={name}" for name in LOSSES.ours} - words == {"loss=grpo", "loss=tis"}  # others by these names
 
     def test_every_arm_is_a_configuration_that_the_project_accepts(self, tmp_path: Path) -> None:
         for setting in SETTINGS.values():

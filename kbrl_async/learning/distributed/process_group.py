@@ -11,7 +11,7 @@ Invariants
 * Weights of a minibatch are those of the whole minibatch, so the summed gradient is that of one process.
 * Sequences of a group stay neighbours, so that their prompt is shared on a rank.
 
-Weights stand on every rank, or are spread over them (`sharding`) where they don't fit.
+Weights stand on every rank, or are sharded over them (`sharding`) where they don't fit.
 """
 
 # ruff: noqa: N803 - capital suffixes of names give tensor shapes
@@ -20,7 +20,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -28,9 +28,6 @@ import torch.distributed as dist
 
 from kbrl_async.errors import NonFiniteLoss
 from protocols.records import TrainGroup
-
-if TYPE_CHECKING:
-    from kbrl_async.learning.trainer import Trainer
 
 IDLE = datetime.timedelta(days=30)
 """Ranks wait so long for rank 0's next batch: a run may be paused. A rank that dies is seen by its parent."""
@@ -47,6 +44,20 @@ class Order(msgspec.Struct, frozen=True):
     has_moments: bool = False
     probe: list[int] = msgspec.field(default_factory=list)
     """Token ids whose log-probs rank 0 wants, where it can't compute without the others."""
+
+
+class Replica(Protocol):
+    """What of a trainer is alike on every rank: `trainer.Trainer` fits."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    optimizer_step: int
+    order: torch.Generator
+
+    def update(
+        self, groups: Sequence[TrainGroup], temperature: float, *, version: int | None = None
+    ) -> dict[str, float]: ...
+    def sequence_logprobs(self, ids: list[int]) -> list[float]: ...
 
 
 class ProcessGroup:
@@ -69,16 +80,16 @@ class ProcessGroup:
             self._send(Order())
         dist.destroy_process_group()
 
-    def tell(self, text: str) -> None:
-        """Rank 0: `text` to all others, which wait for it in `told`."""
+    def send_text(self, text: str) -> None:
+        """Rank 0: `text` to all others, which wait for it in `receive_text`."""
         self._send_bytes(text.encode())
 
-    def told(self) -> str:
+    def receive_text(self) -> str:
         return self._receive().decode()
 
     # ── an update ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lead(self, trainer: Trainer, groups: Sequence[TrainGroup], temperature: float, version: int | None) -> None:
+    def lead(self, trainer: Replica, groups: Sequence[TrainGroup], temperature: float, version: int | None) -> None:
         """Rank 0: what the others need for the update that it is about to make."""
         has_moments = bool(trainer.optimizer.state)
         data_order = trainer.order.get_state().numpy().tobytes()
@@ -89,7 +100,7 @@ class ProcessGroup:
         """Rank 0: has the others join in computing the log-probs of `ids`."""
         self._send(Order(probe=ids))
 
-    def follow(self, trainer: Trainer) -> None:
+    def follow(self, trainer: Replica) -> None:
         """Other ranks: computes everything with rank 0, until it says that there is no more."""
         decoder = msgspec.msgpack.Decoder(Order)
         while (order := decoder.decode(self._receive())).groups or order.probe:
@@ -153,7 +164,7 @@ class ProcessGroup:
     # ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _state(self, trainer: Trainer, has_moments: bool) -> None:
+    def _state(self, trainer: Replica, has_moments: bool) -> None:
         for parameter in trainer.parameters.values():
             dist.broadcast(parameter.data, 0)
             if not has_moments:

@@ -1,4 +1,4 @@
-"""A policy's weights spread over the ranks of a team by FSDP2: each holds a share, and gathers a layer to compute it.
+"""A policy's weights sharded over ranks by FSDP2: each holds a share, and gathers a layer to compute it.
 
 ::
 
@@ -15,40 +15,40 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.learning.distributed.process_group import ProcessGroup
 from kbrl_async.learning.policies.models import causal_lm, is_lora
-
-if TYPE_CHECKING:
-    from kbrl_async.learning.distributed.process_group import ProcessGroup
 
 Result = TypeVar("Result")
 
 
 class ShardedModel:
-    """The only way to compute with a spread model: `spread(lambda causal_lm: …)`, on every rank."""
+    """The only way to compute with a sharded model: `sharded(lambda causal_lm: …)`, on every rank."""
 
-    def __init__(self, model: torch.nn.Module, team: ProcessGroup) -> None:
-        """Spreads the frozen weights of `model`, which every rank has loaded alike, on the host or on its device."""
+    def __init__(self, model: torch.nn.Module, ranks: ProcessGroup) -> None:
+        """Shards the frozen weights of `model`, which every rank has loaded alike, on the host or on its device."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         if not is_lora(model):
-            raise ConfigError("only frozen weights are spread over ranks, and this policy has none", "Add lora_rank=32")
-        mesh = init_device_mesh(team.device.type, (team.size,))
+            raise ConfigError(
+                "only frozen weights are sharded over ranks, and this policy has none", "Add lora_rank=32"
+            )
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         adapters = {p for p in model.parameters() if p.requires_grad}
         inner = causal_lm(model)
-        self._team, self._whole = team, _Whole(inner)
+        self._ranks, self._whole = ranks, _Whole(inner)
         # For the outermost, too: saving an adapter gives shares back, and rank 0 alone would gather once more after it.
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": adapters, "reshard_after_forward": True}
         for layer in inner.get_decoder().layers:  # type: ignore[operator]
             fully_shard(layer, **options)
         fully_shard(self._whole, **options)
         for parameter in adapters:
-            parameter.data = parameter.data.to(team.device)
+            parameter.data = parameter.data.to(ranks.device)
 
     def __call__(self, compute: Callable[[torch.nn.Module], Result]) -> Result:
         """`compute` of the causal LM, inside which all its weights are there."""
@@ -57,7 +57,7 @@ class ShardedModel:
 
     def passes(self, mine: int) -> int:
         """How many passes this rank has to make, if it needs `mine`."""
-        return self._team.most(mine)
+        return self._ranks.most(mine)
 
 
 class _Whole(torch.nn.Module):

@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kbrl_async.runs.config.ranges import AtLeastOne, CorrectionName, Count, Fraction, Positive, PresetName
+from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
+from kbrl_async.runs.config.ranges import AtLeastOne, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
     Agents,
     Alarms,
@@ -27,15 +28,13 @@ from kbrl_async.runs.config.sections import (
     DatasetBuilder,
     Demonstrations,
     Evaluation,
-    Learner,
     Metrics,
     Processes,
-    Sampler,
-    Sft,
     Tensorboard,
     TimingBench,
     Turns,
 )
+from kbrl_async.sampling.settings import Sampler
 
 
 def _all_levels() -> list[int]:
@@ -81,7 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy learns from its rollouts, or from demonstrations (sft); sets loss and baseline below your keys."""
     preset: PresetName | None = None
     """A named algorithm: sets the loss, the baseline and what belongs to them; keys that you set yourself win."""
-    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "a3po", "gspo", "tis", "cispo", "reinforce"] = "dppo_tv"
+    loss: LossName = "dppo_tv"
     """Policy loss with its off-policy correction."""
     corrections: list[CorrectionName] = msgspec.field(default_factory=list)
     """More corrections for stale samples, multiplied: tis and tis_sequence weigh (loss=reinforce only), others drop."""

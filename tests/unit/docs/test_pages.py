@@ -99,10 +99,12 @@ def takes(key: str, text: str) -> bool:
     value = yaml.safe_load(text)
     for candidate in (value, text, [value], text.split(",")):
         try:
-            msgspec.convert(candidate, KEYS[key].type, strict=False)
+            made = msgspec.convert(candidate, KEYS[key].type, strict=False)
         except msgspec.ValidationError:
             continue
-        return True
+        door = KEYS[key].door
+        if door is None or all(door.knows(name) for name in (made if isinstance(made, list) else [made])):
+            return True
     return False
 
 

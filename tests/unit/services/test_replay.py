@@ -29,7 +29,7 @@ from protocols.records import (
     Verdict,
 )
 from protocols.rollout import Record, Work
-from services.learner.actor import make_trainer
+from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
 from services.reward_aggregator.journal import Journal

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from kbrl_async.sampling.transformers.draw import draw
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
+from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence, draw
 from protocols.records import SamplingParams
 
 
@@ -32,7 +31,7 @@ def drain(cohort: RunningBatch) -> list[RunningSequence]:
 
 
 def cohort_of(model: torch.nn.Module, **kwargs: int) -> RunningBatch:
-    return RunningBatch(0, model, frozenset(), CohortStats(), **kwargs)  # type: ignore[arg-type]
+    return RunningBatch(0, model, frozenset(), BatchStats(), **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -77,7 +76,7 @@ def test_end_of_text_ends_a_row_and_is_recorded(model: torch.nn.Module) -> None:
     probe = cohort_of(model)
     probe.join([stream("a", [1, 2, 3], 6, 0.0)])
     (free,) = drain(probe)
-    cohort = RunningBatch(0, model, frozenset({free.token_ids[2]}), CohortStats())
+    cohort = RunningBatch(0, model, frozenset({free.token_ids[2]}), BatchStats())
     cohort.join([stream("a", [1, 2, 3], 6, 0.0)])
     (stopped,) = drain(cohort)
     assert stopped.finish_reason == "stop"
@@ -85,7 +84,7 @@ def test_end_of_text_ends_a_row_and_is_recorded(model: torch.nn.Module) -> None:
 
 
 def test_twins_share_one_prefill_and_later_ones_use_the_cache(model: torch.nn.Module) -> None:
-    stats = CohortStats()
+    stats = BatchStats()
     cohort = RunningBatch(0, model, frozenset(), stats)
     cohort.join([stream(f"a{i}", [1, 2, 3, 4], 3, 1.0, i) for i in range(8)])
     cohort.join([stream("late", [1, 2, 3, 4], 3)])

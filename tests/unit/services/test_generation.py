@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kbrl_async.rollouts.prompts import extract, kernel_span
-from kbrl_async.sampling.spans import token_span
+from services.sampler.generation import token_span
 
 WORDS = ["plan ", "it", "\n", "co", "de", "<end>"]
 """`<end>` is a special token: it has no text."""

@@ -27,9 +27,8 @@ from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
 from kbrl_async.learning.policies.adapters import active, adapter_names, adapter_of
 from kbrl_async.learning.policies.models import causal_lm
+from kbrl_async.learning.settings import Learner
 from protocols.records import TrainSample
-
-KINDS = ("auto", "plain", "fused")
 
 
 class Scored(NamedTuple):
@@ -49,17 +48,17 @@ Visit = Callable[[Scored], torch.Tensor | None]
 Tick = Callable[[], None]
 
 
-class EngineOptions(NamedTuple):
-    token_budget: int
-    tree_tokens: int
-    share_prompts: bool
-    chunk_elements: int
-    bf16: bool
-    memory_bytes: float
-    """Most that this process may hold on its GPU; 0: nine tenths of it."""
+def computes_bf16(learner: Learner, device: torch.device) -> bool:
+    """`learner.dtype` with `auto` resolved: fp32 on a CPU, where sampler and learner then agree to 1e-3 a ratio."""
+    return learner.dtype == "bfloat16" or (learner.dtype == "auto" and device.type != "cpu")
 
 
-class Engine(Protocol):
+def _chunk_elements(device: torch.device) -> int:
+    """Most logits that exist at once: a GPU's matrix products want long chunks."""
+    return 1 << (27 if device.type == "cuda" else 24)
+
+
+class ForwardBackward(Protocol):
     """`run` computes all of `samples`; gradients are added to the parameters' where they are enabled."""
 
     name: str
@@ -73,15 +72,15 @@ class Plain:
     name = "plain"
 
     def __init__(
-        self, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: ShardedModel | None = None
+        self, model: torch.nn.Module, learner: Learner, device: torch.device, sharded: ShardedModel | None = None
     ) -> None:
-        self._model, self._options, self._device, self._spread = model, options, device, spread
+        self._model, self._learner, self._device, self._sharded = model, learner, device, sharded
         self._adapters = adapter_names(model)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         packed = [(adapter, batch.to(self._device)) for adapter, batch in self._pack(samples)]
         # Asked before the first pass: every collective comes at the same place on all ranks.
-        passes = len(packed) if self._spread is None else self._spread.passes(len(packed))
+        passes = len(packed) if self._sharded is None else self._sharded.passes(len(packed))
         for adapter, batch in packed:
             # Held through the backward pass: gradient checkpointing runs the forward pass again there.
             with active(self._model, adapter):
@@ -95,15 +94,15 @@ class Plain:
 
     def _scores(self, batch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         def compute(lm: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-            logp_T, entropy_T = batch_logprobs(lm, batch, temperature, self._options.chunk_elements)
+            logp_T, entropy_T = batch_logprobs(lm, batch, temperature, _chunk_elements(self._device))
             return logp_T.clone(), entropy_T  # no view: FSDP can't follow one
 
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.bf16):
-            return compute(causal_lm(self._model)) if self._spread is None else self._spread(compute)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=computes_bf16(self._learner, self._device)):
+            return compute(causal_lm(self._model)) if self._sharded is None else self._sharded(compute)
 
     def _idle(self) -> None:
         """A pass without effect, while another rank makes one of its own."""
-        (batch,) = pack([BLANK], self._options.token_budget, self._options.tree_tokens)
+        (batch,) = pack([BLANK], self._learner.microbatch_tokens)
         logp_T, _ = self._scores(batch.to(self._device), 1.0)
         if logp_T.requires_grad:
             _backward((logp_T * 0.0).sum())
@@ -116,7 +115,7 @@ class Plain:
         packed = []
         for adapter, indices in members.items():
             where = torch.tensor(indices)
-            batches = pack([samples[i] for i in indices], self._options.token_budget, self._options.tree_tokens)
+            batches = pack([samples[i] for i in indices], self._learner.microbatch_tokens)
             packed += [(adapter, dataclasses.replace(b, sample_T=where[b.sample_T])) for b in batches]
         return packed
 
@@ -126,14 +125,14 @@ class Fused:
 
     name = "fused"
 
-    def __init__(self, model: torch.nn.Module, options: EngineOptions, device: torch.device) -> None:
-        self._options, self._device = options, device
+    def __init__(self, model: torch.nn.Module, learner: Learner, device: torch.device) -> None:
+        self._learner, self._device = learner, device
         self._model = model
         self._causal_lm = causal_lm(model)
         self._decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0])
         self._shape = _shape(self._causal_lm)
-        self._room = _room(model, options, device)
-        self._plain = Plain(model, options, device)
+        self._room = _room(model, learner, device)
+        self._plain = Plain(model, learner, device)
 
     def plan(self, tokens: int) -> memory.Plan:
         """What a microbatch of so many tokens keeps for its backward pass."""
@@ -144,9 +143,8 @@ class Fused:
             self._plain.run(samples, temperature, visit, tick)
             return
         self._decoder.refresh()
-        options = self._options
         # Packed and sent one by one: the host prepares a bundle while the device computes those before it.
-        for cpu in bundle(samples, options.token_budget, options.share_prompts):
+        for cpu in bundle(samples, self._learner.microbatch_tokens, self._learner.share_prompts):
             made = cpu.to(self._device)
             if made.prompt is None:
                 self._batches(made, [], None, temperature, visit, tick)
@@ -188,7 +186,7 @@ class Fused:
             if near:
                 hidden_NH = torch.where(is_first_N[:, None], near[-1], hidden_NH)
             hidden_NH = self._decoder.normed(hidden_NH)
-            vocabulary, chunk = head.weight.shape[0], self._options.chunk_elements
+            vocabulary, chunk = head.weight.shape[0], _chunk_elements(self._device)
             scores = token_logprobs(hidden_NH, head, batch.target_N, temperature, vocabulary, chunk)
             inputs = len(batch.input_T) + (shared if number == 0 else 0)
             _backward(visit(Scored(*scores, batch.sample_T, batch.offset_T, inputs)))
@@ -219,34 +217,36 @@ def _shape(lm: torch.nn.Module) -> memory.Shape:
     )
 
 
-def _room(model: torch.nn.Module, options: EngineOptions, device: torch.device) -> float:
+def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:
     """Bytes for activations: what may be held, less what is held already, gradients and Adam's moments."""
     if device.type != "cuda":
-        return options.memory_bytes or float("inf")
-    limit = options.memory_bytes or 0.9 * torch.cuda.get_device_properties(device).total_memory
+        return learner.memory_gb * 1e9 or float("inf")
+    limit = learner.memory_gb * 1e9 or 0.9 * torch.cuda.get_device_properties(device).total_memory
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return limit - torch.cuda.memory_allocated(device) - 12 * trained
 
 
-def open_engine(
-    kind: str, model: torch.nn.Module, options: EngineOptions, device: torch.device, spread: ShardedModel | None = None
-) -> Engine:
-    """`auto` is fused on a GPU where the model allows it, else plain."""
-    if kind not in KINDS:
-        raise ConfigError(f"unknown learner.kernels {kind!r}", f"Known ones: {', '.join(KINDS)}")
-    if kind == "plain" or (kind == "auto" and device.type != "cuda"):
-        return Plain(model, options, device, spread)
-    spread_out = "" if spread is None else "its weights are spread over the ranks (learner.shard)"
-    refusal = spread_out or why_not(model) or _wrong_precision(model, options, device)
+def forward_backward(
+    model: torch.nn.Module, learner: Learner, device: torch.device, sharded: ShardedModel | None = None
+) -> ForwardBackward:
+    """What `learner.kernels` names; `auto` is fused on a GPU where the model allows it, else plain.
+
+    :raises ConfigError: `fused` can't be had.
+    """
+    if learner.kernels == "plain" or (learner.kernels == "auto" and device.type != "cuda"):
+        return Plain(model, learner, device, sharded)
+    by_ranks = "" if sharded is None else "its weights are sharded over the ranks (learner.shard)"
+    refusal = by_ranks or why_not(model) or _wrong_precision(model, learner, device)
     if not refusal:
-        return Fused(model, options, device)
-    if kind == "auto":
-        return Plain(model, options, device, spread)
+        return Fused(model, learner, device)
+    if learner.kernels == "auto":
+        return Plain(model, learner, device, sharded)
     raise ConfigError(f"learner.kernels=fused can't be had for this model: {refusal}", "Use auto or plain")
 
 
-def _wrong_precision(model: torch.nn.Module, options: EngineOptions, device: torch.device) -> str:
+def _wrong_precision(model: torch.nn.Module, learner: Learner, device: torch.device) -> str:
     held = causal_lm(model).get_decoder().embed_tokens.weight.dtype  # type: ignore[operator]
-    if options.bf16 != (held == torch.bfloat16):
-        return f"its weights are {held} and the arithmetic is {'bf16' if options.bf16 else 'fp32'}"
+    bf16 = computes_bf16(learner, device)
+    if bf16 != (held == torch.bfloat16):
+        return f"its weights are {held} and the arithmetic is {'bf16' if bf16 else 'fp32'}"
     return ""

@@ -20,7 +20,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
 from tests.models import tiny_model
-from tests.unit.learning.rank import digest, make, options, train
+from tests.unit.learning.rank import digest, make, settings, train
 
 
 def run_ranks(folder: Path, how: str) -> None:
@@ -52,7 +52,7 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path, groups: list[TrainGrou
     (tmp_path / "groups.json").write_bytes(msgspec.json.encode(groups))
     run_ranks(tmp_path, how)
     torch.manual_seed(0)
-    alone = Trainer(make(how), options("plain"))
+    alone = Trainer(make(how), settings("plain"))
     expected = train(alone, groups, tmp_path / "alone")
     found = json.loads((tmp_path / "metrics.json").read_text())
     assert found[3]["loss"] == found[2]["loss"], "what follows a checkpoint follows it again"
@@ -74,19 +74,19 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path, groups: list[TrainGrou
 def test_every_sequence_belongs_to_one_rank_and_rank_0_has_some(tokens: list[int], size: int) -> None:
     parts = []
     for rank in range(size):
-        team = object.__new__(ProcessGroup)
-        team.rank, team.size = rank, size
-        parts.append(team.part(tokens))
+        group = object.__new__(ProcessGroup)
+        group.rank, group.size = rank, size
+        parts.append(group.part(tokens))
     assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
     assert parts[0]
 
 
 def test_equal_sequences_are_shared_out_equally() -> None:
-    team = object.__new__(ProcessGroup)
-    team.rank, team.size = 1, 2
-    assert team.part([8192] * 8) == [4, 5, 6, 7]
+    group = object.__new__(ProcessGroup)
+    group.rank, group.size = 1, 2
+    assert group.part([8192] * 8) == [4, 5, 6, 7]
 
 
-def test_a_policy_without_frozen_weights_is_not_spread() -> None:
+def test_a_policy_without_frozen_weights_is_not_sharded() -> None:
     with pytest.raises(ConfigError, match="only frozen weights"):
         ShardedModel(tiny_model(), object.__new__(ProcessGroup))

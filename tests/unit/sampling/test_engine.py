@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kbrl_async.errors import ConfigError, InfraError, PolicyMismatch, PromptTooLong
-from kbrl_async.sampling.guards import Prompts, check_alive, check_served, wait_for_room
+from kbrl_async.sampling.engine import Prompts, check_alive, check_served, wait_for_room
 
 
 class Counting:
@@ -80,7 +80,7 @@ def test_a_version_waits_until_an_older_one_has_ended() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(retire)
         loop.call_soon(lambda: loop.call_soon(retire))
-        await wait_for_room(lambda: live[0], 1, changed, lambda: None, 60.0, "wait")
+        await wait_for_room(lambda: live[0], 1, changed, lambda: None, "wait")
         return [*seen, "room"]
 
     assert asyncio.run(main()) == ["2 live", "1 live", "room"]
@@ -88,14 +88,14 @@ def test_a_version_waits_until_an_older_one_has_ended() -> None:
 
 def test_versions_that_never_end_are_an_error_after_a_while() -> None:
     with pytest.raises(InfraError, match=r"2 policy versions are still busy after 0\.01 s"):
-        asyncio.run(wait_for_room(lambda: 2, 1, asyncio.Event(), lambda: None, 0.01, "wait"))
+        asyncio.run(wait_for_room(lambda: 2, 1, asyncio.Event(), lambda: None, "wait", 0.01))
 
 
 def test_an_engine_that_fails_meanwhile_ends_the_waiting_at_once() -> None:
     async def main() -> None:
         changed = asyncio.Event()
         asyncio.get_running_loop().call_soon(changed.set)
-        await wait_for_room(lambda: 2, 1, changed, lambda: check_alive(RuntimeError("gone"), closed=False), 60.0, "")
+        await wait_for_room(lambda: 2, 1, changed, lambda: check_alive(RuntimeError("gone"), closed=False), "")
 
     with pytest.raises(InfraError, match="gone"):
         asyncio.run(main())
