@@ -35,12 +35,11 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import psutil
 
-from kbrl_async.errors import InfraError
 from kbrl_async.runs.archive.archive import Archive, Row, Update
 from protocols.ledger import LedgerOptions, StageOptions
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
@@ -48,8 +47,8 @@ from services.broker.options import BrokerOptions
 from services.runtime.addresses import addresses
 
 if typing.TYPE_CHECKING:  # torch would stand in the memory of a broker that is measured
-    from kbrl_async.kernels.backends.building import Builder, BuildOptions
-    from kbrl_async.kernels.verify import Bench, BenchOptions
+    from kbrl_async.kernels.funnel import Builder, Judge
+    from kbrl_async.kernels.settings import CompileFarm, TimingBench
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = sorted(os.sched_getaffinity(0))
@@ -323,46 +322,38 @@ def summary_of(run: Path) -> Result:
 # ── one candidate ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Judge:
-    """Build half and bench half of a verification, each by itself."""
+class Halves(NamedTuple):
+    """Of a verification."""
 
-    def __init__(self, builder: Builder, bench: Bench) -> None:
-        self.builder, self._bench = builder, bench
-
-    def build(self, candidate: Candidate, problem: Problem | None = None) -> BuildReport:
-        return self.builder.build(candidate, problem)
-
-    def paths(self, build: BuildReport) -> dict[str, Path]:
-        """Of what was built.
-
-        :raises InfraError: it is no longer in the store.
-        """
-        found = {key: self.builder.store.path(address) for key, address in build.artifacts.items()}
-        kept = {key: path for key, path in found.items() if path is not None}
-        if len(kept) < len(found):
-            raise InfraError("an artifact is no longer in the store", "Give the store more room")
-        return kept
-
-    def bench(self, problem: Problem, candidate: Candidate, build: BuildReport, *, timing: bool = False) -> BenchReport:
-        return self._bench.evaluate(problem, candidate, self.paths(build), timing=timing)
+    builder: Builder
+    bench: Judge
 
     def both(self, problem: Problem, candidate: Candidate) -> tuple[BuildReport, BenchReport | None]:
         """Without timing; nothing of the bench where it was not built."""
-        build = self.build(candidate, problem)
-        return build, self.bench(problem, candidate, build) if build.fault is Fault.OK else None
+        build = self.builder.build(candidate, problem)
+        return build, self.bench.judge(problem, candidate, build, timing=False) if build.fault is Fault.OK else None
 
 
 @contextlib.contextmanager
-def judging(build: BuildOptions | None = None, bench: BenchOptions | None = None) -> Iterator[Judge]:
-    """Both halves, with a store and a zygote of their own."""
-    from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
-    from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
+def verifying(
+    farm: CompileFarm | None = None,
+    settings: TimingBench | None = None,
+    *,
+    device: str = "cpu",
+    backend: str = "c",
+    **more: Any,
+) -> Iterator[Halves]:
+    """Both halves, with a store of their own. `more` are options of a bench that are no settings."""
+    from kbrl_async.kernels import settings as sections
+    from kbrl_async.kernels.backends.building import ArtifactStore
+    from kbrl_async.kernels.funnel import Builder, Judge
+    from kbrl_async.kernels.verify import bench_options
 
-    options = bench or BenchOptions()
-    with (
-        tempfile.TemporaryDirectory() as store,
-        Builder(ArtifactStore(Path(store)), build or BuildOptions(deadline_s=60.0)) as builder,
-        zygote_for(options.device) as zygote,
-        contextlib.closing(Bench(zygote, options)) as opened,
-    ):
-        yield Judge(builder, opened)
+    options = bench_options(settings or sections.TimingBench(), device, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        store = ArtifactStore(Path(folder))
+        with (
+            Builder(store, farm or sections.CompileFarm(deadline_s=60.0)) as builder,
+            Judge(store, options, backend=backend) as judge,
+        ):
+            yield Halves(builder, judge)

@@ -25,9 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
 from kbrl_async.learning import efficiency
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import Fused
-from kbrl_async.learning.fused import decoder as fused
 from kbrl_async.learning.fused.attention import fastest
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.settings import Learner
@@ -83,7 +82,6 @@ def step(
     group: int = 8,
     microbatch_tokens: Annotated[int, "ours; 0: one sequence"] = 0,
     memory_gb: Annotated[float, "ours: most to hold, 10^9 bytes"] = 40.0,
-    joint_outputs: Annotated[bool, "ours: the other layout of adapter products"] = False,
     profile: Annotated[bool, "ours: the dearest kernels, to stderr"] = False,
 ) -> Result:
     """One optimiser step over a group, against TRL's GRPO step on the same shape, tokens and adapter, in turn.
@@ -98,7 +96,6 @@ def step(
     accumulated over the group, bf16, its fused LM head, gradient checkpointing (--no-trl-checkpointing goes without,
     far over the memory of ours), SDPA attention, `beta=0`, the same peft adapter, fused AdamW.
     """
-    fused.JOINT_OUTPUTS = joint_outputs
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if "RANK" in os.environ and device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -107,7 +104,7 @@ def step(
         torch.set_num_threads(1)
     length = length or (256 if shape == "tiny" else 8192)
     asked = Asked(shape, device, seconds, length, prompt_tokens or length // 4, group)
-    peak = efficiency.measured_peak(torch.device(device), "bf16" if asked.on_gpu else "fp32")
+    peak = efficiency.measured_peak(torch.device(device), asked.on_gpu)
     floor = floors(asked, peak)
     out: Result = {"shape": shape, "sequence": length, "prompt": asked.prompt_tokens, "group": group, "floor": floor}
     options = Learner(

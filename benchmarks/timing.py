@@ -7,13 +7,14 @@ from collections import Counter
 from statistics import fmean, median, quantiles
 from typing import Annotated, Any
 
-import msgspec
 import torch
 
 from benchmarks.harness import CORES, Commands, Result, say
-from kbrl_async.cli.bench_cases import BACKEND
-from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
+from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.funnel.verifier import default_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from protocols.records import Candidate, Problem, Timing
@@ -26,7 +27,7 @@ def suite(
     device: str = "cpu",
     core: int | None = None,
     problems: Annotated[int, "so many of the suite, evenly chosen; 0: all"] = 0,
-    cap: Annotated[float, "seconds for one decision"] = Recipe().cap_s,
+    cap: Annotated[float, "seconds for one decision"] = 0.15,
 ) -> Result:
     """Seconds of exclusive bench time per decided candidate, over the suite: the reference as its own candidate.
 
@@ -36,12 +37,13 @@ def suite(
     if problems:
         chosen = chosen[:: max(1, len(chosen) // problems)]
     cores = () if device.startswith("cuda") else (CORES[-1] if core is None else core,)
-    options = msgspec.structs.replace(default_bench(cores), device=device, recipe=Recipe(cap_s=cap))
+    options = VerifyOptions(bench=default_bench(cores, Recipe.of(TimingBench(cap_s=cap))))
     timings: list[Timing] = []
     anchors, whole = [], []
-    with open_bench(device, VerifyOptions(bench=options)) as bench:
+    with Verifier(device, options) as verifier:
+        bench = verifier.judge(device, LIBRARY.name).bench
         for problem in chosen:
-            itself = Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), BACKEND)
+            itself = Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), LIBRARY.name)
             bench.evaluate(problem, itself, {}, timing=False)  # makes the reference
             begin = time.perf_counter()
             timing = bench.evaluate(problem, itself, {}).timing

@@ -18,8 +18,8 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
-    from kbrl_async.errors import InfraError
-    from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+    from kbrl_async.kernels.backends.building import ArtifactStore
+    from kbrl_async.kernels.funnel import Builder, artifact_paths
     from kbrl_async.runs.config.layout import compile_slots
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import Stage, Task
@@ -34,11 +34,10 @@ async def main(stop: asyncio.Event) -> None:
     farm = service.config.compile_farm
     slots = compile_slots(service.config, service.layout)
     cores = service.layout.compile
-    options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores), march=farm.march)
     loop = asyncio.get_running_loop()
 
     with (
-        Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), options) as builder,
+        Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), farm, tuple(cores)) as builder,
         ThreadPoolExecutor(slots) as pool,
     ):
 
@@ -55,13 +54,10 @@ async def main(stop: asyncio.Event) -> None:
         async def hand_over(outcome: Outcome) -> None:
             """The benches are on other hosts: they get artifacts by hash from the broker."""
             report = msgspec.msgpack.decode(outcome.frames[0], type=BuildReport)
-            for address in set(report.artifacts.values()):
-                path = builder.store.path(address)
-                if path is None:
-                    raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
+            for path in set(artifact_paths(builder.store, report).values()):
                 await worker.transfers.send(await loop.run_in_executor(None, path.read_bytes))
 
-        caps, lacking = farm_caps()
+        caps, lacking = farm_caps(service.config.backend)
         for name, reason in lacking.items():
             if name == service.config.backend:
                 service.log.warning("this host can't build the run's backend", backend=name, reason=reason)

@@ -15,7 +15,7 @@ import msgspec
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Tally
@@ -147,7 +147,7 @@ class _Maker:
             record, stats = self._record(rollout_id, group_id, problem, written, asked + 3 * turn, turn)
             at = asked + 3 * turn + 2.5 + self.random.random()
             archive.add(self._row(key, record, stats, at, "train"), record.encode())
-            archive.outcomes([Outcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
+            archive.outcomes([TurnOutcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
             self.entries += [RolloutEnded(rollout_id, group_id, stats), Scored(group_id, rollout_id, [], at)]
             self.stats.append(stats)
             self.tally.answered(group_id, stats)

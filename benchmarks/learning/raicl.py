@@ -13,9 +13,9 @@ import msgspec
 import torch
 from scipy import stats
 
-from benchmarks.harness import Judge, Result, judging
+from benchmarks.harness import Halves, Result, verifying
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.kernels.verify import BenchOptions
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.source import render_answer
@@ -47,7 +47,7 @@ def raicl(
     torch.manual_seed(0)
     heldout = load_suite(split="heldout")
     counts = {"without": [0, 0], "with": [0, 0]}
-    with tempfile.TemporaryDirectory() as name, judging(bench=BenchOptions(deadline_s=10.0)) as judge:
+    with tempfile.TemporaryDirectory() as name, verifying(settings=TimingBench(deadline_s=10.0)) as halves:
         options = SmallPolicyOptions(shot_share=0.5, max_seconds=240.0)
         writer = Policy(policy or ensure_small_policy(cache or Path(name) / "cache", options))
         build_index([Source("suite", "run", "1", solutions)], Path(name) / "index")
@@ -60,7 +60,7 @@ def raicl(
                 for answer in writer.answers(prompt, samples):
                     key = (problem.problem_id, extract(answer).source)
                     if key not in judged:  # equal answers are judged once
-                        judged[key] = verdict(judge, problem, key[1])
+                        judged[key] = verdict(halves, problem, key[1])
                     counts[kind] = [count + ok for count, ok in zip(counts[kind], judged[key], strict=True)]
     total = samples * len(heldout)
     table = [[counts[kind][1], total - counts[kind][1]] for kind in ("with", "without")]
@@ -74,11 +74,11 @@ def raicl(
     }
 
 
-def verdict(judge: Judge, problem: Problem, source: str) -> tuple[bool, bool]:
+def verdict(halves: Halves, problem: Problem, source: str) -> tuple[bool, bool]:
     """Whether it compiled, and was correct."""
     if not source:
         return False, False
-    build, bench = judge.both(problem, Candidate(source, "c"))
+    build, bench = halves.both(problem, Candidate(source, "c"))
     return build.fault is Fault.OK, bench is not None and bench.verdict.fault is Fault.OK
 
 

@@ -29,10 +29,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.harness import CORRECT_ONLY, Judge, judging
+from benchmarks.harness import CORRECT_ONLY, Halves, verifying
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.kernels.backends.building import BuildOptions
-from kbrl_async.kernels.verify import BenchOptions
+from kbrl_async.kernels.settings import CompileFarm
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
@@ -170,26 +169,26 @@ def _key(problem: Problem, candidate: Candidate) -> bytes:
 class Remembering:
     """Builds and verifies candidates, each source once."""
 
-    def __init__(self, judge: Judge, verdicts: Verdicts) -> None:
-        self._judge, self._verdicts = judge, verdicts
+    def __init__(self, halves: Halves, verdicts: Verdicts) -> None:
+        self._halves, self._verdicts = halves, verdicts
         self.verified = 0
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, cache: Path) -> Iterator[Remembering]:
         with (
-            judging(BuildOptions(deadline_s=20.0), BenchOptions(references=64)) as judge,
+            verifying(CompileFarm(deadline_s=20.0), references=64) as halves,
             contextlib.closing(Verdicts(cache)) as verdicts,
         ):
-            yield cls(judge, verdicts)
+            yield cls(halves, verdicts)
 
     def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
         found = self._verdicts.get(problem, candidate)
         if found is None:
             try:
-                build, bench = self._judge.both(problem, candidate)
+                build, bench = self._halves.both(problem, candidate)
             except InfraError:  # a crowded host; what it ended is made anew
-                build, bench = self._judge.both(problem, candidate)
+                build, bench = self._halves.both(problem, candidate)
             found = [build] if bench is None else [build, bench]
             self.verified += 1
             self._verdicts.put(problem, candidate, found)

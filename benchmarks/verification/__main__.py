@@ -20,13 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import CORES, Commands, Judge, Result, judging, say
+from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
 from benchmarks.verification import extensions, mix
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.cli import optimize as optimize_command
 from kbrl_async.cli import optimize_engine
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.kernels.verify import BenchOptions
 from kbrl_async.lab.optimize import evidence
 from kbrl_async.lab.optimize.targets import Given, Target, read_target
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
@@ -72,24 +71,24 @@ def throughput(
     device = "cuda:0" if backend == "cuda" else "cpu"
     corpus = {"cuda": CUDA, "cpp": CPP}.get(backend, [])
     right: list[Case] = [c for c in corpus if c.compiles and not c.raises and c.name not in NEED_FULL] or [InC()]
-    with judging(bench=BenchOptions(device=device)) as judge:
-        judge.build(right[0].variant("warm-up"))
-        found = _alone(judge, right[0])
-        return found | _sustained(judge, right[:problems], candidates, builders, timing)
+    with verifying(device=device, backend=backend) as halves:
+        halves.builder.build(right[0].variant("warm-up"))
+        found = _alone(halves, right[0])
+        return found | _sustained(halves, right[:problems], candidates, builders, timing)
 
 
-def _alone(judge: Judge, case: Case) -> Result:
+def _alone(halves: Halves, case: Case) -> Result:
     """The first also makes the problem's reference; the others find it."""
     spans: dict[str, list[float]] = {"build_s": [], "cached_build_s": [], "verify_s": [], "verify_and_time_s": []}
     whole = []
     for number in range(4):
         candidate = case.variant(f"alone {number}")
         marks = [time.perf_counter()]
-        for half in (judge.build, judge.build):
-            built = half(candidate, case.problem)
+        for _ in range(2):
+            built = halves.builder.build(candidate, case.problem)
             marks.append(time.perf_counter())
         for timing in (False, True):
-            report = judge.bench(case.problem, candidate, built, timing=timing)
+            report = halves.bench.judge(case.problem, candidate, built, timing=timing)
             assert report.verdict.fault is Fault.OK, report.verdict
             marks.append(time.perf_counter())
         for span, begin, end in zip(spans.values(), marks, marks[1:], strict=False):
@@ -100,13 +99,13 @@ def _alone(judge: Judge, case: Case) -> Result:
     return {"alone_first_s": first, "alone_s": median(whole[1:]), **halves, "isolation": report.verdict.isolation}
 
 
-def _sustained(judge: Judge, cases: list[Case], count: int, builders: int, timing: bool) -> Result:
+def _sustained(halves: Halves, cases: list[Case], count: int, builders: int, timing: bool) -> Result:
     each = -(-count // len(cases))
     work = [(case, case.variant(f"{place} {number}")) for place, case in enumerate(cases) for number in range(each)]
     ready: queue.Queue[tuple[Case, Candidate, BuildReport]] = queue.Queue(64)
 
     def build(case: Case, candidate: Candidate) -> None:
-        ready.put((case, candidate, judge.build(candidate, case.problem)))
+        ready.put((case, candidate, halves.builder.build(candidate, case.problem)))
 
     begin, verdicts, spent = time.perf_counter(), Counter[str](), 0.0
     with ThreadPoolExecutor(builders) as pool:
@@ -118,7 +117,7 @@ def _sustained(judge: Judge, cases: list[Case], count: int, builders: int, timin
             if built.fault is not Fault.OK:
                 verdicts[f"{built.fault}: {built.message[:80]}"] += 1
                 continue
-            verdicts[judge.bench(case.problem, candidate, built, timing=timing).verdict.fault] += 1
+            verdicts[halves.bench.judge(case.problem, candidate, built, timing=timing).verdict.fault] += 1
             spent += time.perf_counter() - began
     return {
         "candidates": count, "problems": len(cases), "builders": builders, "timing": timing,
@@ -141,10 +140,10 @@ def exclusive(kernelbench: Annotated[Path, "a KernelBench checkout"], rounds: in
     """
     found: Result = {}
     texts = {file: next((kernelbench / "KernelBench").glob(pattern)).read_text() for pattern, file in CASES.items()}
-    with judging(bench=BenchOptions(device="cuda:0")) as judge:
+    with verifying(device="cuda:0", backend="triton") as halves:
         for file, text in texts.items():
             problem, candidate = Problem(file, 1, file, text), Candidate((IN_TRITON / file).read_text(), "triton")
-            found[file] = _exclusive(judge, problem, candidate, rounds)
+            found[file] = _exclusive(halves, problem, candidate, rounds)
             say(file, found[file])
     torch.set_num_threads(len(CORES))
     for file, text in texts.items():
@@ -152,12 +151,12 @@ def exclusive(kernelbench: Annotated[Path, "a KernelBench checkout"], rounds: in
     return {"exclusive_seconds": found}
 
 
-def _exclusive(judge: Judge, problem: Problem, candidate: Candidate, rounds: int) -> Result:
-    built = judge.build(candidate, problem)
+def _exclusive(halves: Halves, problem: Problem, candidate: Candidate, rounds: int) -> Result:
+    built = halves.builder.build(candidate, problem)
 
     def timed(timing: bool = True) -> tuple[float, BenchReport]:
         begin = time.perf_counter()
-        report = judge.bench(problem, candidate, built, timing=timing)
+        report = halves.bench.judge(problem, candidate, built, timing=timing)
         return time.perf_counter() - begin, report
 
     first, runs = timed()[0], [timed() for _ in range(rounds)]

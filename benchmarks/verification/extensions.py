@@ -16,15 +16,17 @@ from typing import Annotated, Any, Literal
 
 import torch as pytorch
 
-from benchmarks.harness import CORES, Judge, Result, command, judging, say
+from benchmarks.harness import CORES, Result, command, say
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL, Case
 from kbrl_async.errors import MissingTool
-from kbrl_async.kernels.backends.building import BuildOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.build import Build
 from kbrl_async.kernels.backends.inline.flags import chosen
 from kbrl_async.kernels.backends.inline.recording import read
 from kbrl_async.kernels.backends.inline.toolchain import toolchain
+from kbrl_async.kernels.funnel import Builder, artifact_paths
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Candidate, Fault
 
 _TOLERANCES = {pytorch.float16: 1e-2, pytorch.bfloat16: 1e-2}
@@ -42,21 +44,25 @@ def build(
     """How fast extensions are built, against torch's own `load_inline`; and whether verdicts are equal."""
     cases = CUDA if backend == "cuda" else CPP
     result: Result = {"backend": backend, "toolchain": toolchain().label(True)}
-    with judging(BuildOptions(deadline_s=60.0, arch=arch)) as judge, ThreadPoolExecutor(parallel) as pool:
-        result |= {"parallel": parallel, **_speed(judge, cases, candidates, pool)}
+    with (
+        tempfile.TemporaryDirectory() as root,
+        Builder(ArtifactStore(Path(root)), CompileFarm(deadline_s=60.0, arch=arch)) as builder,
+        ThreadPoolExecutor(parallel) as pool,
+    ):
+        result |= {"parallel": parallel, **_speed(builder, cases, candidates, pool)}
         if execute:
-            result |= _execute(judge, cases, pool)
+            result |= _execute(builder, cases, pool)
         if equality:
-            result |= _equality(judge, cases, pool)
+            result |= _equality(builder, cases, pool)
     return result | (_torch(cases[0], torch) if torch else {})
 
 
-def _speed(judge: Judge, cases: list[Case], count: int, pool: ThreadPoolExecutor) -> Result:
+def _speed(builder: Builder, cases: list[Case], count: int, pool: ThreadPoolExecutor) -> Result:
     """The first is warm-up: it starts the zygotes and reads torch's headers once."""
     good = [case for case in cases if case.compiles and case.name not in NEED_FULL]
 
     def way(candidate: Candidate) -> str:
-        report = judge.build(candidate)
+        report = builder.build(candidate)
         return report.toolchain.rpartition(" ")[2] if report.fault is Fault.OK else report.message
 
     way(good[0].variant("warm-up"))
@@ -74,10 +80,10 @@ def _speed(judge: Judge, cases: list[Case], count: int, pool: ThreadPoolExecutor
     return {"fast_alone_s": median(alone), **sustained}
 
 
-def _equality(judge: Judge, cases: list[Case], pool: ThreadPoolExecutor) -> Result:
+def _equality(builder: Builder, cases: list[Case], pool: ThreadPoolExecutor) -> Result:
     """Each case both ways. The full build is made even where the fast one was enough."""
     begin = time.perf_counter()
-    workshop = judge.builder._workshop
+    workshop = builder._context
 
     def both(case: Case) -> tuple[str, str, str]:
         extensions = read(ast.parse(case.candidate.source))
@@ -109,13 +115,13 @@ def _equality(judge: Judge, cases: list[Case], pool: ThreadPoolExecutor) -> Resu
     }
 
 
-def _execute(judge: Judge, cases: list[Case], pool: ThreadPoolExecutor) -> Result:
+def _execute(builder: Builder, cases: list[Case], pool: ThreadPoolExecutor) -> Result:
     good = [case for case in cases if case.compiles]
     reports = dict(
-        zip((c.name for c in good), pool.map(lambda c: judge.build(c.candidate, c.problem), good), strict=True)
+        zip((c.name for c in good), pool.map(lambda c: builder.build(c.candidate, c.problem), good), strict=True)
     )
     unbuilt = {name: report.message for name, report in reports.items() if not report.artifacts}
-    artifacts = {c.name: judge.paths(reports[c.name]) for c in good if c.name not in unbuilt}
+    artifacts = {c.name: artifact_paths(builder.store, reports[c.name]) for c in good if c.name not in unbuilt}
     return {"executed": len(artifacts), "not_built": unbuilt, "wrong": executed(artifacts)}
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.kernels.backends.backend import LIBRARY
 from protocols.records import Candidate, Problem
 
-BACKEND = "torch"
-"""No policy can choose it: its candidates are trusted and bring no kernel of their own."""
 BASE = 200
 SLOWER = {"0.5 %": 201, "1 %": 202, "2 %": 204, "5 %": 210, "20 %": 240}
 """Repetitions, by how much slower they are."""
@@ -51,7 +50,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def itself(self) -> Candidate:
-        return Candidate(self.source("ModelNew"), BACKEND)
+        return Candidate(self.source("ModelNew"), LIBRARY.name)
 
 
 CPU_CASES = (
@@ -88,4 +87,4 @@ def slower_case(device: str) -> Case:
 
 def slower_candidate(case: Case, times: int) -> tuple[Candidate, float]:
     """`times` repetitions instead of `BASE`, and its true speedup."""
-    return Candidate(case.source("ModelNew", _REPEAT.replace("TIMES", str(times))), BACKEND), BASE / times
+    return Candidate(case.source("ModelNew", _REPEAT.replace("TIMES", str(times))), LIBRARY.name), BASE / times

@@ -139,7 +139,8 @@ def report(
 
 def _truth_row(name: str, found: list[Trial], known: Report) -> Row:
     """Widened as a reward would see it: by the resolution that A/A found at this length."""
-    from kbrl_async.kernels.timing import Recipe, share_at
+    from kbrl_async.kernels.timing import share_at
+    from kbrl_async.kernels.timing.recipe import PLACEMENT
 
     ms = statistics.median(trial.ms for trial in found)
-    return summarise(name, found, share_at(ms, known.points(), Recipe().placement))
+    return summarise(name, found, share_at(ms, known.points(), PLACEMENT))

@@ -22,7 +22,7 @@ from kbrl_async.cli import preflight, settings
 from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
-from kbrl_async.runs.folder import Plan, is_finished, plan, prepare
+from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 
 if TYPE_CHECKING:
     from kbrl_async.evaluation.targets import Target
@@ -153,7 +153,7 @@ def _settings(args: argparse.Namespace) -> Iterator[str]:
         yield f"precision={args.precision}"
 
 
-def check(todo: Plan) -> None:
+def check(todo: Run) -> None:
     """What must be right before anything is written.
 
     :raises KbrlError: the first thing that is wrong.

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.backends.launch.devices import GPU_ONLY
+from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.problems import load_file, load_problems
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 NAME = "index"
 HELP = "build or query an index of worked examples (prompt_option=raicl)"
 DENSE = "BAAI/bge-code-v1"
-BACKENDS = {"triton_only": frozenset({"triton"}), "cuda_only": GPU_ONLY}
+BACKENDS = {
+    "triton_only": frozenset({"triton"}),
+    "cuda_only": frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kbrl_async.learning.corrections import safe_ratio
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.losses import Diagnostics, Tokens
 from protocols.records import TrainSample
 

@@ -26,8 +26,7 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
-from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.distributed.sharding import ShardedModel
+from kbrl_async.learning.distributed import ProcessGroup, ShardedModel
 from kbrl_async.learning.forward_backward import ForwardBackward, Plain, Scored, Tick, computes_bf16, forward_backward
 from kbrl_async.learning.fused.flat import to_device
 from kbrl_async.learning.logprobs import sequence_logprobs
@@ -36,7 +35,6 @@ from kbrl_async.learning.objective import Objective
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
 from kbrl_async.learning.policies.models import causal_lm
 from kbrl_async.learning.settings import UpdateSettings
-from kbrl_async.learning.token_classes import flat_advantages
 from protocols.records import TrainGroup, TrainSample
 
 
@@ -271,3 +269,22 @@ def _check_finite(samples: list[TrainSample]) -> None:
             raise NonFiniteLoss(
                 f"{sample.rollout_id} carries an advantage or log-prob that is not finite", "Look at its sampler"
             )
+
+
+def token_advantages(sample: TrainSample) -> list[float]:
+    """`advantage` for the kernel's tokens and `plan_advantage` for all others; `advantage` for all where there is one
+    class only."""
+    n = len(sample.token_ids)
+    if not sample.has_plan:
+        return [sample.advantage] * n
+    start, end = min(sample.code_start, n), min(sample.code_end, n)
+    plan = sample.plan_advantage
+    return [plan] * start + [sample.advantage] * (end - start) + [plan] * (n - end)
+
+
+def flat_advantages(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """Of all response tokens of `samples`, in order [T]."""
+    if not any(sample.has_plan for sample in samples):  # no list of millions of equal numbers
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
+        return torch.tensor([sample.advantage for sample in samples]).repeat_interleave(lengths)
+    return torch.tensor([a for sample in samples for a in token_advantages(sample)])

@@ -62,7 +62,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_prompts: int = 0
-    """Prompts whose K/V came from the prefix cache or from a twin in the same wave."""
+    """Prompts whose K/V came from the prefix cache or from an equal prompt in the same wave."""
     busy_s: float = 0.0
     canary_max_error: float = 0.0
     requests: int = 0

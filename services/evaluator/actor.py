@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.funnel.records import result_of
 from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.rollouts.turns import split_turn_id, turn_id
@@ -109,7 +109,7 @@ class Evaluator:
         self._service.log.debug("scored", reward=round(scored.sample.reward, 3), fault=scored.fault, turn=turn)
 
     def _tried(self, rollout_id: str, scored: Scored, record: Record) -> Tried:
-        device = "cuda" if self._service.config.backend in ON_GPU else "cpu"
+        device = "cuda" if runs_on_gpu(self._service.config.backend) else "cpu"
         return Tried(rollout_id, scored.stats, result_of(record, device), record.source, self.now)
 
     def _note(self, *entries: Entry) -> None:

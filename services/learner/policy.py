@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import computes_bf16
 from kbrl_async.learning.policies.models import load_model
 from kbrl_async.learning.trainer import Trainer

@@ -29,7 +29,7 @@ from services.runtime.nanny import CHILD_MARK
 if TYPE_CHECKING:
     import torch
 
-    from kbrl_async.learning.distributed.process_group import ProcessGroup
+    from kbrl_async.learning.distributed import ProcessGroup
 
 LOOK_S = 0.5
 END_S = 3.0
@@ -107,7 +107,7 @@ def join(device: str) -> ProcessGroup | None:
     """The process group that the environment names, on this rank's device; None for a process that is alone."""
     if "RANK" not in os.environ:
         return None
-    from kbrl_async.learning.distributed.process_group import ProcessGroup
+    from kbrl_async.learning.distributed import ProcessGroup
 
     return ProcessGroup(place(device))
 

@@ -31,7 +31,7 @@ from kbrl_async.rollouts.buffer.events import (
 from kbrl_async.rollouts.buffer.events import Scored as BookScored
 from kbrl_async.rollouts.rewards.presets import Preset
 from kbrl_async.rollouts.turns import turn_id, with_returns
-from kbrl_async.runs.archive.rows import Outcome
+from kbrl_async.runs.archive.rows import TurnOutcome
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import TrainGroup, TrainSample
 from protocols.rollout import Record
@@ -71,11 +71,11 @@ class MadeBatch(msgspec.Struct, frozen=True):
     is_whole: bool
     """All its tokens are still in the archive."""
 
-    def outcomes(self) -> dict[str, Outcome]:
+    def outcomes(self) -> dict[str, TurnOutcome]:
         """As the archive has them, by task."""
         e = self.event
         made = [
-            Outcome(turn_id(s.rollout_id, s.turn), e.batch_id, e.index, s.reward, s.advantage)
+            TurnOutcome(turn_id(s.rollout_id, s.turn), e.batch_id, e.index, s.reward, s.advantage)
             for group in self.groups
             for s in group.samples
         ]

@@ -15,12 +15,11 @@ from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 from protocols.records import UpdateReport
 from protocols.rollout import Record
 from services.reward_aggregator import sft_dataset as lessons

@@ -8,7 +8,10 @@ import pytest
 
 from benchmarks.verification.cuda_candidates import CUDA
 from benchmarks.verification.extensions import executed
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions, backend
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder, artifact_paths
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Fault
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +23,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     missing = backend("cuda").missing()
     if missing:
         pytest.skip(missing)
-    options = BuildOptions(deadline_s=60.0, arch="sm_90")
+    options = CompileFarm(deadline_s=60.0, arch="sm_90")
     with Builder(ArtifactStore(tmp_path_factory.mktemp("store")), options) as made:
         yield made
 
@@ -34,10 +37,7 @@ def test_every_candidate_of_the_corpus_computes_what_its_reference_does(builder:
         (case.name, report.message) for case, report in zip(FAST, reports, strict=True) if report.fault is not Fault.OK
     ]
     assert failed == []
-    built = {
-        case.name: {key: path for key, address in report.artifacts.items() if (path := builder.store.path(address))}
-        for case, report in zip(FAST, reports, strict=True)
-    }
+    built = {case.name: artifact_paths(builder.store, report) for case, report in zip(FAST, reports, strict=True)}
     assert executed(built) == {}
 
 

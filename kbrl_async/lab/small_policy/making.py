@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import kbrl_async.lab.small_policy
-from kbrl_async.kernels.problems.loading import SUITE
+from kbrl_async.kernels.problems.sources.folder import SUITE
 from kbrl_async.lab.small_policy.author import Habits
 from kbrl_async.lab.small_policy.corpus import Example, examples
 from kbrl_async.lab.small_policy.tokenizer import EOS, train_tokenizer

@@ -27,8 +27,7 @@ from kbrl_async.durable import MARKER, file_sha256, write_folder
 from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.adapters import MAIN
-from kbrl_async.learning.policies.models import DTYPES, causal_lm, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import DTYPES, MAIN, causal_lm, load_model, load_tokenizer
 from kbrl_async.weights import FILES, prove
 from protocols.records import PolicyVersion
 

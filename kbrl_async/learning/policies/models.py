@@ -1,10 +1,15 @@
-"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA."""
+"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA.
+
+A model may have several LoRA adapters on one base, one a role; with none, or with one, it has only `MAIN`. Exactly one
+is active at a time: whoever switches, switches back to `MAIN`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,9 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ConfigError, MissingTool
-from kbrl_async.learning.policies.adapters import add_adapters
 
+MAIN = "default"
+"""peft's own name of the first adapter; the solver's."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -140,6 +146,40 @@ def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def add_adapters(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Adds adapters like the first one to a peft model, all trainable; `MAIN` stays active."""
+    for name in names:
+        model.add_adapter(name, model.peft_config[MAIN])  # type: ignore[operator, index]
+    model.set_adapter(MAIN)  # type: ignore[operator]
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.requires_grad_(True)
+
+
+def adapter_names(model: torch.nn.Module) -> tuple[str, ...]:
+    """`MAIN` first."""
+    found: dict[str, object] = getattr(model, "peft_config", {})
+    return (MAIN, *(name for name in found if name != MAIN))
+
+
+def adapter_of(role: str, names: Sequence[str]) -> str:
+    """The adapter that a role's samples belong to: its own, else the main one."""
+    return role if role in names else MAIN
+
+
+@contextlib.contextmanager
+def active(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """With adapter `name` in use; nothing happens for a model without several."""
+    several = len(adapter_names(model)) > 1
+    if several:
+        model.set_adapter(name)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if several:
+            model.set_adapter(MAIN)  # type: ignore[operator]
 
 
 def causal_lm(model: torch.nn.Module) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
 from kbrl_async.rollouts.prompts.templates import prompt_forms
 from protocols.records import Fault, Problem, Timing, Verdict
@@ -67,17 +68,6 @@ _HINTS = {
     "slow": "It is right. Now make it faster: pass over memory once, fuse loops, vectorise.",
     "fast": "It is right and faster than PyTorch. Keep it right and make it faster still.",
 }
-_BACKEND_HINTS = {
-    ("c", "slow"): (
-        'It is right. Make it faster: `#pragma GCC optimize("Ofast")` before math.h gives vector math, `restrict` and '
-        "one pass over memory let loops vectorise."
-    ),
-    ("c", "compile"): "Fix the first error; declare what you use, end statements with a semicolon, include math.h.",
-    ("triton", "mismatch"): "Check masks, strides and the reduction axis; accumulate in float32.",
-    ("triton", "slow"): "It is right. Make it faster: larger blocks, more warps, fewer passes over memory.",
-    ("cuda", "slow"): "It is right. Make it faster: coalesced 16-byte loads, fewer launches, shared memory for reuse.",
-    ("cuda", "runtime"): "Check grid and block sizes, bounds in the kernel, and shared memory sizes.",
-}
 
 
 def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: str) -> Feedback:
@@ -87,7 +77,7 @@ def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: s
         verdict.fault,
         category,
         shortened(verdict.message),
-        verdict.hint or _BACKEND_HINTS.get((backend, category), _HINTS[category]),
+        verdict.hint or load_backend(backend).hints.get(category, _HINTS[category]),
         verdict.passed,
         verdict.total,
         timing.speedup if timing else None,

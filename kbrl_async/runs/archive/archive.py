@@ -29,10 +29,11 @@ import msgspec
 
 from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
-from kbrl_async.runs.archive.rows import GroupEnd, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.history import open_read_only
+from kbrl_async.runs.archive.rows import GroupEnd, Row, TurnOutcome, Update, make_row
 from protocols.rollout import Record, RecordError, StageSpan
 
-__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Outcome", "Row", "Update", "make_row"]
+__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Row", "TurnOutcome", "Update", "make_row"]
 
 FILE = "rollouts.sqlite"
 FORMAT = 1
@@ -118,7 +119,7 @@ class ArchiveWriter:
         held = list(frames)
         return self._later(lambda db: self._insert(db, row, held, keep))
 
-    def outcomes(self, outcomes: Sequence[Outcome]) -> Future[None]:
+    def outcomes(self, outcomes: Sequence[TurnOutcome]) -> Future[None]:
         """What a batch was made of."""
         rows = [(o.task_id, o.batch_id, o.trained_on, o.turn_return, o.advantage) for o in outcomes]
         return self._many("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)", rows)
@@ -214,7 +215,7 @@ class Archive:
         if not path.is_file():
             raise CheckpointError(f"{path.parent} has no {path.name}", "Train with archive.keep=all (the default)")
         self._path = path
-        self._db = _open_read_only(path)
+        self._db = open_read_only(path)
         _check_format(path, self._db)
 
     def __enter__(self) -> Archive:
@@ -301,17 +302,6 @@ def _stored_bytes(db: sqlite3.Connection) -> int:
 
 def _execute_many(db: sqlite3.Connection, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
     db.executemany(statement, rows)
-
-
-def _open_read_only(path: Path) -> sqlite3.Connection:
-    uri = path.resolve().as_uri()
-    try:
-        db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=10.0)
-        db.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        # A folder that can't be written has no room for the shared memory of a WAL; then nobody writes it either.
-        db = sqlite3.connect(f"{uri}?immutable=1", uri=True)
-    return db
 
 
 def _check_format(path: Path, db: sqlite3.Connection) -> None:

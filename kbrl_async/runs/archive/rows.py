@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TurnOutcome(msgspec.Struct, frozen=True):
     """What a turn became in a batch."""
 
     task_id: str

@@ -27,12 +27,10 @@ from kbrl_async.runs.config.loading import CONFIG_FILE, config_hash, environment
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
-    CompileFarm,
     Cpu,
     DatasetBuilder,
     Processes,
     Tensorboard,
-    TimingBench,
 )
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "SCALABLE",
     "SERVICES",
     "Broker",
-    "CompileFarm",
     "Config",
     "Cpu",
     "CpuLayout",
@@ -50,7 +47,6 @@ __all__ = [
     "Endpoints",
     "Processes",
     "Tensorboard",
-    "TimingBench",
     "available_cores",
     "behind",
     "bound",

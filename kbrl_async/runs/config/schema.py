@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
 from kbrl_async.runs.config.ranges import AtLeastOne, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
@@ -22,7 +23,6 @@ from kbrl_async.runs.config.sections import (
     Alarms,
     Archive,
     Broker,
-    CompileFarm,
     Cpu,
     Curriculum,
     DatasetBuilder,
@@ -31,7 +31,6 @@ from kbrl_async.runs.config.sections import (
     Metrics,
     Processes,
     Tensorboard,
-    TimingBench,
     Turns,
 )
 from kbrl_async.sampling.settings import Sampler
@@ -46,10 +45,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str = "small"
     """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
-    backend: Literal["c", "cpp", "cuda", "cuda-nvrtc", "triton"] = "c"
+    backend: BackendName = "c"
     """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
-    """Folder of problems in the KernelBench layout; null: the project's own suite."""
+    """Folder of problems, file of tasks, data set of the hub, kernelbench or package.module:object; null: our suite."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Number format of the problems' modules and inputs, as KernelBench means it."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)

@@ -2,7 +2,7 @@
 
 ::
 
-    join ─▶ prefill (twins and cached prompts once) ─▶ rows 0 … n−1 ─ step ─▶ finished rows leave at once
+    join ─▶ prefill (equal and cached prompts once) ─▶ rows 0 … n−1 ─ step ─▶ finished rows leave at once
 
 Invariants
 * A sequence sees one set of weights from its first to its last token.

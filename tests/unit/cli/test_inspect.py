@@ -10,7 +10,7 @@ import pytest
 
 from kbrl_async.cli import main
 from kbrl_async.cli import replay as replay_command
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, make_row
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
         for name, speedup, reward in (("g000001.r0", 1.0, 0.825), ("g000001.r1", 8.1, 1.0), ("g000001.r10", 2.0, 0.9)):
             made = shown(name, speedup)
             archive.add(make_row(name, made, at=105.0, reward=reward), made.encode()).result(DEADLINE_S)
-        archive.outcomes([Outcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
+        archive.outcomes([TurnOutcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
         archive.ended([GroupEnd("g000001", "L1/07_relu", "trained")])
     return folder
 

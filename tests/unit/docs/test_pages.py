@@ -132,7 +132,7 @@ def is_there(page: Page, name: str) -> bool:
 
 @cache
 def file_names() -> frozenset[str]:
-    floors = ("kbrl_async", "protocols", "services", "tests", "benchmarks", "deploy", "configs", "docs")
+    floors = ("kbrl_async", "protocols", "services", "tests", "benchmarks", "deploy", "configs", "docs", "examples")
     return frozenset(path.name for floor in floors for path in (ROOT / floor).rglob("*.*"))
 
 

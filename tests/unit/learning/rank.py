@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.learning import checkpoints
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
 from kbrl_async.learning.trainer import Trainer

@@ -12,8 +12,7 @@ import torch
 from kbrl_async.errors import CheckpointError, PolicyMismatch
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
-from kbrl_async.learning.policies.models import wrap_lora
+from kbrl_async.learning.policies.models import MAIN, active, adapter_names, adapter_of, add_adapters, wrap_lora
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine

@@ -18,8 +18,7 @@ from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.decoder import why_not
 from kbrl_async.learning.fused.flat import bundle
 from kbrl_async.learning.logprobs import sequence_logprobs, token_logprobs
-from kbrl_async.learning.policies.adapters import add_adapters
-from kbrl_async.learning.policies.models import causal_lm, wrap_lora
+from kbrl_async.learning.policies.models import add_adapters, causal_lm, wrap_lora
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
 from tests.models import VOCABULARY, drawn_sample, tiny_model, update_settings

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.distributed.sharding import ShardedModel
+from kbrl_async.learning.distributed import ProcessGroup, ShardedModel
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup

@@ -15,7 +15,7 @@ from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import checkpoints, kept
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchFailed, BatchMade
-from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, TurnOutcome, Update, make_row
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
@@ -90,7 +90,7 @@ class FakeRun:
         groups = self.campaign.book.train_groups(batch.batch_id)
         self._archive.outcomes(
             [
-                Outcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
+                TurnOutcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
                 for group in groups
                 for s in group.samples
             ]

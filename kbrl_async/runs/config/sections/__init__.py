@@ -7,7 +7,7 @@
 | `watching` | what is kept and shown of a run; what an evaluation measures |
 """
 
-from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, TimingBench
+from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes
 from kbrl_async.runs.config.sections.training import (
     Agents,
     Alarms,
@@ -23,7 +23,6 @@ __all__ = [
     "Alarms",
     "Archive",
     "Broker",
-    "CompileFarm",
     "Cpu",
     "Curriculum",
     "DatasetBuilder",
@@ -32,6 +31,5 @@ __all__ = [
     "Metrics",
     "Processes",
     "Tensorboard",
-    "TimingBench",
     "Turns",
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import compare, replies, values, wire
 from kbrl_async.kernels.verify.checks import _same_structure
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import CheckpointError, DiskFull
-from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
 from protocols.rollout import Record
 from tests.records import record
 
@@ -87,7 +87,7 @@ def test_closing_writes_what_nobody_waited_for(tmp_path: Path) -> None:
 def test_outcomes_group_ends_and_updates_join_the_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.sqlite", row(), row("g000002.r0"))
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
-        writer.outcomes([Outcome("g000001.r0", "batch-000000", 4, 0.9, -1.5)])
+        writer.outcomes([TurnOutcome("g000001.r0", "batch-000000", 4, 0.9, -1.5)])
         writer.ended(
             [GroupEnd("g000001", "L1/07_relu", "trained"), GroupEnd("g000002", "L1/07_relu", "filtered", "zero")]
         )
@@ -156,7 +156,7 @@ def test_a_write_that_fails_reaches_the_one_who_waits(tmp_path: Path) -> None:
         db.execute("DROP TABLE outcomes")
         db.close()
         with pytest.raises(Exception, match="outcomes"):
-            writer.outcomes([Outcome("t", "b", 0, 0.0, 0.0)]).result(DEADLINE_S)
+            writer.outcomes([TurnOutcome("t", "b", 0, 0.0, 0.0)]).result(DEADLINE_S)
         writer.add(row()).result(DEADLINE_S)
 
 
