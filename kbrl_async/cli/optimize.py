@@ -27,11 +27,11 @@ from kbrl_async.runs.config import Config, available_cores, cpu_layout, sampler_
 
 if TYPE_CHECKING:
     from kbrl_async.cli.optimize_engine import Opened
-    from kbrl_async.evaluation.targets import Target as Policy
     from kbrl_async.kernels.funnel import Verifier
     from kbrl_async.lab.optimize import Search, Target
     from kbrl_async.lab.optimize.driver import Driver
     from kbrl_async.lab.optimize.proving import Proof
+    from kbrl_async.runs.targets import Target as Policy
 
 NAME = "optimize"
 HELP = "the fastest proven kernel for a module of your own, as a file to import"
