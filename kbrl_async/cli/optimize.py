@@ -61,12 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, default=4, metavar="N", help="longest chain of refinements; 1: none; default 4")
     add("--examples", default="", metavar="DIR", help="an index or a run whose verified kernels are shown and tried")
     add("--output", type=Path, metavar="FILE", help="default: optimized_NAME.py here")
-    add(
-        "--transcribe",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="backend c: also try kernels written by rule, where the module is one that rules can follow (default)",
-    )
     add("--allow-slower", action="store_true", help="also write a proven kernel that is not shown to be faster")
     add("--json", action="store_true", help="the evidence as one JSON document on stdout")
     add("--config", metavar="FILE", type=Path, action="append", default=[], help="YAML or TOML; later files win")
@@ -120,7 +114,6 @@ class Wanted(msgspec.Struct, frozen=True):
     turns: int = 4
     examples: str = ""
     allow_slower: bool = False
-    transcribe: bool = True
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -139,9 +132,7 @@ async def _main(
     from kbrl_async.cli import optimize_show as show
 
     console = Console(stderr=True)
-    wanted = Wanted(
-        args.seconds, args.tokens, args.attempts, args.turns, args.examples, args.allow_slower, args.transcribe
-    )
+    wanted = Wanted(args.seconds, args.tokens, args.attempts, args.turns, args.examples, args.allow_slower)
     with console.status(f"loading {policy.label} …") as said:
         opening = optimize_engine.open_engine(
             policy, config, threads, lambda what, share: said.update(f"{what} ({share:.0%}) …")
@@ -234,23 +225,10 @@ def _driver(
     params = SamplingParams(config.max_tokens, config.temperature)
     options = DriveOptions(config.backend, params, opened.at_once)
     driver = Driver(search, target, opened.engine, verifier, prompts, options)
-    for source, origin in _seeds(wanted, config, target):
-        driver.plant(source, origin)
-    return driver, tuple(hits[place].entry.uid for place in prompts.shown)
-
-
-def _seeds(wanted: Wanted, config: Config, target: Target) -> Iterator[tuple[str, str]]:
-    """Candidates that are there before the policy is asked: written by rule, or won by a run for a similar module."""
-    from kbrl_async.cli import optimize_engine
-    from kbrl_async.lab.optimize.following import Unfollowed
-    from kbrl_async.lab.optimize.transcribing import transcriptions
-
-    if wanted.transcribe and config.backend == "c":
-        with contextlib.suppress(Unfollowed):
-            yield from ((source, "transcription") for source in transcriptions(target.shown.source))
-    if wanted.examples:
+    if wanted.examples:  # won by a run for a similar module: tried before the policy is asked
         for entry in optimize_engine.similar_kernels(wanted.examples, target.shown, config.backend):
-            yield entry.kernel, f"{entry.problem_id} of {wanted.examples}"
+            driver.plant(entry.kernel, f"{entry.problem_id} of {wanted.examples}")
+    return driver, tuple(hits[place].entry.uid for place in prompts.shown)
 
 
 async def _search(driver: Driver, console: Console) -> None:

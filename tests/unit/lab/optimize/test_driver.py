@@ -135,9 +135,9 @@ def test_an_attempt_is_refined_with_its_own_feedback() -> None:
 
 
 def test_a_planted_kernel_is_verified_first_and_can_be_told_apart() -> None:
-    driver, _, verifier = drive(use=lambda driver, _: driver.plant("planted\n", "transcription"))
+    driver, _, verifier = drive(use=lambda driver, _: driver.plant("planted\n", "L1/01_tanh of runs/one"))
     assert verifier.sources[0] == "planted\n"
-    assert driver.search.tree[0].origin == "transcription"
+    assert driver.search.tree[0].origin == "L1/01_tanh of runs/one"
 
 
 def test_a_fault_of_the_host_is_tried_again_and_then_lost_not_judged() -> None:
