@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.paced_sampler import STEP_MS
 from kbrl_async.cli.launch import gave_up, python_module, python_service, start_and_wait
-from kbrl_async.runs.config import SUMMARY_FILE, is_finished, load, prepare, process_counts
+from kbrl_async.runs.config import load, process_counts
+from kbrl_async.runs.folder import SUMMARY_FILE, is_finished, prepare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAGS = (0, 2)

@@ -15,7 +15,7 @@ import time
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
 from protocols.records import SamplingParams
 
 
@@ -69,7 +69,7 @@ def decode(model: torch.nn.Module, options: argparse.Namespace, graphs: bool) ->
     cohort, rng = RunningBatch(0, model, frozenset(), CohortStats(), graphs=graphs), random.Random(0)
     for i in range(options.rows):
         params = SamplingParams(rng.randint(options.tokens // 2, options.tokens))
-        cohort.join([Stream(f"r{i}", [rng.randrange(4096) for _ in range(20)], params, random.Random(i))])
+        cohort.join([RunningSequence(f"r{i}", [rng.randrange(4096) for _ in range(20)], params, random.Random(i))])
     torch.cuda.synchronize()
     started, before = time.perf_counter(), cohort._stats.generated_tokens
     while cohort.rows:

@@ -32,7 +32,8 @@ from hostile_mix import PROBLEM, Made, candidates
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
-from kbrl_async.runs.config import load, prepare
+from kbrl_async.runs.config import load
+from kbrl_async.runs.folder import prepare
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,

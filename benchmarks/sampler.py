@@ -40,7 +40,8 @@ import msgspec
 from benchmarks.sampler_clients import work
 from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adapter, write_config, write_weights
 from kbrl_async.durable import file_sha256
-from kbrl_async.runs.config import Config, available_cores, cpu_layout, load, prepare
+from kbrl_async.runs.config import Config, available_cores, cpu_layout, load
+from kbrl_async.runs.folder import prepare
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.options import VLLMOptions
 from kbrl_async.sampling.vllm.proof import COMPARED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.runs.config import load_run
+from kbrl_async.runs.folder import load_run
 from protocols.messages import Stage, Task
 from protocols.records import Generation, Problem, RolloutRequest, SamplingParams
 from services.runtime import Outcome, Producer, Worker, addresses

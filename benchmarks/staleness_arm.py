@@ -43,7 +43,7 @@ from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers.engine import completion_of
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -226,7 +226,7 @@ class Sampler:
         self._model.load_state_dict(dict(self._versions)[version])
         cohort = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), CohortStats())
         streams = [
-            Stream(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
+            RunningSequence(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
                    random.Random(seed), started_at=time.time())
             for r, seed in zip(requests, seeds, strict=True)
         ]  # fmt: skip
@@ -235,7 +235,7 @@ class Sampler:
             cohort.step()
         return [to_generation(self._completion(s, version), r, "study") for s, r in zip(streams, requests, strict=True)]
 
-    def _completion(self, done: Stream, version: int) -> Completion:
+    def _completion(self, done: RunningSequence, version: int) -> Completion:
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
         return completion_of(done, text, version, time.time())
 

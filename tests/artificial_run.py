@@ -15,9 +15,10 @@ import msgspec
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry import training_metrics
+from kbrl_async.runs.telemetry.by_version import Tally
 from kbrl_async.runs.telemetry.tensorboard import Writer
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
@@ -93,6 +94,7 @@ class _Maker:
         ]
         self.stats: list[RolloutStats] = []
         self.entries: list[Entry] = []
+        self.tally = Tally()
 
     def run(self, rollouts: int) -> Path:
         for name in ("logs", "metrics", "kernels"):
@@ -134,6 +136,7 @@ class _Maker:
             "mismatch_kl": 0.01,
             "ess": 0.97,
         }
+        archive.ended([GroupEnd(g, self.problems[0].problem_id, "trained") for g in group_ids])
         archive.updated(Update(batch, number + 1, metrics, EPOCH + made + 0.1, EPOCH + trained))
 
     def _rollout(
@@ -148,6 +151,7 @@ class _Maker:
             archive.outcomes([Outcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
             self.entries += [RolloutEnded(rollout_id, group_id, stats), Scored(group_id, rollout_id, [], at)]
             self.stats.append(stats)
+            self.tally.answered(group_id, stats)
 
     def _evaluate(self, archive: ArchiveWriter, phase: str, version: int, asked: float) -> list[RolloutStats]:
         found = []
@@ -243,7 +247,7 @@ class _Maker:
             groups_failed=0, rollouts=len(self.stats), updates=self.groups // BATCH, max_staleness=2,
         )  # fmt: skip
         made = summary.build(
-            counters=counts, rollouts=self.stats, wall_s=self.length, busy={}, heldout_before=before,
+            counters=counts, answers=self.tally.answers(), wall_s=self.length, busy={}, heldout_before=before,
             heldout_after=after,
             extra={"run": self.folder.name, "seed": 0, "config_hash": "0123456789ab"},
         )  # fmt: skip

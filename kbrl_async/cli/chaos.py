@@ -43,7 +43,8 @@ from kbrl_async.lab.chaos import (
 from kbrl_async.lab.chaos.faults import LINKED
 from kbrl_async.lab.chaos.processes import census
 from kbrl_async.lab.chaos.report import BROKER_BACK_S, FILE
-from kbrl_async.runs.config import BEHIND, LATEST, behind, endpoints, is_finished, load_run, plan, prepare
+from kbrl_async.runs.config import BEHIND, behind, endpoints
+from kbrl_async.runs.folder import LATEST, is_finished, load_run, plan, prepare
 from protocols.messages import StatusReport
 
 NAME = "chaos"

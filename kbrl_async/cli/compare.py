@@ -10,7 +10,7 @@ from rich.console import Console
 from kbrl_async.cli.summary import find
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import SUMMARY_FILE
+from kbrl_async.runs.folder import SUMMARY_FILE
 
 NAME = "compare"
 HELP = "put runs side by side"
@@ -20,8 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folders or names of runs")
     parser.add_argument("--output", metavar="FILE.html", type=Path, help="write a page with the table and all charts")
     parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="write a chart of one metric of all runs")
-    parser.add_argument("--tag", default="reward/mean", help="TensorBoard tag of the chart; default: %(default)s")
-    parser.add_argument("--window", type=int, default=3, help="updates that a point is the mean of; default: 3")
+    parser.add_argument(
+        "--tag",
+        default="version/reward_mean",
+        help="of the chart: version/… or a TensorBoard tag; default: %(default)s",
+    )
+    parser.add_argument(
+        "--window", type=int, default=3, help="versions or updates that a point is the mean of; default: 3"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,10 +42,14 @@ def run(args: argparse.Namespace) -> int:
     window = max(1, args.window)
     if ended:
         Console().print(comparing.table(summaries))
+        for line in comparing.told(summaries):
+            Console(soft_wrap=True).print(line, markup=False, highlight=False)
     if args.plot:
         chart = comparing.chart(named, args.tag, window)
         if chart is None:
-            raise UserError(f"no run has the tag {args.tag}", "See the tags in TensorBoard; tensorboard.enabled=true")
+            raise UserError(
+                f"no run has the tag {args.tag}", "Try version/correct_rate, or see the tags in TensorBoard"
+            )
         for name in comparing.without(named, args.tag):
             Console(stderr=True).print(f"{name} has no {args.tag} and is not in the chart", markup=False)
         _write(args.plot, chart, "chart")

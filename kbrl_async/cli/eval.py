@@ -21,19 +21,8 @@ from rich.console import Console
 from kbrl_async.cli import preflight, settings
 from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import (
-    CONFIG_FILE,
-    KEYS,
-    Config,
-    Plan,
-    config_hash,
-    environment,
-    is_finished,
-    load,
-    plan,
-    prepare,
-    process_counts,
-)
+from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
+from kbrl_async.runs.folder import Plan, is_finished, plan, prepare
 
 if TYPE_CHECKING:
     from kbrl_async.evaluation.targets import Target

@@ -21,7 +21,8 @@ from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import PART_NAMES, parts_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_preset, reward_of
 from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
-from kbrl_async.runs.config import LATEST, Config, load_run
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.folder import LATEST, load_run
 from protocols.records import BenchReport, BuildReport, Frame, Generation, RolloutRequest
 
 NAME = "inspect"

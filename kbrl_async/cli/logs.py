@@ -14,7 +14,7 @@ from typing import Any
 
 from kbrl_async.cli.summary import find
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import LATEST, is_finished
+from kbrl_async.runs.folder import LATEST, is_finished
 from kbrl_async.runs.telemetry.log_reading import (
     LEVELS,
     Broken,

@@ -16,7 +16,8 @@ from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
 from kbrl_async.lab.plan import Observation, Plan, Window
 from kbrl_async.lab.plan.capacity import TARGET
-from kbrl_async.runs.config import LATEST, Config, load_run
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.folder import LATEST, load_run
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
 NAME = "plan"

@@ -14,10 +14,10 @@ import zmq
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.keyring import Keyring
-from kbrl_async.runs.config import Config, Plan, available_cores, bound, cpu_layout, endpoints, placement
+from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
-from kbrl_async.runs.folder import refused
+from kbrl_async.runs.folder import Plan, refused
 from kbrl_async.sampling.vllm.options import check_installed
 from protocols.sockets import AddressError, BoundRouter
 

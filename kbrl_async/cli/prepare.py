@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kbrl_async.cli import preflight, settings
-from kbrl_async.runs.config import plan, prepare
+from kbrl_async.runs.folder import plan, prepare
 
 NAME = "prepare"
 HELP = "make a run folder and point runs/latest at it, for services that are started by other means"

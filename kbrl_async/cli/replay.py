@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kbrl_async.cli.summary import find
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import LATEST
+from kbrl_async.runs.folder import LATEST
 
 NAME = "replay"
 HELP = "make a run's decisions and updates again and compare, or take one batch through the loss again"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kbrl_async.cli.summary import find
 from kbrl_async.durable import write_atomically
-from kbrl_async.runs.config import LATEST
+from kbrl_async.runs.folder import LATEST
 
 NAME = "report"
 HELP = "write a run as one self-contained HTML page"

@@ -9,7 +9,8 @@ import zmq
 
 from kbrl_async.errors import UserError
 from kbrl_async.keyring import Keyring
-from kbrl_async.runs.config import endpoints, load_run
+from kbrl_async.runs.config import endpoints
+from kbrl_async.runs.folder import load_run
 from protocols import framing
 from protocols.auth import Role
 from protocols.messages import StatusReport, StatusRequest

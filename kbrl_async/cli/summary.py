@@ -12,7 +12,8 @@ from rich.console import Console
 from kbrl_async.cli import eval as evaluate
 from kbrl_async.errors import UserError
 from kbrl_async.runs import summary
-from kbrl_async.runs.config import LATEST, SUMMARY_FILE, environment, load
+from kbrl_async.runs.config import environment, load
+from kbrl_async.runs.folder import LATEST, SUMMARY_FILE
 
 NAME = "summary"
 HELP = "print the result of a run"

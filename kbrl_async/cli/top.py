@@ -23,7 +23,7 @@ from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.cli.summary import find
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.keyring import client_keys
-from kbrl_async.runs.config import LATEST, is_finished
+from kbrl_async.runs.folder import LATEST, is_finished
 from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.log_reading import LastErrors
 from kbrl_async.runs.telemetry.screen import render

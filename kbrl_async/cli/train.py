@@ -12,17 +12,8 @@ from pathlib import Path
 from kbrl_async.cli import preflight, settings, summary
 from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import (
-    Plan,
-    available_cores,
-    config_hash,
-    cpu_layout,
-    is_finished,
-    plan,
-    prepare,
-    process_counts,
-    to_yaml,
-)
+from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
+from kbrl_async.runs.folder import Plan, is_finished, plan, prepare
 
 NAME = "train"
 HELP = "train a policy; continues the run of that name if it has not ended"

@@ -1,1 +1,1 @@
-"""Everything about one kernel, with no reinforcement learning in sight: problems, backends, sandbox, verdicts, times."""
+"""Everything about one kernel, with no reinforcement learning in sight."""

@@ -2,12 +2,14 @@
 
 ::
 
-    turns scored ─▶ success per problem and turn ─▶ weights of the next draw
+    whole groups ─▶ success per problem and turn ─▶ weights of the next draw
     batches trained ─▶ rates of the last batches ─▶ stage1 ─▶ stage2 ─▶ stage3,  P(level 2) .1 → .5
 
 Invariants
 * The state is a function of what was observed, in order: a journal that is replayed gives the same choices (I9).
 * A stage never goes back; each change says why.
+* Nothing is fed in the order of scoring, failures first: groups come when their last rollout has ended, batches are of
+  such groups.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Curriculum:
         self._recent = deque(state.recent, maxlen=self.options.window)
 
     def observe(self, problem_id: str, turn: int, correct: bool) -> None:
-        """A turn was scored."""
+        """A turn of a group all of whose rollouts have ended."""
         known = self._success.setdefault(problem_id, {})
         before = known.get(turn, 0.5)
         known[turn] = before + self.options.rate * (float(correct) - before)

@@ -4,9 +4,10 @@
 
 Invariants
 * `groups_admitted` is the sum of trained, filtered, dropped stale and failed (I1); `groups_add_up` says if it is so.
-* "first" and "last" are the first and last tenth of the run's scored training rollouts in order, at least one each.
+* "first" and "last" are the answers that the first and the last policy versions wrote (`by_version`), never those that
+  were scored first and last; `first_and_last` says in words which they are.
 * A mean over nothing is null.
-* Shares of held-out answers come with their 95 % intervals: so few are made that a difference may be none.
+* Shares come with their 95 % intervals: answers are so few that a difference may be none.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.runs.archive.funnel import funnel
-from kbrl_async.runs.telemetry import turn_metrics
+from kbrl_async.runs.telemetry import by_version
+from kbrl_async.runs.telemetry.by_version import FIELDS, Answers
 from kbrl_async.runs.telemetry.proportions import wilson
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
 
 Summary = dict[str, Any]
 
-TENTH_FIELDS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
 HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "speedup_mean")
 BEST_KERNELS = 10
+OLD = (
+    "This summary compared answers in the order of their scoring, failures first; 'kbrl report' shows the run by "
+    "policy version."
+)
+"""Instead of the figures of a revision that did so."""
 
 
 class RunCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +64,7 @@ class RunCounters(msgspec.Struct, frozen=True, kw_only=True):
 def build(
     *,
     counters: RunCounters,
-    rollouts: Sequence[RolloutStats],
+    answers: Answers,
     wall_s: float,
     busy: Mapping[str, float],
     heldout_before: Sequence[RolloutStats] = (),
@@ -66,12 +73,11 @@ def build(
 ) -> Summary:
     """The content of `summary.json`.
 
-    :param rollouts: scored training rollouts in the order in which they were scored.
+    :param answers: scored training answers, and which of their groups lack some.
     :param wall_s: seconds of training, from the first admission to the last update.
     :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
     :param extra: more fields, such as the run's name, seed and config hash.
     """
-    first, last = tenths(rollouts)
     return {
         **(extra or {}),
         **msgspec.structs.asdict(counters),
@@ -80,15 +86,13 @@ def build(
         "updates_per_hour": counters.updates / wall_s * 3600 if wall_s > 0 else 0.0,
         "busy": dict(busy),
         "busy_total": math.fsum(busy.values()),
-        **_rates(first, TENTH_FIELDS, "", "_first"),
-        **_rates(last, TENTH_FIELDS, "", "_last"),
-        **turn_metrics.summary(first, last, rollouts),
+        **by_version.fields(answers),
         **_heldout(heldout_before, "heldout_", "_before"),
         **_heldout(heldout_after, "heldout_", "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
-        "funnel": funnel(rollout.funnel for rollout in rollouts),
-        "best_kernels": best_kernels([*rollouts, *heldout_after]),
+        "funnel": funnel(rollout.funnel for rollout in answers.stats),
+        "best_kernels": best_kernels([*answers.stats, *heldout_after]),
     }
 
 
@@ -99,10 +103,12 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: installed[name] for name in packages if name in installed}}
 
 
-def tenths(rollouts: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:
-    """The first and the last tenth, rounded up."""
-    size = math.ceil(len(rollouts) / 10)
-    return rollouts[:size], rollouts[len(rollouts) - size :]
+def by_versions(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The summary; without `…_first` and `…_last` where a revision wrote it to which they were the first and the last
+    tenth in the order of scoring: failures came first there."""
+    if "first_and_last" in summary:
+        return summary
+    return {name: value for name, value in summary.items() if not name.endswith(("_first", "_last"))}
 
 
 def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
@@ -167,18 +173,23 @@ def read(path: Path) -> Summary:
 
 def render(summary: Summary) -> Group:
     """The summary as tables for the terminal."""
-    tables = [_progress_table(summary), _run_table(summary)]
+    tables: list[RenderableType] = [
+        _progress_table(by_versions(summary)),
+        Text(told(summary), "dim"),
+        _run_table(summary),
+    ]
     if summary.get("best_kernels"):
         tables.append(_kernel_table(summary["best_kernels"]))
     return Group(*tables)
 
 
-def _progress_table(summary: Summary) -> Table:
+def _progress_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title="What the policy learned", title_justify="left")
-    for heading, justify in (("", "left"), ("first tenth", "right"), ("last tenth", "right")):
-        table.add_column(heading, justify="right" if justify == "right" else "left")
-    for name in TENTH_FIELDS:
-        table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+    table.add_column("training problems")
+    for which in ("first", "last"):
+        table.add_column(_heading(summary, which), justify="right")
+    for name in FIELDS:
+        table.add_row(name, *(_with_interval(summary, f"{name}_{which}", name) for which in ("first", "last")))
     if "success_rate_first" in summary:
         for name in ("success_rate", "compile_fix_rate"):
             table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
@@ -189,7 +200,19 @@ def _progress_table(summary: Summary) -> Table:
     return table
 
 
-def _add_heldout(table: Table, summary: Summary, title: str, prefix: str) -> None:
+def _heading(summary: Mapping[str, Any], which: str) -> str:
+    first, last = summary.get(f"versions_{which}") or (None, None)
+    if first is None:
+        return f"{which} versions"
+    return f"version {first}" if first == last else f"versions {first}–{last}"
+
+
+def told(summary: Mapping[str, Any]) -> str:
+    """Which answers the first and the last figure are of."""
+    return str(summary.get("first_and_last", OLD))
+
+
+def _add_heldout(table: Table, summary: Mapping[str, Any], title: str, prefix: str) -> None:
     table.add_row(title, "before", "after", style="bold")
     for name in HELDOUT_FIELDS:
         table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
@@ -219,7 +242,7 @@ def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _with_interval(summary: Summary, key: str, name: str) -> str:
+def _with_interval(summary: Mapping[str, Any], key: str, name: str) -> str:
     """The value, with its interval where there is one."""
     shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}_95")
     return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"

@@ -9,7 +9,7 @@ import msgspec
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import kept
 from kbrl_async.runs.archive.archive import FILE, Archive, Row
-from kbrl_async.runs.config import load_run
+from kbrl_async.runs.folder import load_run
 from protocols.records import Generation, RolloutRequest, TrainBatch, TrainGroup, TrainSample
 from services.replay.updates import again, trainer_at
 

@@ -18,7 +18,7 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, Archive
-from kbrl_async.runs.config import SUMMARY_FILE, load_run
+from kbrl_async.runs.folder import SUMMARY_FILE, load_run
 from protocols.records import SamplingParams
 from services.replay.decisions import Decisions, Diverged, Divergence, MadeBatch
 from services.replay.updates import Curve, Updates, first_trainer

@@ -62,7 +62,7 @@ async def main(stop: asyncio.Event) -> None:
                 "ready", training=len(plan.training), heldout=len(plan.heldout), resumed=campaign.clock > 0
             )
             if await run_beside(worker, aggregator.pump(), stop):
-                board.finish(aggregator.now, journal.rollouts())
+                board.finish(aggregator.now, journal.answers())
                 service.log.info("finished", summary=str(service.run_dir / "summary.json"))
                 return
     if stop.is_set():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.events import Closed
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, Scored, Swept
+from kbrl_async.runs.telemetry.by_version import Answers, Tally
 from services.reward_aggregator.run_state import (
     CampaignState,
     Entry,
@@ -47,7 +47,19 @@ class Journal(EntryJournal[Entry]):
         if self.is_due:
             self.compact(_encode(campaign.state()))
 
-    def rollouts(self) -> list[RolloutStats]:
-        """The numbers of all training rollouts, turn by turn, in the order in which they were scored."""
-        scored = (entry for entry in self.history() if isinstance(entry, RolloutEnded | TurnTaken))
-        return [entry.stats for entry in scored if not is_evaluation(entry.group_id)]
+    def answers(self) -> Answers:
+        """The numbers of all training rollouts, turn by turn, and which of their groups lack some."""
+        tally = Tally()
+        for entry in self.history():
+            match entry:
+                case Admitted():
+                    tally.admitted(entry.group_id, entry.rollouts, entry.version)
+                case RolloutEnded() | TurnTaken() if not is_evaluation(entry.group_id):
+                    tally.answered(entry.group_id, entry.stats)
+                case Scored():
+                    tally.ended(entry.group_id)
+                case Lost():
+                    tally.ended(entry.group_id, entry.reason)
+                case Swept():
+                    tally.swept(entry.group_ids)
+        return tally.answers()

@@ -15,6 +15,7 @@ from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
+from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
@@ -145,10 +146,10 @@ class MetricsWriter:
         if self._system is not None:
             self._system.flush()
 
-    def finish(self, seconds: float, rollouts: Sequence[RolloutStats]) -> summary.Summary:
+    def finish(self, seconds: float, answers: Answers) -> summary.Summary:
         """Writes `summary.json`, the sign that the run has ended; returns its content.
 
-        :param rollouts: all scored training rollouts, in order.
+        :param answers: all of training.
         """
         self.tick()
         campaign = self._campaign
@@ -156,7 +157,7 @@ class MetricsWriter:
         begun = ended - max(0.0, campaign.last_update - (campaign.first_result or 0.0))
         content = summary.build(
             counters=campaign.counters(),
-            rollouts=rollouts,
+            answers=answers,
             wall_s=ended - begun,
             busy=self._busy(begun, ended),
             heldout_before=campaign.heldout(BEFORE),

@@ -284,15 +284,16 @@ class RunState:
         if isinstance(entry, RolloutEnded | TurnTaken):
             if not is_evaluation(entry.group_id):
                 self._count(entry.stats)
-                if entry.stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
-                    self.curriculum.observe(entry.stats.problem_id, entry.stats.turn, entry.stats.correct)
                 self._open.setdefault(entry.group_id, {})[turn_id(entry.rollout_id, entry.stats.turn)] = entry.stats
             return []
-        return self._forget(self.book.apply(self._noted(entry)))
+        closed = self.book.apply(self._noted(entry))
+        self._observe(entry)
+        return self._forget(closed)
 
     def note(self, event: Event, closed: list[Closed]) -> list[Closed]:
         """Like `apply` for an event that the book has applied itself already."""
         self._noted(event)
+        self._observe(event)
         return self._forget(closed)
 
     def _noted(self, event: Event) -> Event:
@@ -311,6 +312,17 @@ class RunState:
             self._batches[event.batch_id] = event.group_ids
             self._age(event)
         return event
+
+    def _observe(self, event: Event) -> None:
+        """Tell the curriculum of a group when its last rollout has ended, in the order in which they were asked for.
+
+        One by one as they are scored, failures would come first, and the correct ones, last, would weigh most.
+        """
+        if not isinstance(event, BookScored | Lost) or self.book.awaits(event.group_id):
+            return
+        for _, stats in sorted(self._open.get(event.group_id, {}).items()):
+            if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
+                self.curriculum.observe(stats.problem_id, stats.turn, stats.correct)
 
     def _count(self, stats: RolloutStats) -> None:
         self.scored += 1

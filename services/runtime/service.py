@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kbrl_async.keyring import LOCAL, Keyring, client_keys, peer_of
-from kbrl_async.runs.config import SERVICES, Config, Endpoints, agreed, ensure_run, load_run
+from kbrl_async.runs.config import SERVICES, Config, Endpoints, agreed
 from kbrl_async.runs.config.layout import CpuLayout, available_cores, cpu_layout
+from kbrl_async.runs.folder import ensure_run, load_run
 from kbrl_async.runs.telemetry import logs
 from protocols.auth import Role
 from protocols.messages import SHARES, Load, StatusReport

@@ -33,6 +33,8 @@ def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> N
     assert set(summary["busy"]) >= {"broker", *(f"{name}.1" for name in SERVICES if name != "broker")}
     for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean"):
         assert {f"{name}_first", f"{name}_last"} <= set(summary)
+    assert summary["versions_first"] == [0, 0]
+    assert summary["answers_left_out"] == 0, "every group of the run ended by itself"
     assert {"heldout_correct_rate_before", "heldout_correct_rate_after", "best_kernels"} <= set(summary)
     assert (run.path.parent / "latest").resolve() == run.path.resolve()
     _logs_bind_the_task(run)
@@ -59,7 +61,7 @@ def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> No
     assert summary["groups_trained"] == 4
     assert summary["avg_turns"] == 3
     assert summary["rollouts"] >= 2 * 2 * 4 * 3
-    assert 0 <= summary["success_rate_last"] <= 1
+    assert 0 <= summary["success_rate_first"] <= 1
     turns = {line["turn"] for line in run.log("reward_aggregator") if line["event"] == "scored"}
     assert turns == {0, 1, 2}
 

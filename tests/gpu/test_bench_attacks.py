@@ -116,3 +116,30 @@ def test_changed_inputs_are_seen(judge: Judge) -> None:
 )
 def test_less_precision_than_the_reference_is_incorrect(judge: Judge, lines: tuple[str, ...]) -> None:
     assert judge(MATMUL, matmul(*lines)).verdict.fault is Fault.INCORRECT
+
+
+HOARDED = matmul(
+    "result = x @ y",
+    "if not self.kept:",
+    "    spare = [torch.empty_like(result) for _ in range(8)]",
+    "    del spare  # stays in its own cache: its process will not lack any",
+    "    torch.cuda.synchronize()",
+    "    free, _ = torch.cuda.mem_get_info()",
+    "    self.kept[0] = torch.empty(free - (64 << 20), dtype=torch.uint8, device=x.device)",
+    "return result",
+)
+
+
+def test_memory_that_a_candidate_keeps_from_the_bench_is_its_own_fault(judge: Judge) -> None:
+    """What it leaves is enough for itself and for none of our comparisons: nobody else is to blame for that."""
+    problem = MATMUL.replace("2048", "8192")
+    verdict = judge(problem, HOARDED, timing=True).verdict
+    assert verdict.fault is Fault.OUT_OF_MEMORY, verdict
+    assert judge(problem, matmul("return x @ y")).verdict.fault is Fault.OK, "the reference is made anew"
+
+
+def test_a_forged_time_of_an_hour_is_forged(judge: Judge) -> None:
+    """No call lasts longer than it does by our own clock."""
+    forge = FORGED_CLOCK.replace("true(begin, end) * (0.5 if true(begin, end) > 20_000 else 1)", "3.6e12")
+    verdict = judge(MATMUL, matmul("return x @ y", top=forge), timing=True).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "forged_result"), verdict

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, Stream
+from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
 from protocols.records import SamplingParams
 from tests.models import tiny_model
 
@@ -21,11 +21,15 @@ def model() -> torch.nn.Module:
     return tiny_model(scale=1.0, num_hidden_layers=4, num_key_value_heads=4, **shape).cuda()
 
 
-def written(model: torch.nn.Module, graphs: bool, spoiled: bool = False) -> tuple[list[Stream], float, RunningBatch]:
+def written(
+    model: torch.nn.Module, graphs: bool, spoiled: bool = False
+) -> tuple[list[RunningSequence], float, RunningBatch]:
     cohort = RunningBatch(0, model, frozenset(), CohortStats(), graphs=graphs)
     rng = random.Random(0)
     streams = [
-        Stream(f"r{i}", [rng.randrange(512) for _ in range(rng.randint(3, 60))], SamplingParams(100), random.Random(i))
+        RunningSequence(
+            f"r{i}", [rng.randrange(512) for _ in range(rng.randint(3, 60))], SamplingParams(100), random.Random(i)
+        )
         for i in range(40)
     ]
     cohort.join(streams)

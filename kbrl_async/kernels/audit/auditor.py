@@ -69,7 +69,7 @@ class Auditor:
                     return last
         except TimeoutError:
             reason = f"it took longer than {self.limits.time_limit_s:g} s"
-        except (EOFError, BrokenPipeError, msgspec.DecodeError):
+        except (EOFError, BrokenPipeError, ValueError, RecursionError):
             reason = f"its worker died; more than {self.limits.memory_limit_gib:g} GiB may be needed"
         self.close()
         seconds = round(time.monotonic() - began, 3)

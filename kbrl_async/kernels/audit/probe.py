@@ -7,10 +7,11 @@ a step that does not fit leaves the earlier ones.
 
 from __future__ import annotations
 
+import math
 import socket
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -34,23 +35,37 @@ class Task(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
+Step = Literal["start", "run", "trials", "casts"]
+
+
 class Probe(msgspec.Struct, frozen=True):
     """What is known so far. `step` is the step that this message ended; after `LAST` of a part nothing follows."""
 
-    step: str
+    step: Step
     findings: tuple[Finding, ...] = ()
     trials: tuple[Trial, ...] = ()
     outputs: tuple[str, ...] = ()
     output_scale: float = 0.0
-    bytes: int = 0
+    bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Inputs and outputs of one call."""
     error: str = ""
     """Why it went no further."""
     out_of_memory: bool = False
 
 
+def read(data: bytes) -> Probe | None:
+    """None for what no probe sends: a problem's own code may have written it."""
+    try:
+        found = msgspec.msgpack.decode(data, type=Probe)
+    except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
+        return None
+    numbers = (found.output_scale, *(n for t in found.trials for n in (t.worst_error, t.wrong_share)))
+    return None if any(map(math.isnan, numbers)) else found
+
+
 Send = Callable[[Probe], None]
-LAST = {"scores": "trials", "casts": "casts"}
+_Next = Callable[[Probe], Probe]
+LAST: dict[str, Step] = {"scores": "trials", "casts": "casts"}
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -64,8 +79,9 @@ def run(task: Task, send: Send) -> None:
     """Every step, each told as it ends. What the problem raises is told too."""
     steps = _Steps(task)
     last = Probe("start")
-    second = {"trials": steps.cheap} if task.part == "scores" else {"casts": steps.casts}
-    for name, step in ({"run": steps.first} | second).items():
+    second: dict[Step, _Next] = {"trials": steps.cheap} if task.part == "scores" else {"casts": steps.casts}
+    first: dict[Step, _Next] = {"run": steps.first}
+    for name, step in (first | second).items():
         try:
             last = msgspec.structs.replace(step(last), step=name)
         except Exception as error:  # the problem's own code: whatever it raises is a result of the audit
@@ -113,7 +129,7 @@ class _Steps:
         if not self.expected or not any(tensor.numel() for tensor in self.expected):
             raise ValueError("forward returns no tensor with elements")
         outputs = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.expected)
-        return Probe("", tuple(found), (), outputs, scale, size)
+        return Probe("run", tuple(found), (), outputs, scale, size)
 
     def cheap(self, probe: Probe) -> Probe:
         """Outputs that do not do the work, at KernelBench's two tolerances, on inputs of every seed."""

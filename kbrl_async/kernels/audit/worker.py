@@ -79,7 +79,11 @@ class Worker:
             child.channel.settimeout(self._left())
             isolation = msgspec.msgpack.decode(child.channel.recv(1 << 16), type=Isolation).level
             while data := self._message(child):
-                found = msgspec.msgpack.decode(data, type=Probe)
+                told = probe.read(data)
+                if told is None:
+                    text = f"it sent what no probe sends, in the step after {found.step!r}"
+                    return msgspec.structs.replace(found, error=text), isolation
+                found = told
                 partly(found, isolation)
                 if found.error or found.step == probe.LAST[part]:
                     return found, isolation

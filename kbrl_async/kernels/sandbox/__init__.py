@@ -15,13 +15,14 @@ Invariants
 
 from kbrl_async.kernels.sandbox.client import Child, Zygote
 from kbrl_async.kernels.sandbox.outputs import BadOutput, is_over, read_output, remove_tree
-from kbrl_async.kernels.sandbox.wire import Access, Isolation, Limits
+from kbrl_async.kernels.sandbox.wire import Access, Isolation, Level, Limits
 
 __all__ = [
     "Access",
     "BadOutput",
     "Child",
     "Isolation",
+    "Level",
     "Limits",
     "Zygote",
     "is_over",

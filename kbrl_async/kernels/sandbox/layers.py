@@ -13,7 +13,7 @@ import signal
 from collections.abc import Sequence
 
 from kbrl_async.kernels.sandbox import gpu, linux
-from kbrl_async.kernels.sandbox.wire import Access, Isolation, Limits, Options
+from kbrl_async.kernels.sandbox.wire import Access, Isolation, Level, Limits, Options
 
 _NAMESPACES = {
     "mount namespace": linux.CLONE_NEWNS,
@@ -186,7 +186,7 @@ def _load_filter(program: bytes | None, missing: list[str]) -> None:
         missing.append("seccomp") if "seccomp" not in missing else None
 
 
-def level(missing: Sequence[str]) -> str:
+def level(missing: Sequence[str]) -> Level:
     """`full`, `reduced` or `none`: see `Isolation`."""
     if not missing:
         return "full"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import array
 import socket
+from typing import Literal
 
 import msgspec
 
 MAX_MESSAGE = 4 << 20
+Level = Literal["full", "reduced", "none"]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -39,7 +41,7 @@ class Access(msgspec.Struct, frozen=True):
 class Isolation(msgspec.Struct, frozen=True):
     """Which layers hold. `full`: all of them; `none`: neither namespaces, Landlock nor seccomp."""
 
-    level: str
+    level: Level
     missing: tuple[str, ...] = ()
 
 

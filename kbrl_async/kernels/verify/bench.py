@@ -4,6 +4,7 @@ a timing.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import time
@@ -20,9 +21,11 @@ from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
+from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.floor import Floor
+from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_gpu, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference, References
@@ -121,7 +124,7 @@ class Bench:
             try:
                 verdict, timed = self._judge(reference, candidate, artifacts, timing, tick, clock)
             except (CandidateFault, PermissionError, OSError) as error:
-                # Candidate faults are caught where the candidate is called: what arrives here is the reference's.
+                # What is the candidate's has become its verdict: what arrives here is the reference's.
                 self._references.drop(reference)
                 raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
             except InfraError:
@@ -174,6 +177,18 @@ class Bench:
                 checker.prove()
                 verdict = verdict_of(checker)
             return verdict, timed if verdict.fault is Fault.OK else None
+        except CandidateFault as fault:
+            if not self._is_hoarder(fault, checker):
+                checker.accuse(fault)
+            return verdict_of(checker), None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not self._is_hoarder(error, checker):
+                raise InfraError(
+                    f"no memory on {options.device} ({error})"[:300], "Give the bench more of it"
+                ) from error
+            return verdict_of(checker), None
         finally:
             pid = checker.session.host_pid if checker.session is not None else 0
             checker.close()
@@ -183,6 +198,27 @@ class Bench:
                 self._zygote.check()
             # Its traceback holds frames that hold the checker, and so all of the reference's memory.
             checker.fault = None
+
+    def _is_hoarder(self, error: Exception, checker: Checker) -> bool:
+        """Whether the candidate holds the memory that we or the reference lack; then that is its fault. It is ended,
+        and the reference, which may have stopped halfway, is made anew.
+        """
+        session, reference = checker.session, checker.reference
+        is_own = isinstance(error, CandidateFault) and error.by in (None, session)
+        if self._health is None or session is None or is_own or not is_out_of_memory(error):
+            return False
+        with contextlib.suppress(CandidateFault, InfraError, RuntimeError):
+            session.call(wire.OP_FREE, 0, checker.one_call_s)
+        needed, before = reference.device_bytes, self._health.free()
+        checker.close()
+        self._health.check(session.host_pid)
+        after = self._health.free()
+        self._references.drop(reference)
+        if not is_hoarder(before, after, needed):
+            return False
+        text = "it keeps so much memory of the GPU that none is left to judge it"
+        checker.fault = CandidateFault(Fault.OUT_OF_MEMORY, text)
+        return True
 
     def _timed(
         self,
@@ -206,7 +242,7 @@ class Bench:
         if again is None:
             return verdict_of(checker), None
         if proof := floor.evidence(timed, again):
-            checker.fault = CandidateFault("cheating", proof, RULE)
+            checker.fault = CandidateFault(Fault.CHEATING, proof, RULE)
             return verdict_of(checker), None
         return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
 

@@ -24,9 +24,9 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
-from protocols.records import Candidate
+from protocols.records import Candidate, Fault
 
 
 class Checker:
@@ -85,6 +85,12 @@ class Checker:
         except CandidateFault as fault:
             self.fault = fault
 
+    def accuse(self, fault: CandidateFault) -> None:
+        """It ends with this fault of its own; one of the reference's is raised again."""
+        if fault.by is not None and fault.by is not self.session:
+            raise fault
+        self.fault = self.fault or fault
+
     def restart(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """A fresh process for a second measurement."""
         self.close()
@@ -107,7 +113,7 @@ class Checker:
                 self._wait(tick)
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
         except CandidateFault as fault:
-            self.fault = fault
+            self.accuse(fault)
         self._compare_repeated()
         if self._trace is not None:
             self._refuse(proof.of_recorded(self._trace, backend=self._backend))
@@ -132,7 +138,7 @@ class Checker:
             self.evidence += f"; {DEGENERATE_NOTE}"
             return
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
-        if not is_right and self.session.disarm(self._artifacts):
+        if self.fault is None and not is_right and self.session.disarm(self._artifacts):
             is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
         self._refuse(proof.of_muted(trace, is_right))
 
@@ -145,8 +151,10 @@ class Checker:
                 place.copy_(block)
             outcome = self.session.call(op, 0, 2 * self.one_call_s)
             found = self.compare(self.outputs(outcome), input_set.expected, input_set.tolerances)
-        except CandidateFault:  # without its kernels it fails or hangs: it needs them, which is all that is asked here
-            return None, False
+        except CandidateFault as fault:
+            if fault.rule == FORGED:  # no honest process sends that, whatever is missing in it
+                self.accuse(fault)
+            return None, False  # without its kernels it fails or hangs: it needs them, which is all that is asked here
         return outcome.trace, found.wrong == 0
 
     def call_deadline(self) -> float:
@@ -192,12 +200,11 @@ class Checker:
         assert self.session is not None
         reference = self.reference
         expected = reference.sets[0].expected
-        if outcome.tree != reference.out_tree:
-            if len(outcome.tensors) != len(expected):
-                text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
-                raise CandidateFault("incorrect", text, "structure")
-            if not _same_structure(outcome.tree, reference.out_tree):
-                raise CandidateFault("incorrect", "forward returns another structure than the reference", "structure")
+        if len(outcome.tensors) != len(expected):
+            text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
+            raise CandidateFault(Fault.INCORRECT, text, "structure")
+        if outcome.tree != reference.out_tree and not _same_structure(outcome.tree, reference.out_tree):
+            raise CandidateFault(Fault.INCORRECT, "forward returns another structure than the reference", "structure")
         known = zip(outcome.tensors, expected, reference.kinds, reference.strides, strict=True)
         for meta, wanted, kind, strides in known:
             _check_meta(meta, wanted, kind)
@@ -216,32 +223,30 @@ class Checker:
         evidence = similarity.copied_reference(self.reference.problem.source, candidate.source)
         if evidence:
             self.evidence = evidence
-            raise CandidateFault(
-                "cheating", "ModelNew is the reference's own code under other names", "reference_copied"
-            )
+            text = "ModelNew is the reference's own code under other names"
+            raise CandidateFault(Fault.CHEATING, text, "reference_copied")
 
     def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
         for number, (place, block) in enumerate(zip(places, blocks, strict=True)):
             if not compare.same_values(place, block):
-                raise CandidateFault("cheating", f"input {number} was changed by forward", "input_mutation")
+                raise CandidateFault(Fault.CHEATING, f"input {number} was changed by forward", "input_mutation")
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
         if not self._earlier:
             return
-        metas = [meta for meta, _ in self._earlier]
-        if self.session.copies:  # what lies in the arena is a copy from before: ask for a new one
-            metas = self.session.call(wire.OP_HELD, slot, self.call_deadline()).tensors
+        earlier = [meta for meta, _ in self._earlier]
+        metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())
         for meta, (_, value) in zip(metas, self._earlier, strict=True):
             if not compare.same_values(self.session.read(meta), value):
                 text = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
-                raise CandidateFault("incorrect", text, "output_overwritten")
+                raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
 
     def _refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
         assert self.session is not None
         if follows_inputs(self.session, slot, outcome, got):
             text = "an output shares memory with an input: it changes when the input is overwritten after the call"
-            raise CandidateFault("incorrect", text, "output_alias")
+            raise CandidateFault(Fault.INCORRECT, text, "output_alias")
 
     def _compare_repeated(self) -> None:
         """The first set and the last hold the same inputs: one answer right and one wrong is carried state."""
@@ -255,7 +260,7 @@ class Checker:
         """Only a candidate that is right so far: a wrong one has its verdict."""
         if finding is not None and not self.failed and self.fault is None:
             self.evidence = finding.evidence
-            self.fault = CandidateFault("cheating", finding.text, finding.rule)
+            self.fault = CandidateFault(Fault.CHEATING, finding.text, finding.rule)
 
 
 DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"
@@ -265,9 +270,7 @@ EXACT_NOTE = "equal to the last bit"
 def _same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
     """Plain values are compared as values; a list may stand for a tuple."""
     if got[0] == "V" and expected[0] == "V":
-        return bool(
-            got[1] == expected[1] or abs(float(got[1]) - float(expected[1])) <= 1e-4 * (1 + abs(float(expected[1])))
-        )
+        return _same_plain(got[1], expected[1])
     if {got[0], expected[0]} <= {"L", "U"}:
         return len(got[1]) == len(expected[1]) and all(map(_same_structure, got[1], expected[1]))
     if got[0] == expected[0] == "D":
@@ -275,20 +278,26 @@ def _same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
     return bool(got == expected)
 
 
+def _same_plain(got: object, expected: object) -> bool:
+    if isinstance(got, (int, float)) and isinstance(expected, (int, float)):
+        return got == expected or abs(float(got) - float(expected)) <= 1e-4 * (1 + abs(float(expected)))
+    return got == expected
+
+
 def _check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
     if meta.kind not in ("Tensor", kind):
-        raise CandidateFault("cheating", f"the output is a {meta.kind}, not a plain torch.Tensor", "tensor_subclass")
+        raise CandidateFault(
+            Fault.CHEATING, f"the output is a {meta.kind}, not a plain torch.Tensor", "tensor_subclass"
+        )
     if tuple(meta.shape) != tuple(wanted.shape):
         text = f"the output has shape {tuple(meta.shape)}, the reference {tuple(wanted.shape)}"
-        raise CandidateFault("incorrect", text, "shape")
+        raise CandidateFault(Fault.INCORRECT, text, "shape")
     dtype = str(wanted.dtype).removeprefix("torch.")
     if meta.dtype != dtype:
-        raise CandidateFault("incorrect", f"the output is {meta.dtype}, the reference {dtype}", "dtype")
-    if len(meta.strides) != len(meta.shape):
-        raise CandidateFault("cheating", "the output's strides do not fit its shape", "forged_result")
+        raise CandidateFault(Fault.INCORRECT, f"the output is {meta.dtype}, the reference {dtype}", "dtype")
 
 
 def _check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
     """Elements that share memory were never computed one by one, unless the reference does the same."""
     if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.strides, strict=True)) and 0 not in wanted:
-        raise CandidateFault("incorrect", f"the output is an expanded view (strides {meta.strides})", "layout")
+        raise CandidateFault(Fault.INCORRECT, f"the output is an expanded view (strides {meta.strides})", "layout")

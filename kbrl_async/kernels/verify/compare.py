@@ -42,7 +42,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if not a.is_floating_point() and not a.is_complex():
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
-_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE
+_SIZE_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
+_SEALS = _SIZE_SEALS | 0x8  # F_SEAL_WRITE
 _F_ADD_SEALS = 1033
 _MOST = 64 << 20
 
@@ -95,3 +96,10 @@ def memory_file(name: str) -> int:
 def seal(fd: int) -> None:
     """Nobody can change the file any more, whoever holds a descriptor of it."""
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+
+
+def seal_size(fd: int) -> None:
+    """Its content may change, its size can't any more. Before anybody maps a file that a child gets: where a mapped
+    file was cut, the next touch is the end of the process.
+    """
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SIZE_SEALS)

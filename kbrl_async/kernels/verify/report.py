@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.timing import Measured, Recipe
 from kbrl_async.kernels.verify.compare import Difference
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -61,9 +62,13 @@ def clean(text: str) -> str:
 
 
 def verdict_of(found: Findings) -> Verdict:
+    """`OK` only where every set passed and nothing failed: here, and nowhere else.
+
+    :raises InfraError: what was found contradicts itself.
+    """
     fault, message, hint, rule = Fault.OK, "", "", ""
     if found.fault is not None:
-        fault, rule = Fault(found.fault.kind), found.fault.rule
+        fault, rule = found.fault.kind, found.fault.rule
         message = clean(found.fault.text)
         hint = _RULE_HINTS.get(rule, _HINTS.get(fault, ""))
     elif found.failed:
@@ -72,6 +77,10 @@ def verdict_of(found: Findings) -> Verdict:
         if found.carries_state:
             rule, hint = "state_carried", _RULE_HINTS["state_carried"]
             message = f"the same inputs were answered rightly once and wrongly another time. {message}"
+    elif not 0 < found.passed == found.total:
+        raise InfraError(
+            f"{found.passed} of {found.total} input sets passed and nothing failed", "This is a bug of ours"
+        )
     level, missing = found.isolation
     worst = found.worst
     return Verdict(
@@ -93,7 +102,7 @@ def verdict_of(found: Findings) -> Verdict:
 
 def _kernelbench(found: Findings) -> bool | None:
     """Its comparison knows no rules, but a run that ended or has another shape is wrong there too."""
-    if found.fault is not None and found.fault.kind != "cheating" and found.kernelbench is None:
+    if found.fault is not None and found.fault.kind is not Fault.CHEATING and found.kernelbench is None:
         return False
     return found.kernelbench
 

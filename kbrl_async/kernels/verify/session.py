@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import secrets
@@ -15,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -22,20 +25,29 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Access, Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.timing.cpu.host import process_time_ns, waited_ns
-from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu.disarm import disarm
-from kbrl_async.kernels.verify.memory import read_memory
+from kbrl_async.kernels.verify.memory import memory_file, read_memory, seal_size
+from protocols.records import INFRASTRUCTURE_FAULTS, Fault
 
 _SLACK = 8
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
+FORGED = "forged_result"
+_TOLD = (wire.OP_TRACE, wire.OP_MUTED)
+_Expected = TypeVar("_Expected", bound=wire.Reply)
 
 
 class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, not an error of ours
-    """The child's code ended it or broke a rule: `kind` is a `Fault` value."""
+    """The child's code ended it or broke a rule. `by`: the child; None where the trusted side found it in what it read.
 
-    def __init__(self, kind: str, text: str, rule: str = "") -> None:
-        self.kind, self.text, self.rule = kind, text, rule
+    :raises ValueError: `kind` is no fault, or one of ours: nothing that a child does can be that.
+    """
+
+    def __init__(self, kind: Fault, text: str, rule: str = "", by: Session | None = None) -> None:
+        if kind is Fault.OK or kind in INFRASTRUCTURE_FAULTS:
+            raise ValueError(f"{kind} is no fault of a candidate")
+        self.kind, self.text, self.rule, self.by = Fault(kind), text, rule, by
         super().__init__(text)
 
 
@@ -58,6 +70,9 @@ class Session:
 
     entry = "kbrl_async.kernels.verify.cpu.runner:main"
     confined_within_s = 10.0
+    ends_within_s = 2.0
+    """From the end of its socket to its own; one that lives on has shut the socket itself."""
+    cure = "See the zygote's message on stderr"
 
     def __init__(
         self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits, deadline_s: float
@@ -65,15 +80,13 @@ class Session:
         self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
         self._arena: mmap.mmap | None = None
+        self._copies_from = self._took_ns = 0
         self.slots: list[list[torch.Tensor]] = []
         self.copies = False
         try:
             confined = self._confined()
             self.isolation = Isolation(confined.level, confined.missing)
-            ready = self._reply(deadline_s)
-            if not isinstance(ready, wire.Ready):
-                raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
-            self.ready = ready
+            self.ready = self._expect(wire.Ready, deadline_s)
         except BaseException:
             self._child.close()
             raise
@@ -83,10 +96,10 @@ class Session:
         return zygote.spawn(self.entry, wire.encode(setup), fds, limits, access)
 
     def _confined(self) -> wire.Confined:
-        confined = self._reply(self.confined_within_s)
-        if not isinstance(confined, wire.Confined):
-            raise InfraError("a sandbox child did not confine itself", "See the zygote's message on stderr")
-        return confined
+        try:
+            return self._expect(wire.Confined, self.confined_within_s)
+        except CandidateFault as fault:  # nothing of the source has run yet
+            raise InfraError(f"a sandboxed process did not confine itself ({fault.text[:200]})", self.cure) from fault
 
     @property
     def host_pid(self) -> int:
@@ -104,52 +117,62 @@ class Session:
             placed, end = values.layout(tensors, end)
             metas.append(placed)
         size = max(end, mmap.PAGESIZE) + (_COPY_AREA if copies else 0)
-        fd = os.memfd_create("arena", os.MFD_CLOEXEC)
+        fd = memory_file("arena")
         try:
             os.ftruncate(fd, size)
+            seal_size(fd)
             self._arena = mmap.mmap(fd, size)
-            order = wire.Attach(size, tree, metas, end if copies else -1)
-            socket.send_fds(self._child.channel, [wire.encode(order)], [fd])
+            self._send(wire.encode(wire.Attach(size, tree, metas, end if copies else -1)), fd)
         finally:
             os.close(fd)
-        self.copies = copies
+        self.copies, self._copies_from = copies, end
         self.slots = [[values.flat(values.view(self._arena, meta)) for meta in placed] for placed in metas]
-        self._reply(5.0)
+        self._expect(wire.Ready, 5.0)
 
     def draw(self, seed: int, fd: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor]]:
         """Inputs that the problem's own `get_inputs` makes after `seed`."""
         self.thaw()
         self._child.channel.send(wire.encode(wire.Draw(seed)))
-        drawn = self._reply(deadline_s)
-        if not isinstance(drawn, wire.Drawn):
-            raise InfraError("a reference gave no inputs", "The problem may be broken")
+        drawn = self._expect(wire.Drawn, deadline_s)
         data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
-        return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
+        try:
+            return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
+        except (ValueError, RuntimeError) as error:
+            raise self._forged("an input lies outside of its file") from error
 
     def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         """One call; the child is frozen afterwards until the next one, so that its outputs stand still."""
         nonce = secrets.randbits(64)
         elapsed, waited, used, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
-        if not isinstance(done, wire.Done) or done.nonce != nonce:
-            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        if not isinstance(done, wire.Done) or done.nonce != nonce or (done.trace is not None) != (op in _TOLD):
+            raise self._forged()
         return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace)
+
+    def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]:
+        """Where outputs that lay at `metas` can be read as they are now: there, or in new copies that `op` asks for."""
+        if not self.copies:
+            return metas
+        found = self.call(op, slot, deadline_s).tensors
+        if [(meta.dtype, meta.shape) for meta in found] != [(meta.dtype, meta.shape) for meta in metas]:
+            raise self._forged("the same outputs were described in another way")
+        return found
 
     def _exchange(
         self, order: bytes, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
     ) -> tuple[int, int, int, wire.Reply]:
         """Wall time, what the meter says, and the answer; the child is frozen."""
-        channel = self._child.channel
         waited, used = meter()
         used_before = process_time_ns(self.host_pid)
         self.thaw()
         begin = time.perf_counter_ns()
-        channel.send(order)
+        self._send(order)
         ready = self._readable(deadline_s)
         elapsed = time.perf_counter_ns() - begin
         waited_after, used_after = meter()
         if not ready and not self._starved(deadline_s, used_before):
             self._overdue(deadline_s)
         done = self._take()
+        self._took_ns = time.perf_counter_ns() - begin
         self._frozen = self._child.freeze()
         return elapsed, waited_after - waited, used_after - used, done
 
@@ -164,16 +187,15 @@ class Session:
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output. `CandidateFault` where nothing can be read there."""
-        dtype = values.dtype_of(meta.dtype)
-        numel = 1
-        for size in meta.shape:
-            numel *= size
-        if numel == 0:
+        dtype, extent = values.dtype_of(meta.dtype), replies.extent(meta)
+        if extent == 0:
             return torch.empty(meta.shape, dtype=dtype)
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
-        if min(meta.strides, default=0) < 0 or extent > max(numel * _SLACK, 1 << 16):
-            raise CandidateFault("incorrect", "the output's strides reach far outside its elements", "layout")
-        block = torch.empty(extent, dtype=dtype)
+        if extent > max(math.prod(meta.shape) * _SLACK, 1 << 16):
+            raise self._fault(Fault.INCORRECT, "the output's strides reach far outside its elements", "layout")
+        try:
+            block = torch.empty(extent, dtype=dtype)
+        except RuntimeError as error:
+            raise self._fault(Fault.OUT_OF_MEMORY, "an output is larger than the memory") from error
         self._copy(block, meta.place)
         return block.as_strided(meta.shape, meta.strides)
 
@@ -181,13 +203,21 @@ class Session:
         size = block.numel() * block.element_size()
         if self.copies:
             assert self._arena is not None
-            flat = torch.frombuffer(self._arena, dtype=block.dtype, count=block.numel(), offset=place)
-            block.copy_(flat)
+            if not self._copies_from <= place <= len(self._arena) - size:
+                raise self._forged("an output lies outside of its arena")
+            block.view(torch.uint8).copy_(torch.frombuffer(self._arena, dtype=torch.uint8, count=size, offset=place))
             return
         if not read_memory(self.host_pid, place, block.data_ptr(), size):
             if self._child.has_ended(0.2):  # after its answer: by itself, or with its zygote, which is no fault of its
                 self._ended()
-            raise CandidateFault("illegal_access", "the output tensor points to memory that can't be read", "output")
+            text = "the output tensor points to memory that can't be read"
+            raise self._fault(Fault.ILLEGAL_ACCESS, text, "output")
+
+    def _send(self, order: bytes, *fds: int) -> None:
+        try:
+            socket.send_fds(self._child.channel, [order], fds) if fds else self._child.channel.send(order)
+        except ConnectionError:
+            self._ended()
 
     def _readable(self, deadline_s: float) -> bool:
         poll = select.poll()
@@ -213,35 +243,50 @@ class Session:
             self._overdue(deadline_s)
         return self._take()
 
-    def _take(self) -> wire.Reply:
-        try:
-            data = self._child.channel.recv(wire.MAX_REPLY)
-            reply = wire.decode_reply(data) if data else None
-        except (msgspec.MsgspecError, ConnectionError):
-            reply = None
-        if reply is None:
-            self._ended()
-        if isinstance(reply, wire.Failed):
-            raise CandidateFault(reply.kind, reply.text)
-        assert isinstance(reply, wire.Reply)
+    def _expect(self, kind: type[_Expected], deadline_s: float) -> _Expected:
+        reply = self._reply(deadline_s)
+        if not isinstance(reply, kind):
+            raise self._forged()
         return reply
 
-    def _overdue(self, deadline_s: float) -> None:
-        raise CandidateFault("timeout", f"no result after {deadline_s:.2f} s")
+    def _take(self) -> wire.Reply:
+        data, flags = b"", 0
+        with contextlib.suppress(ConnectionError):
+            data, _, flags, _ = self._child.channel.recvmsg(wire.MAX_REPLY)
+        if not data:
+            self._ended()
+        if flags & socket.MSG_TRUNC:
+            raise self._forged("an answer is longer than any that the runner sends")
+        try:
+            reply = replies.read(data)
+        except replies.Malformed as error:
+            raise self._forged("the answer is not one that the runner sends") from error
+        if isinstance(reply, wire.Failed):
+            raise self._fault(Fault(reply.kind), reply.text)
+        return reply
 
-    def _ended(self) -> None:
-        status = self._child.result(0.2)
+    def _overdue(self, deadline_s: float) -> NoReturn:
+        raise self._fault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
+
+    def _ended(self) -> NoReturn:
+        status = self._child.result(self.ends_within_s)
         if status is None:
-            raise CandidateFault("cheating", "the answer is not one that the runner sends", "forged_result")
-        raise CandidateFault(*_meaning(status))
+            raise self._forged("the way to the bench was shut")
+        raise self._fault(*_meaning(status))
+
+    def _fault(self, kind: Fault, text: str, rule: str = "") -> CandidateFault:
+        return CandidateFault(kind, text, rule, self)
+
+    def _forged(self, text: str = "an answer was sent that nobody asked for") -> CandidateFault:
+        return self._fault(Fault.CHEATING, text, FORGED)
 
 
-def _meaning(status: int) -> tuple[str, str]:
+def _meaning(status: int) -> tuple[Fault, str]:
     name = {-11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFPE", -6: "SIGABRT"}.get(status, "")
     if status in (-11, -7):
-        return "illegal_access", f"the kernel read or wrote memory that is not its own ({name})"
+        return Fault.ILLEGAL_ACCESS, f"the kernel read or wrote memory that is not its own ({name})"
     if status in (-24, -9):
-        return "timeout", "the process used up its CPU time"
+        return Fault.TIMEOUT, "the process used up its CPU time"
     if status < 0:
-        return "runtime_error", f"the process was ended by signal {-status} {name}".rstrip()
-    return "runtime_error", f"the process ended itself with exit code {status}"
+        return Fault.RUNTIME_ERROR, f"the process was ended by signal {-status} {name}".rstrip()
+    return Fault.RUNTIME_ERROR, f"the process ended itself with exit code {status}"

@@ -163,8 +163,7 @@ def follows_inputs(session: Session, slot: int, outcome: Outcome, outputs: list[
     places = session.slots[slot]
     for place in places:
         place.view(torch.uint8).bitwise_not_()
-    metas = session.call(wire.OP_EMPTY, slot, 5.0).tensors if session.copies else outcome.tensors
-    again = [session.read(meta) for meta in metas]
+    again = [session.read(meta) for meta in session.again(wire.OP_EMPTY, slot, outcome.tensors, 5.0)]
     for place in places:
         place.view(torch.uint8).bitwise_not_()
     return not all(compare.same_values(a, b) for a, b in zip(again, outputs, strict=True))

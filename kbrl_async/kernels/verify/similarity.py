@@ -44,6 +44,7 @@ class _Program:
     def __init__(self, tree: ast.Module) -> None:
         self.imports = dict(_imported(tree))
         self.defined: dict[str, ast.AST] = {}
+        self._methods: dict[ast.ClassDef, dict[str, ast.FunctionDef]] = {}
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 self.defined[node.name] = node
@@ -68,12 +69,15 @@ class _Program:
 
     def methods(self, owner: ast.ClassDef) -> dict[str, ast.FunctionDef]:
         """Its own, and those of bases in this module."""
+        if owner in self._methods:  # asked once each: bases of bases, each named twice, would be asked for 2ⁿ times
+            return self._methods[owner]
         found: dict[str, ast.FunctionDef] = {}
         for base in owner.bases:
             above = self._follow(base.id) if isinstance(base, ast.Name) else None
             if isinstance(above, ast.ClassDef) and above is not owner:
                 found.update(self.methods(above))
         found.update({item.name: item for item in owner.body if isinstance(item, ast.FunctionDef)})
+        self._methods[owner] = found
         return found
 
 

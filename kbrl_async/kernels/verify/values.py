@@ -10,25 +10,32 @@ import torch
 from kbrl_async.kernels.verify.wire import TensorMeta, Tree
 
 _ALIGNMENT = 64
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
+MAX_DEPTH = 64
+"""Of containers in containers."""
 
 
-def flatten(value: Any, tensors: list[torch.Tensor]) -> Tree:
+def flatten(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Tree:
     """The tree of `value`; its tensors are appended to `tensors`. `TypeError` for what has no wire form."""
+    if depth > MAX_DEPTH:
+        raise TypeError(f"containers more than {MAX_DEPTH} deep can't be handed over")
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["T", len(tensors) - 1]
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return ["V", value]
     if isinstance(value, torch.dtype):
         return ["Y", str(value).removeprefix("torch.")]
     if isinstance(value, (list, torch.Size)) and not isinstance(value, torch.Size):
-        return ["L", [flatten(item, tensors) for item in value]]
+        return ["L", [flatten(item, tensors, depth + 1) for item in value]]
     if isinstance(value, tuple):
-        return ["U", [flatten(item, tensors) for item in value]]
+        return ["U", [flatten(item, tensors, depth + 1) for item in value]]
     if isinstance(value, dict):
         # In the order of the keys: which of them a candidate writes first must not matter.
-        return ["D", {str(key): flatten(value[key], tensors) for key in sorted(value, key=str)}]
+        items = {str(key): flatten(value[key], tensors, depth + 1) for key in sorted(value, key=str)}
+        if len(items) == len(value):
+            return ["D", items]
+        raise TypeError("two keys of a dictionary read the same")
     raise TypeError(
         f"a {type(value).__name__} can't be handed over: only tensors, numbers, strings and containers of them"
     )

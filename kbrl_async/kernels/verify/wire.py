@@ -6,9 +6,11 @@ Tensors never travel: a `TensorMeta` says where one lies, in a shared arena or i
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from kbrl_async.kernels.sandbox import Level
 
 MAX_REPLY = 1 << 20
 GO = struct.Struct("<BBQ")
@@ -22,15 +24,18 @@ OP_CAPTURE, OP_REPLAY, OP_EVENT, OP_FREE, OP_EVENTS = 32, 33, 34, 35, 36
 """On a GPU: make a graph of one forward over each of `slot` slots; time them `slot` times over; time one ordinary
 forward; give back memory that is needed no more; time `slot` ordinary forwards, one after the other."""
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Claimed = Annotated[float, msgspec.Meta(ge=0)]
+"""Nanoseconds that a child says something took."""
 Tree = Any
 """`["T", i]` tensor i · `["V", plain]` · `["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    place: int
+    shape: tuple[Count, ...]
+    strides: tuple[Count, ...]
+    place: Count
     """Offset in the arena or file, or an address in the child."""
     kind: str = "Tensor"
     """Name of the Python type; anything but `Tensor` is a subclass."""
@@ -56,7 +61,7 @@ class Setup(msgspec.Struct, frozen=True):
 class Confined(msgspec.Struct, frozen=True, tag="confined"):
     """First message, before any code of the source has run."""
 
-    level: str
+    level: Level
     missing: tuple[str, ...]
 
 
@@ -74,11 +79,11 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
 class Trace(msgspec.Struct, frozen=True):
     """What one run consisted of, as the child tells it: (count, nanoseconds of CPU time) by name."""
 
-    launches: dict[str, tuple[int, int]] = {}
+    launches: dict[str, tuple[Count, Count]] = {}
     """Own kernels."""
-    ops: dict[str, tuple[int, int]] = {}
+    ops: dict[str, tuple[Count, Count]] = {}
     """ATen operators outside of own kernels."""
-    inside: dict[str, tuple[int, int]] = {}
+    inside: dict[str, tuple[Count, Count]] = {}
     """ATen operators called by own kernels."""
     answered: str = ""
     """With own kernels off: the ATen operator whose result already was the answer."""
@@ -95,7 +100,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Captured(msgspec.Struct, frozen=True, tag="captured"):
     nonce: int
-    kernels: dict[str, int] = {}
+    kernels: dict[str, Count] = {}
     """Kernels of one forward by name, as the child tells it."""
     refused: str = ""
     """Why forward can't be timed as a graph; empty where it can."""
@@ -103,17 +108,20 @@ class Captured(msgspec.Struct, frozen=True, tag="captured"):
 
 class Timed(msgspec.Struct, frozen=True, tag="timed"):
     nonce: int
-    elapsed_ns: float
+    elapsed_ns: Claimed
     """Between two events, summed over repetitions, as the child tells it; `Session` measures the wall itself."""
-    empty_ns: float = 0.0
+    empty_ns: Claimed = 0.0
     """Between two events with nothing in between."""
-    stream_ns: float = 0.0
+    stream_ns: Claimed = 0.0
     """Of an ordinary forward, up to the end of its own stream: `elapsed_ns` waits for every stream."""
 
 
+FailureKind = Literal["runtime_error", "out_of_memory", "illegal_access"]
+"""All that a child may say of its own end; each is a `Fault`."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    kind: str
-    """`"runtime_error"` or `"out_of_memory"`."""
+    kind: FailureKind
     text: str
 
 
@@ -151,6 +159,5 @@ class Mute(msgspec.Struct, frozen=True, tag="mute"):
 Reply = Confined | Ready | Drawn | Done | Captured | Timed | Failed
 Order = Draw | Attach | Export | Mute
 encode = msgspec.msgpack.Encoder().encode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode

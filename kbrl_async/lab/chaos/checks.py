@@ -21,7 +21,7 @@ import msgspec
 from kbrl_async.durable import numbered
 from kbrl_async.rollouts.turns import split_turn_id
 from kbrl_async.runs.archive.history import entries_of
-from kbrl_async.runs.config import SUMMARY_FILE
+from kbrl_async.runs.folder import SUMMARY_FILE
 from protocols.events import TaskRow
 from protocols.records import GroupOutcome
 

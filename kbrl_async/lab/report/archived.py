@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +11,13 @@ import msgspec
 
 from kbrl_async.errors import KbrlError
 from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, Span, Turn
+from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
 from kbrl_async.runs.archive import archive
-from kbrl_async.runs.archive.archive import Archive, Row
+from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import BenchReport, Frame, Generation, RolloutRequest
+from protocols.records import BenchReport, Frame, Generation, GroupOutcome, RolloutRequest
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 """What the archive calls them; rows of other purposes are no part of this report."""
@@ -26,6 +28,7 @@ class Archived(msgspec.Struct, frozen=True):
 
     rows: list[Row]
     updates: list[archive.Update]
+    groups: dict[str, GroupEnd]
     path: Path
 
     @property
@@ -42,7 +45,7 @@ def read_archive(path: Path) -> Archived | None:
     """None where there is none, or none that can be read."""
     try:
         with Archive(path) as opened:
-            return Archived(list(opened.rows()), opened.updates(), path)
+            return Archived(list(opened.rows()), opened.updates(), opened.groups(), path)
     except (KbrlError, sqlite3.Error, msgspec.MsgspecError):
         return None
 
@@ -75,6 +78,38 @@ def as_turns(rows: Sequence[Row]) -> list[Turn]:
                 best[row.rollout_id] = row
     evaluated = {row.task_id for row in best.values()}
     return [_turn(row) for row in rows if row.status == "ok" and (row.purpose == "train" or row.task_id in evaluated)]
+
+
+def evaluated(stored: Archived | None) -> dict[str, int]:
+    """How many rollouts of each evaluation of the run have rows."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for row in stored.rows if stored else ():
+        if row.purpose in ("before", "after"):
+            found[PHASES[row.purpose]].add(row.rollout_id)
+    return {phase: len(rollouts) for phase, rollouts in found.items()}
+
+
+def groups_that_lack(stored: Archived | None) -> Answers:
+    """What the archive alone knows of groups that lack answers: more than the journal, to be safe.
+
+    A group that was trained on, filtered or failed by itself had all of its answers; it can't tell that of the others.
+    A sampler is rarely more than a version behind the learner: what they lack is no older than that.
+    """
+    written: dict[str, int] = {}
+    lost: Counter[str] = Counter()
+    for row in stored.rows if stored else ():
+        if row.purpose == "train" and row.status != "ok":
+            lost[row.status] += 1
+        elif row.purpose == "train" and row.policy_version >= 0:
+            written[row.group_id] = min(row.policy_version, written.get(row.group_id, row.policy_version))
+    ends = stored.groups if stored else {}
+    open_ = {group_id: version - 1 for group_id, version in written.items() if _is_cut(ends.get(group_id))}
+    dropped = frozenset(g for g, end in ends.items() if end.outcome == GroupOutcome.DROPPED_STALE)
+    return Answers((), open_, dropped, dict(lost))
+
+
+def _is_cut(end: GroupEnd | None) -> bool:
+    return end is None or (end.outcome == GroupOutcome.FAILED and end.reason == RUN_ENDED)
 
 
 def _turn(row: Row) -> Turn:

@@ -1,4 +1,4 @@
-"""Runs side by side: their summaries as one table, and metrics of each over its updates as charts."""
+"""Runs side by side: their summaries as one table, and metrics of each by policy version or update as charts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ import msgspec
 from rich.table import Table
 
 from kbrl_async.errors import UserError
+from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
+from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
 from kbrl_async.runs import summary
+from kbrl_async.runs.telemetry import turn_metrics
+from kbrl_async.runs.telemetry.by_version import FIELDS, Part, points, settled
+
+VERSION = "version/"
+"""Begins the tags of curves by policy version, which are read from a run's journal."""
+MOST_POINTS, LEAST_A_POINT = 160, 16
+SOLVED = "success_rate"
+"""Rollouts of several turns with a correct one."""
 
 ROWS = (
     "method",
@@ -23,12 +33,19 @@ ROWS = (
     "lessons",
     "wall_s",
     "updates_per_hour",
+    "versions_first",
+    "versions_last",
+    "answers_first",
+    "answers_last",
     "reward_mean_first",
     "reward_mean_last",
+    "compile_rate_first",
     "compile_rate_last",
     "correct_rate_first",
     "correct_rate_last",
+    "success_rate_first",
     "success_rate_last",
+    "fast_1_first",
     "fast_1_last",
     "speedup_mean_first",
     "speedup_mean_last",
@@ -52,14 +69,25 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> Table:
     for name in runs:
         made.add_column(name, justify="right")
     for field, values in rows(runs):
-        made.add_row(field, *map(shown, values))
+        made.add_row(field, *values)
     return made
 
 
-def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """(field, a value a run) of the fields that any run has."""
-    found = [(field, [_field(run, field) for run in runs.values()]) for field in ROWS]
-    return [(field, values) for field, values in found if any(value is not None for value in values)]
+def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(field, what a run says of it, with its interval) of the fields that any run has."""
+    known = [summary.by_versions(run) for run in runs.values()]
+    there = [field for field in ROWS if any(_field(run, field) is not None for run in known)]
+    return [(field, [_said(run, field) for run in known]) for field in there]
+
+
+def told(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Of each run: which answers its first and last figures are of."""
+    return [f"{name}: {summary.told(run)}" for name, run in runs.items() if run.get("rollouts", 1)]
+
+
+def _said(run: Mapping[str, Any], field: str) -> str:
+    interval = run.get(f"{field}_95")
+    return shown(_field(run, field)) + (f" ({shown(interval[0])} … {shown(interval[1])})" if interval else "")
 
 
 def _field(run: Mapping[str, Any], field: str) -> Any:
@@ -70,6 +98,8 @@ def _field(run: Mapping[str, Any], field: str) -> Any:
 def shown(value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, list):  # the first and the last of some versions
+        return "–".join(str(v) for v in dict.fromkeys(value))
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
@@ -89,9 +119,24 @@ def curves(run: Path, tags: Sequence[str]) -> dict[str, list[tuple[float, float]
     }
 
 
+def version_curves(run: Path) -> dict[str, list[tuple[float, float]]]:
+    """(policy version, value) by `version/…` tag, from the run's journal: of all answers that a version wrote."""
+    journal = read_journal(run / JOURNAL_FILE)
+    parts = points(settled(journal.answers), MOST_POINTS, LEAST_A_POINT) if journal else []
+    found = [(part.middle, _values(part)) for part in parts]
+    names = (*FIELDS, SOLVED)
+    return {f"{VERSION}{name}": [(x, values[name]) for x, values in found if name in values] for name in names}
+
+
+def _values(part: Part) -> dict[str, float]:
+    values = {name: figure.value for name, figure in part.figures().items()}
+    has_turns = any(stats.turn for stats in part.stats)
+    return values | ({SOLVED: turn_metrics.scalars(part.stats)["trajectory/success_rate"]} if has_turns else {})
+
+
 def curve(run: Path, tag: str) -> list[tuple[float, float]]:
-    """Of one tag."""
-    return curves(run, [tag])[tag]
+    """Of one tag: of a policy version's answers (`version/…`), or of an update as TensorBoard has it."""
+    return version_curves(run).get(tag, []) if tag.startswith(VERSION) else curves(run, [tag])[tag]
 
 
 def without(runs: Mapping[str, Path], tag: str) -> list[str]:
@@ -100,11 +145,12 @@ def without(runs: Mapping[str, Path], tag: str) -> list[str]:
 
 
 def chart(runs: Mapping[str, Path], tag: str, window: int = 3) -> Markup | None:
-    """SVG of a tag over the updates of each run, smoothed over `window` of them; None where no run has it."""
+    """SVG of a tag by version or update of each run, smoothed over `window` of them; None where no run has it."""
     lines = [Line(name, curve(path, tag), window=window) for name, path in runs.items()]
     if not any(line.points for line in lines):
         return None
-    words = {"title": tag, "x": "update", "y": f"mean of {window} updates" if window > 1 else ""}
+    what = "policy version" if tag.startswith(VERSION) else "update"
+    words = {"title": tag, "x": what, "y": f"mean of {window} {what}s" if window > 1 else ""}
     return line_chart(lines, label=tag, box=STANDALONE, standalone=words, labels="names")
 
 

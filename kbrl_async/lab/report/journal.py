@@ -9,6 +9,7 @@ Invariant: an evaluation rollout is one turn here, its best; a training rollout 
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 
 from kbrl_async.lab.report.model import TRAIN, Turn
 from kbrl_async.runs.archive.history import entries_of
+from kbrl_async.runs.telemetry.by_version import Answers, Tally
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 FILE = "aggregator.sqlite"
@@ -39,6 +41,9 @@ class Journal(msgspec.Struct, frozen=True):
     batches: list[Batch]
     problems: dict[str, str]
     """Of admitted groups."""
+    answers: Answers
+    evaluated: dict[str, int]
+    """By evaluation: how many of its rollouts have ended, those that infrastructure lost included."""
 
 
 def read_journal(path: Path) -> Journal | None:
@@ -60,24 +65,32 @@ def _collect(entries: Iterator[dict[str, Any]]) -> Journal:
     turns: list[Turn] = []
     batches: dict[str, Batch] = {}
     problems: dict[str, str] = {}
-    clock = 0.0
+    tally, evaluated, clock = Tally(), Counter[str](), 0.0
     for entry in entries:
         clock = max(clock, entry.get("at") or 0.0)
         match entry.get("type"):
             case "admitted":
                 problems[entry["group_id"]] = entry["problem_id"]
-            case "evaluated" if entry["stats"] is not None:
-                turns.append(Turn(_stats(entry), entry["phase"], entry["phase"], clock))
-            case "rollout_ended":
+                tally.admitted(entry["group_id"], entry["rollouts"], entry["version"])
+            case "evaluated":
+                evaluated[entry["phase"]] += 1
+                if entry["stats"] is not None:
+                    turns.append(Turn(_stats(entry), entry["phase"], entry["phase"], clock))
+            case "rollout_ended" | "turn_taken" if not entry["group_id"].startswith("eval-"):
                 turns.append(Turn(_stats(entry), TRAIN, entry["group_id"], clock))
-            case "turn_taken" if not entry["group_id"].startswith("eval-"):
-                turns.append(Turn(_stats(entry), TRAIN, entry["group_id"], clock))
+                tally.answered(entry["group_id"], turns[-1].stats)
+            case "scored":
+                tally.ended(entry["group_id"])
+            case "lost":
+                tally.ended(entry["group_id"], entry["reason"])
+            case "swept":
+                tally.swept(entry["group_ids"])
             case "batch_made":
                 batches[entry["batch_id"]] = Batch(entry["index"], tuple(entry["group_ids"]), clock)
             case "batch_trained" if entry["batch_id"] in batches:
                 made = batches[entry["batch_id"]]
                 batches[entry["batch_id"]] = msgspec.structs.replace(made, trained=clock, version=entry["version"])
-    return Journal(turns, list(batches.values()), problems)
+    return Journal(turns, list(batches.values()), problems, tally.answers(), dict(evaluated))
 
 
 def _stats(entry: dict[str, Any]) -> RolloutStats:

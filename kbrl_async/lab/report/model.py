@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
@@ -35,7 +36,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One scored turn of a rollout, in the order of scoring."""
+    """One scored turn of a rollout, in the order of scoring. No figure may go by that: failures are scored first."""
 
     stats: RolloutStats
     phase: str = TRAIN
@@ -101,6 +102,8 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     config: str = ""
     """The resolved configuration as YAML."""
     turns: Sequence[Turn] = ()
+    answers: Answers = Answers()
+    """Those of training, for all that is shown by policy version."""
     updates: Sequence[Update] = ()
     system: Sequence[SystemSample] = ()
     """`t` is seconds since the start here."""

@@ -45,11 +45,17 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Markup]], ...] = (
 )
 
 COMPARED = (
-    ("reward/mean", "Reward"), ("rate/compile", "Compiles"), ("rate/correct", "Correct"), ("rate/fast_1", "Faster"),
-    ("speedup/geometric_mean", "Speedup"), ("staleness/versions_mean", "Staleness"), ("policy/entropy", "Entropy"),
-    ("policy/loss", "Loss"), ("policy/grad_norm", "Gradient norm"), ("trajectory/success_rate", "Solved in a rollout"),
+    ("version/reward_mean", "Reward"), ("version/compile_rate", "Compiles"), ("version/correct_rate", "Correct"),
+    ("version/fast_1", "Faster"), ("version/speedup_mean", "Speedup"), ("version/success_rate", "Solved in a rollout"),
+    ("staleness/versions_mean", "Staleness"), ("policy/entropy", "Entropy"), ("policy/loss", "Loss"),
+    ("policy/grad_norm", "Gradient norm"),
 )  # fmt: skip
-"""TensorBoard tag and title of the charts of a comparison."""
+"""Tag and title of the charts of a comparison: what a policy version wrote, and the learner's own by update."""
+
+CURVES = (
+    "Reward, rates and speedups are of the answers that a policy version wrote, whenever they were scored; what the "
+    "learner reports is of the batch of an update."
+)
 
 
 def report_page(run: RunData) -> str:
@@ -64,17 +70,21 @@ def compare_page(runs: Mapping[str, Path], summaries: Mapping[str, Mapping[str, 
     """Runs side by side. `summaries`: of those that have ended."""
     head = element(
         "header", element("p", "Comparison", class_="kicker"), element("h1", " · ".join(runs)),
-        element("p", f"{len(runs)} runs; curves are means of {window} updates", class_="subtitle"),
+        element("p", f"{len(runs)} runs; curves are means of {window} versions or updates", class_="subtitle"),
     )  # fmt: skip
     body = (
-        [section("figures", "Figures", "From the summaries of the runs that have ended.", _compare_table(summaries))]
-        if summaries
-        else []
+        [section("figures", "Figures", _compared_in_words(summaries), _compare_table(summaries))] if summaries else []
     )
-    by_run = {name: comparing.curves(path, [tag for tag, _ in COMPARED]) for name, path in runs.items()}
+    updates = [tag for tag, _ in COMPARED if not tag.startswith(comparing.VERSION)]
+    by_run = {name: comparing.version_curves(path) | comparing.curves(path, updates) for name, path in runs.items()}
     charts = [_compare_chart(by_run, tag, title, window) for tag, title in COMPARED]
-    curves = section("curves", "Over the updates", "The same metric of every run, by update.", grid(charts))
+    curves = section("curves", "Over versions and updates", CURVES, grid(charts))
     return page("Runs compared", Markup(""), head, *body, curves)
+
+
+def _compared_in_words(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
+    said = ["From the summaries of the runs that have ended.", *comparing.told(summaries)]
+    return join(element("span", words, " ") for words in said)
 
 
 def _compare_table(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
@@ -83,7 +93,7 @@ def _compare_table(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
         element(
             "tr",
             element("th", field.replace("_", " ")),
-            join(element("td", comparing.shown(value), class_="n") for value in values),
+            join(element("td", value, class_="n") for value in values),
         )
         for field, values in comparing.rows(summaries)
     ]
@@ -96,7 +106,8 @@ def _compare_chart(
     lines = [Line(name, curves[tag], f"c{i % 8 + 1}", window=window) for i, (name, curves) in enumerate(by_run.items())]
     if not any(line.points for line in lines):
         return Markup("")
-    return figure(title, tag, line_chart(lines, label=f"{title} by update", labels="names"))
+    by = "policy version" if tag.startswith(comparing.VERSION) else "update"
+    return figure(title, f"{tag}, by {by}", line_chart(lines, label=f"{title} by {by}", labels="names"))
 
 
 def page(title: str, links: Content, *parts: Content) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import yaml
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.report import archived
+from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
 from kbrl_async.lab.report.clockwork import Clock
 from kbrl_async.lab.report.comparing import curves
@@ -30,10 +30,11 @@ from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import Journal, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
 from kbrl_async.lab.report.logfiles import Logs, read_logs
-from kbrl_async.lab.report.model import RunData, Span, Turn, Update
+from kbrl_async.lab.report.model import BEFORE, TRAIN, RunData, Span, Turn, Update
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
+from kbrl_async.runs.telemetry.by_version import Answer, Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
 POLICY_CURVES = ("loss", "entropy", "grad_norm", "mismatch_kl", "ess", "ratio_p99", "lr", "tokens_per_s")
@@ -53,6 +54,8 @@ def read_run(path: Path) -> RunData:
     origin = origin if origin < float("inf") else 0.0
     clock = _clock(journal, log, stored, origin)
     turns = _turns(journal, stored, clock, origin)
+    evaluated = journal.evaluated if journal and journal.turns else archived.evaluated(stored)
+    turns, cut = _whole_evaluations(turns, evaluated, is_training=bool(journal and journal.batches))
     updates = _updates(journal, stored, log, clock, origin)
     system = [msgspec.structs.replace(sample, t=sample.t - origin) for sample in samples]
     problems = str((config or {}).get("problems") or "")
@@ -61,6 +64,7 @@ def read_run(path: Path) -> RunData:
         summary=result,
         config=_shown(config),
         turns=turns,
+        answers=_answers(turns, journal, stored),
         updates=updates,
         system=system,
         curves=_curves(path, stored),
@@ -71,7 +75,7 @@ def read_run(path: Path) -> RunData:
         facts=_facts(stored, log),
         started_at=origin,
         duration=_duration(turns, updates, system),
-        missing=_missing(config, stored, journal, result, samples),
+        missing=[*_missing(config, stored, journal, result, samples), *cut],
     )
 
 
@@ -127,6 +131,30 @@ def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origi
             timed = msgspec.structs.replace(timed, stats=msgspec.structs.replace(turn.stats, staleness=age))
         out.append(timed)
     return out
+
+
+def _answers(turns: Sequence[Turn], journal: Journal | None, stored: Archived | None) -> Answers:
+    """With what the archive knows of each turn."""
+    listed = [Answer(turn.group_id, turn.stats) for turn in turns if turn.phase == TRAIN]
+    known = journal.answers if journal and journal.turns else archived.groups_that_lack(stored)
+    return msgspec.structs.replace(known, listed=listed)
+
+
+def _whole_evaluations(
+    turns: Sequence[Turn], ended: Mapping[str, int], *, is_training: bool
+) -> tuple[list[Turn], list[str]]:
+    """Without the answers of evaluations that have not ended: failures are scored first.
+
+    :param ended: by evaluation: how many of its rollouts have ended.
+    :param is_training: a batch was made, so the evaluation before has ended; all others are as large.
+    """
+    size = ended.get(BEFORE, 0) if is_training else max(ended.values(), default=0)
+    cut = {phase: count for phase, count in ended.items() if count < size}
+    words = [
+        f"{phase} has not ended: its first {numbers.count(count, 'answer')} of {size}, mostly failures, are left out."
+        for phase, count in cut.items()
+    ]
+    return [turn for turn in turns if turn.phase not in cut], words
 
 
 def _ages(journal: Journal) -> dict[str, int]:

@@ -181,6 +181,11 @@ class RolloutBuffer:
             if not g.is_complete
         }
 
+    def awaits(self, group_id: str) -> bool:
+        """Whether rollouts of an open group have not ended."""
+        group = self._groups.get(group_id)
+        return group is not None and not group.is_complete
+
     def group_version(self, group_id: str) -> int | None:
         """The policy version at admission of an open group; None once it has ended."""
         group = self._groups.get(group_id)

@@ -151,6 +151,8 @@ TAGS: Mapping[str, Mapping[str, str]] = {
 }
 """Chapter → tag → what it is."""
 _NOTES = {
+    "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
+    " without those whose rewards were all alike. `kbrl report` goes by policy version.",
     "By policy version: evaluation": "`{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",
     "By second: the system": "Written by the broker once a second into `metrics/system.jsonl`, from there here.",

@@ -65,7 +65,7 @@ def compile_fix_rate(turns: Sequence[Turn], turn: int = 0) -> float | None:
 
 
 def summary(first: Sequence[Turn], last: Sequence[Turn], every: Sequence[Turn]) -> dict[str, float | None]:
-    """For `summary.json`: success within a rollout in the run's first and last tenth, and repairs in the second turn.
+    """For `summary.json`: success within rollouts of the first and the last versions, and repairs in the second turn.
 
     Empty for a run of single turns.
     """

@@ -13,7 +13,8 @@ import pytest
 from kbrl_async.cli import chaos, main, preflight
 from kbrl_async.lab.chaos import Kind, Link
 from kbrl_async.lab.chaos.faults import LINKED
-from kbrl_async.runs.config import BEHIND, Endpoints, bound, endpoints, load, plan
+from kbrl_async.runs.config import BEHIND, Endpoints, bound, endpoints, load
+from kbrl_async.runs.folder import plan
 
 PLAN = '[[fault]]\nat_s = 1\nkind = "partition"\ntarget = "learner"\nfor_s = 2\n'
 

@@ -15,15 +15,17 @@ from kbrl_async.cli import preflight, train
 from kbrl_async.cli.launch import Ended
 from kbrl_async.errors import MissingTool, RunError
 from kbrl_async.runs import summary
-from kbrl_async.runs.config import KEYS, Plan, load, prepare
+from kbrl_async.runs.config import KEYS, load
+from kbrl_async.runs.folder import Plan, prepare
 from kbrl_async.runs.summary import RunCounters
+from kbrl_async.runs.telemetry.by_version import Answers
 
 SUMMARY = summary.build(
     counters=RunCounters(
         groups_admitted=1, groups_trained=1, groups_filtered=0, groups_dropped_stale=0, groups_failed=0, rollouts=8,
         updates=7, max_staleness=1,
     ),
-    rollouts=[], wall_s=60.0, busy={},
+    answers=Answers(), wall_s=60.0, busy={},
 )  # fmt: skip
 
 

@@ -9,16 +9,16 @@ import pytest
 from kbrl_async.cli import main
 from kbrl_async.runs import summary
 from kbrl_async.runs.telemetry.tensorboard import Writer
+from tests.slow_bench import SlowBench
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
-    for name in ("one", "two"):
-        writer = Writer(tmp_path / name / "tensorboard" / "training")
-        writer.scalars({"reward/mean": 0.5}, 1)
-        writer.close()
-    summary.write(tmp_path / "one" / "summary.json", {"updates": 3, "correct_rate_last": 0.25})
-    return [str(tmp_path / "one"), str(tmp_path / "two")]
+    """`one` has ended, `two` has not."""
+    slow = SlowBench(updates=4)
+    folders = [slow.folder(tmp_path / name) for name in ("one", "two")]
+    (folders[1] / "summary.json").unlink()
+    return [str(folder) for folder in folders]
 
 
 def test_ended_runs_are_a_table_and_all_are_in_the_chart(
@@ -27,7 +27,8 @@ def test_ended_runs_are_a_table_and_all_are_in_the_chart(
     plot = tmp_path / "reward.svg"
     assert main(["compare", *runs, "--plot", str(plot)]) == 0
     shown = capsys.readouterr()
-    assert "correct_rate_last" in shown.out
+    assert "correct_rate_first" in shown.out
+    assert "one: First: 192 answers of version 0 (24 groups)" in shown.out
     assert "two has not ended" in shown.err
     assert plot.read_text().count("<polyline") == 2
 
@@ -43,8 +44,10 @@ def test_runs_are_compared_on_a_page(runs: list[str], tmp_path: Path, capsys: py
     assert main(["compare", *runs, "--output", str(page)]) == 0
     assert f"page: {page}" in capsys.readouterr().out
     text = page.read_text()
-    assert "correct rate last" in text
-    assert text.count("<polyline") == 2
+    assert "correct rate first" in text
+    for title in ("Reward", "Compiles", "Correct", "Faster"):
+        assert f"{title} by policy version" in text
+    assert text.count("<polyline") == 2 * 4
 
 
 def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
@@ -65,4 +68,4 @@ def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
     assert [rows["method"].split("│")[n].strip() for n in (2, 3)] == ["grpo", "sft"]
     assert [rows["lessons"].split("│")[n].strip() for n in (2, 3)] == ["–", "640"]
     assert "heldout_fast_1_after" in rows
-    assert "taught has no reward/mean" in shown.err
+    assert "taught has no version/reward_mean" in shown.err

@@ -13,7 +13,8 @@ import zmq
 
 from kbrl_async.cli import preflight
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError, UserError
-from kbrl_async.runs.config import Config, Plan, endpoints, load, plan, prepare
+from kbrl_async.runs.config import Config, endpoints, load
+from kbrl_async.runs.folder import Plan, plan, prepare
 from protocols.sockets import BoundRouter
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import SERVICES
 from kbrl_async.runs.summary import RunCounters
+from kbrl_async.runs.telemetry.by_version import Answers
 
 ROOT = Path(__file__).parents[3]
 WAITS = "import time; print('ready', flush=True); time.sleep(300)"
@@ -30,7 +31,7 @@ def stand_ins(folder: Path, **programs: str) -> None:
 
 
 def ends_with_a_summary(folder: Path) -> str:
-    summary.write(folder / "made.json", summary.build(counters=COUNTERS, rollouts=[], wall_s=60.0, busy={}))
+    summary.write(folder / "made.json", summary.build(counters=COUNTERS, answers=Answers(), wall_s=60.0, busy={}))
     return "import os, shutil; shutil.copy('made.json', os.environ['KBRL_RUN_DIR'] + '/summary.json')"
 
 

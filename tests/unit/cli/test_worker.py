@@ -13,7 +13,8 @@ from kbrl_async import cli
 from kbrl_async.cli import asking, worker
 from kbrl_async.errors import ConfigError, HostError, UserError
 from kbrl_async.keyring import Keyring, client_keys
-from kbrl_async.runs.config import Config, agreed, load, load_run
+from kbrl_async.runs.config import Config, agreed, load
+from kbrl_async.runs.folder import load_run
 from protocols import messages as msg
 from protocols.auth import Role
 from protocols.limits import LedgerOptions

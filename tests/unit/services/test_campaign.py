@@ -201,13 +201,32 @@ def test_only_turns_that_wrote_a_kernel_say_how_hard_a_problem_is() -> None:
     problem_id = driver.campaign.book.group_problem(group)
     asked = next(one for one in driver.campaign.plan.training if one.problem_id == problem_id)
     solved = stats(0.0, problem_id, compiled=True, correct=True)
-    rollout_id = rollout_ids(group, GROUP)[0]
-    driver._apply(RolloutEnded(rollout_id, group, solved))
-    before = driver.campaign.curriculum.success(asked)
-    driver._apply(RolloutEnded(rollout_id, group, msgspec.structs.replace(solved, turn=1, role=VERIFIER)))
-    assert driver.campaign.curriculum.success(asked) == before
-    driver._apply(RolloutEnded(rollout_id, group, msgspec.structs.replace(solved, turn=2)))
-    assert driver.campaign.curriculum.success(asked) > before
+    unknown = driver.campaign.curriculum.success(asked)
+    for number, rollout_id in enumerate(rollout_ids(group, GROUP)):
+        driver._apply(RolloutEnded(rollout_id, group, msgspec.structs.replace(solved, turn=1, role=VERIFIER)))
+        driver._note(driver.campaign.book.scored(group, rollout_id, [sample(rollout_id, float(number))], driver.now))
+    assert driver.campaign.curriculum.success(asked) == unknown
+
+
+def test_how_hard_a_problem_is_does_not_follow_from_the_order_of_scoring() -> None:
+    """Failures are scored first: one by one, the estimate would be low while a group is open and high after it."""
+    estimates = []
+    for order in ((0, 1), (1, 0)):
+        driver = Driver(RunState(plan()))
+        group = driver.admit()
+        problem_id = driver.campaign.book.group_problem(group)
+        asked = next(one for one in driver.campaign.plan.training if one.problem_id == problem_id)
+        rollouts = rollout_ids(group, GROUP)
+        for place in order:
+            assert driver.campaign.curriculum.success(asked) == 1 - asked.difficulty, "the group is not complete"
+            solved = stats(0.0, problem_id, correct=place % 2 == 0)
+            change = driver.campaign.book.scored(
+                group, rollouts[place], [sample(rollouts[place], float(place))], driver.now
+            )
+            driver._apply(RolloutEnded(rollouts[place], group, solved))
+            driver._note(change)
+        estimates.append(driver.campaign.curriculum.success(asked))
+    assert estimates[0] == estimates[1] != 1 - asked.difficulty
 
 
 def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> None:

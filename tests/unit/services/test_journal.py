@@ -195,7 +195,9 @@ def test_the_history_has_every_entry_once_in_order_whatever_was_compacted(journa
             journal.compact(b"")
     assert [without_tokens(e) for e in journal.history()] == [without_tokens(e) for e in life.told]
     scored = sum(isinstance(e, RolloutEnded | TurnTaken) for e in life.told)
-    assert len(journal.rollouts()) == scored == life.campaign.scored
+    answers = journal.answers()
+    assert len(answers.listed) == scored == life.campaign.scored
+    assert answers.unfinished.keys() == life.campaign.book.open_rollouts().keys()
 
 
 def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(

@@ -21,7 +21,7 @@ from kbrl_async.kernels.sandbox import Child, Isolation, is_over
 _BUNDLE = "bundle"
 _MAX_MESSAGE = 1 << 16
 _STATUS_S = 1.0
-Message = TypeVar("Message", bound=msgspec.Struct)
+Message = TypeVar("Message")
 
 
 def begin(channel: socket.socket, isolation: Isolation, folder: str) -> None:
@@ -62,11 +62,16 @@ def collect(child: Child, folder: Path, deadline_s: float) -> Collected:
     return Collected(isolation.level, data, is_late, _files(folder) if data else {})
 
 
+def refuse_unreadable(value: Message) -> None:
+    """:raises ValidationError: in the child: the trusted side could not read this, and would call it forged."""
+    msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
+
+
 def read(data: bytes, kind: type[Message]) -> Message | None:
-    """None where the child sent nothing, or something else."""
+    """None where the child sent nothing, or something else. Total: no bytes raise."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError:
+    except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
         return None
 
 

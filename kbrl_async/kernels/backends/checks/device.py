@@ -44,10 +44,12 @@ _REFUSED_NAMES = frozenset(
         "gc",
         "__builtins__",
         "__loader__",
+        *syntax.EVALUATORS,
     ]
 )
 _REFUSED_ATTRIBUTES = frozenset(
     [
+        *syntax.EVALUATORS,
         "__subclasses__",
         "__globals__",
         "__builtins__",

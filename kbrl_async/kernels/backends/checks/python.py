@@ -53,10 +53,12 @@ _FORBIDDEN_NAMES = frozenset(
         "signal",
         "__builtins__",
         "__loader__",
+        *syntax.EVALUATORS,
     ]
 )
 _FORBIDDEN_ATTRIBUTES = frozenset(
     [
+        *syntax.EVALUATORS,
         "__closure__",
         "__self__",
         "__func__",

@@ -13,7 +13,6 @@ import re
 
 import msgspec
 
-from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
@@ -27,6 +26,8 @@ from protocols.records import BuildReport, Candidate, Fault, Problem
 DEFAULT_ARCH = "sm_90"
 _MAX_TEXT = 800
 _MAX_EXTENSIONS = 16
+_MAX_UNITS = 32
+_MAX_NAME = 200
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"__(?:launch_bounds|cluster_dims)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)"
 _KERNEL = re.compile(rf"__global__\s+(?:(?:static|inline|void|{_BOUNDS})\s+)+(\w+)\s*\(")
@@ -34,11 +35,12 @@ _BOUND = re.compile(r"\bm\.def\(\s*\"(\w+)\"")
 _FORBIDDEN = frozenset(
     [
         *("eval", "exec", "compile", "__import__", "ctypes", "subprocess", "socket", "multiprocessing"),
-        *("builtins", "inspect", "gc"),
+        *("builtins", "inspect", "gc", *syntax.EVALUATORS),
     ]
 )
 _FORBIDDEN_ATTRIBUTES = frozenset(
     [
+        *syntax.EVALUATORS,
         *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
         *("f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
     ]
@@ -117,6 +119,11 @@ class InlineBackend:
         if extension.with_cuda and self.name != "cuda":
             hint = "Backend cpp compiles cpp_sources only."
             return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
+        if len(extension.units) > _MAX_UNITS or len(extension.name) > _MAX_NAME or "\0" in extension.name:
+            hint = f"Up to {_MAX_UNITS} sources under one plain name."
+            return _report(
+                Fault.STATIC_VIOLATION, "extension", "the extension's name or sources are no compiler's", hint
+            )
         try:
             flags = chosen(extension, workshop.options.arch or DEFAULT_ARCH)
         except Refused as refused:
@@ -188,10 +195,10 @@ def _recorded(candidate: Candidate, problem: Problem | None, workshop: BuildCont
         text = f"importing the candidate took longer than {deadline:g} s"
         return _report(Fault.TIMEOUT, "import", text, "Compile in the module or in __init__, and compute in forward.")
     recorded = answers.read(done.data, Recorded) or Recorded(error="the candidate ended its process")
-    try:
-        extensions = msgspec.msgpack.decode(done.files.get(RECORDS, b"\x90"), type=list[Extension])
-    except msgspec.MsgspecError as error:
-        raise InfraError("the recorded extensions can't be read", "It is tried again elsewhere") from error
+    extensions = answers.read(done.files.get(RECORDS, b"\x90"), list[Extension])
+    if extensions is None or not all(extension.units for extension in extensions):
+        text = "what the candidate compiles was told in another way than the recorder does"
+        return _report(Fault.CHEATING, "forged_result", text, "Call load_inline, and write to no file.")
     if not extensions:
         text = recorded.error or "the candidate called no loader"
         return _report(Fault.RUNTIME_ERROR, "no_extension", text, "Call load_inline at the top level, or in __init__.")

@@ -39,6 +39,7 @@ _LIBRARIES = frozenset(
 _LD_IGNORED = re.compile(
     r"-L.*|-Wl,(-rpath|--no-as-needed|--as-needed|-O\d|-s\b|--strip-all|-z,(now|relro|defs)).*|-shared|-s"
 )
+_MAX_LETTERS = 1 << 15
 _OURS_WITH_VALUE = frozenset(
     ("gencode", "arch", "generate-code", "gpu-architecture", "gpu-code", "code", "threads", "t")
 )
@@ -71,6 +72,8 @@ def chosen(extension: Extension, arch: str) -> Flags:
 
 def _split(flags: tuple[str, ...]) -> list[str]:
     """torch writes flags into a shell line: one string may hold several."""
+    if sum(map(len, flags)) > _MAX_LETTERS:  # more than a command may have
+        raise Refused(f"{flags[0][:80]} … of {sum(map(len, flags))} letters")
     try:
         return [word for flag in flags for word in shlex.split(flag)]
     except ValueError as error:

@@ -150,6 +150,7 @@ def record_inline(channel: socket.socket, payload: bytes, fds: list[int], isolat
     seen: dict[str, inline.Extension] = {}
 
     def note(extension: inline.Extension, is_python_module: bool) -> _Stub:
+        answers.refuse_unreadable(extension)
         seen[extension.key] = extension
         return _Stub(extension.name)
 

@@ -32,6 +32,7 @@ _OPTIONS = re.compile(
     r"-{1,2}(use_fast_math|fmad=(true|false)|ftz=(true|false)|prec-(div|sqrt)=(true|false)|maxrregcount[= ]?\d{1,3}"
     r"|std=c\+\+(11|14|17|20)|extra-device-vectorization|O[0-3]|lineinfo)"
 )
+_OURS = 'extern "C" __global__ void ours(float *x) { x[threadIdx.x] = 1.0f; }'
 _MAX_TEXT = 800
 _ERROR = re.compile(r"^(?:kernel\.cu|__nv_name_map)\((\d+)\): (?:catastrophic )?error: (.*)$")
 _HINTS = (
@@ -89,12 +90,8 @@ class NvrtcBackend:
         arch = workshop.options.arch or DEFAULT_ARCH
 
         def compile_() -> tuple[BuildReport, bool]:
-            with workshop.folder() as folder:
-                order = Order(source, names, arch, options, str(folder))
-                deadline = workshop.options.deadline_s
-                child = workshop.python("compile_nvrtc", msgspec.msgpack.encode(order), folder, deadline_s=deadline)
-                done = answers.collect(child, folder, deadline)
-            report = _report(done, cuda.source_key(source, options), workshop, deadline)
+            done = _compiled(source, names, arch, options, workshop)
+            report = _report(done, cuda.source_key(source, options), workshop, arch)
             is_deterministic = not done.is_late and bool(done.data)
             return msgspec.structs.replace(report, toolchain=toolchain, isolation=done.isolation), is_deterministic
 
@@ -114,12 +111,29 @@ class NvrtcBackend:
         return Diagnosis(text[:_MAX_TEXT], hint)
 
 
-def _report(done: answers.Collected, key: str, workshop: BuildContext, deadline_s: float) -> BuildReport:
+def _compiled(
+    source: str, names: list[str], arch: str, options: tuple[str, ...], workshop: BuildContext
+) -> answers.Collected:
+    with workshop.folder() as folder:
+        order = Order(source, names, arch, options, str(folder))
+        deadline = workshop.options.deadline_s
+        child = workshop.python("compile_nvrtc", msgspec.msgpack.encode(order), folder, deadline_s=deadline)
+        return answers.collect(child, folder, deadline)
+
+
+def _works(arch: str, workshop: BuildContext) -> bool:
+    """Whether NVRTC compiles a source of ours: what a child says of its host, it may say because of its source."""
+    done = _compiled(_OURS, ["ours"], arch, (), workshop)
+    return answers.read(done.data, Built) == Built() and bool(done.files)
+
+
+def _report(done: answers.Collected, key: str, workshop: BuildContext, arch: str) -> BuildReport:
     if done.is_late:
-        text = f"compiling took longer than {deadline_s:g} s"
+        text = f"compiling took longer than {workshop.options.deadline_s:g} s"
         return BuildReport(Fault.COMPILE_ERROR, message=text, hint="Simplify the kernel; avoid huge unrolled code.")
     built = answers.read(done.data, Built)
-    if built is None:
+    is_empty = built is not None and not built.error and not done.files
+    if built is None or ((built.unusable or is_empty) and _works(arch, workshop)):
         hint = "Simplify the kernel; huge templates and constant tables do this."
         return BuildReport(Fault.COMPILE_ERROR, message="the compiler crashed or ran out of memory", hint=hint)
     if built.unusable:

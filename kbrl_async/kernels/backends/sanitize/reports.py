@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, frozen=True):
     fault: Fault = Fault.ILLEGAL_ACCESS
 
 
-_ASAN_HEAD = re.compile(r"ERROR: AddressSanitizer: ([\w-]+)(.*)")
+_ASAN_HEAD = re.compile(r"ERROR: AddressSanitizer: ([\w-]{1,60})(.*)")
 _ASAN_ACCESS = re.compile(r"^(READ|WRITE) of size (\d+)", re.MULTILINE)
 _ASAN_FRAME = re.compile(r"#\d+ \S+ in (\w+).*?((?:kernel\d*|main)\.c\w*):(\d+)")
 _ASAN_REGION = re.compile(r"is located (\d+) bytes (.*?) of (\d+)-byte region")
@@ -41,9 +41,9 @@ _UBSAN_RULES = (
     ("pointer", "pointer-overflow"),
 )
 _GPU_RULES = (
-    (re.compile(r"Invalid (\w+) (read|write) of size (\d+)"), "invalid-{0}-{1}"),
+    (re.compile(r"Invalid (\w{1,30}) (read|write) of size (\d{1,9})"), "invalid-{0}-{1}"),
     (re.compile(r"(Misaligned|misaligned) "), "misaligned-access"),
-    (re.compile(r"Uninitialized (\w+) memory (read|access)"), "uninitialized-{0}-read"),
+    (re.compile(r"Uninitialized (\w{1,30}) memory (read|access)"), "uninitialized-{0}-read"),
     (re.compile(r"(?:Potential )?(RAW|WAR|WAW) hazard|Race reported between"), "data-race"),
     (re.compile(r"Stack overflow"), "stack-overflow"),
     (re.compile(r"Program hit (\w+)"), "api-error"),
@@ -68,7 +68,7 @@ def asan(output: str) -> list[Finding]:
     kernel = _last_call(output[: head.start()])
     message = f"{what}{where}{side}{f' (launch {kernel})' if kernel else ''}"
     lines = [line for line in said.splitlines()[1:12] if line.strip() and "==" not in line[:2]]
-    return [Finding(f"sanitizer:{head[1]}", message, _clean("\n".join([head[0], *lines])))]
+    return [Finding(f"sanitizer:{head[1]}", _clean(message), _clean("\n".join([head[0], *lines])))]
 
 
 def ubsan(output: str) -> list[Finding]:

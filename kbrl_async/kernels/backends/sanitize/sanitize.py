@@ -40,7 +40,7 @@ from kbrl_async.kernels.backends.inline import (
     toolchain as inline_toolchain,
 )
 from kbrl_async.kernels.backends.inline.build import Build
-from kbrl_async.kernels.backends.sanitize import reports
+from kbrl_async.kernels.backends.sanitize import recording, reports
 from kbrl_async.kernels.backends.sanitize.recording import CALLS_FILE, Argument, Call, Recording, Task, buffer_file
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.sandbox import Access, BadOutput, Limits, Zygote, read_output
@@ -125,21 +125,22 @@ class Sanitizer:
         finally:
             child.close()
         try:
-            return msgspec.json.decode(read_output(folder, CALLS_FILE, _MAX_RECORDING), type=Recording)
-        except (BadOutput, msgspec.DecodeError):
+            data = read_output(folder, CALLS_FILE, _MAX_RECORDING)
+        except BadOutput:
             return Recording([], error="the model ended before its first kernel call")
+        return recording.read(data) or Recording([], error="what was recorded of its calls can't be read")
 
 
 def _sanitize_c(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
-    recording = sanitizer.record(task, folder)
-    if not recording.calls:
-        return Sanitized(not_run=recording.error or "the model called no kernel")
+    seen = sanitizer.record(task, folder)
+    if not seen.calls:
+        return Sanitized(not_run=seen.error or "the model called no kernel")
     sources = _sources(task.candidate)
     findings: list[Finding] = []
-    for key in dict.fromkeys(call.source_key for call in recording.calls):
+    for key in dict.fromkeys(call.source_key for call in seen.calls):
         if key not in sources:
             continue
-        calls = [call for call in recording.calls if call.source_key == key]
+        calls = [call for call in seen.calls if call.source_key == key]
         run = _build_and_run(sanitizer.workshop, folder, sources[key], calls)
         if run.status is None:
             return Sanitized(tuple(findings), not_run=f"no end within {run.deadline_s:g} s under ASan")
@@ -147,7 +148,7 @@ def _sanitize_c(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
         if run.status != 0 and not findings:
             words = run.output.strip()[-200:]
             return Sanitized(tuple(findings), not_run=f"the program ended with status {run.status}: {words}")
-    left = f"{recording.left_out} more calls were too large to record" if recording.left_out else ""
+    left = f"{seen.left_out} more calls were too large to record" if seen.left_out else ""
     return Sanitized(reports.distinct(findings), ("asan", "ubsan"), left)
 
 

@@ -238,5 +238,5 @@ def failure(error: BaseException) -> wire.Failed:
     out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
     where = "".join(f"line {frame.lineno}, in {frame.name}: {frame.line}\n" for frame in frames[-3:])
-    kind = "out_of_memory" if out_of_memory else "runtime_error"
+    kind: wire.FailureKind = "out_of_memory" if out_of_memory else "runtime_error"
     return wire.Failed(kind, f"{where}{type(error).__name__}: {text}"[:4000])

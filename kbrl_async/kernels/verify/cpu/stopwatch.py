@@ -36,7 +36,7 @@ from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
-from protocols.records import Timing
+from protocols.records import Fault, Timing
 
 _EMPTY_CALLS = 11
 _FLOOR_NS = 200.0
@@ -76,8 +76,7 @@ class Stopwatch:
             )
             measured = measure(self._pair_of_times, self._options.recipe, self._watch.clock)
         except CandidateFault as fault:
-            if self._checker.fault is not fault:  # the reference's own
-                raise
+            self._checker.accuse(fault)
             return None
         return self._timing(measured)
 
@@ -110,11 +109,11 @@ class Stopwatch:
         self._rng.shuffle(arenas)
         self._checker.reference.pool.mix(arenas, self._rng)
         if candidate_first:
-            candidate = self._call_candidate()
+            candidate = self._call(self._candidate)
             reference = self._call(self._reference)
         else:
             reference = self._call(self._reference)
-            candidate = self._call_candidate()
+            candidate = self._call(self._candidate)
         self._compare(reference, candidate)
         return reference, candidate
 
@@ -123,24 +122,12 @@ class Stopwatch:
         self._evicted = evict(session.slots[self._slot])
         return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
 
-    def _call_candidate(self) -> Outcome:
-        try:
-            return self._call(self._candidate)
-        except CandidateFault as fault:
-            self._checker.fault = fault
-            raise
-
     def _compare(self, reference: Outcome, candidate: Outcome) -> None:
         expected = [self._reference.read(meta) for meta in reference.tensors]
-        try:
-            got = self._checker.outputs(candidate)
-            found = self._checker.compare(got, expected, self._tolerances)
-            if found.wrong:
-                text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
-                raise CandidateFault("cheating", text, "wrong_when_timed")
-        except CandidateFault as fault:
-            self._checker.fault = fault
-            raise
+        found = self._checker.compare(self._checker.outputs(candidate), expected, self._tolerances)
+        if found.wrong:
+            text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
+            raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
 
     def _timing(self, measured: Measured) -> Timing:
         cores, overhead = self._options.cores, self._empty / 1000

@@ -31,6 +31,11 @@ class GpuHealth:
         if self._bad:
             raise InfraError(f"GPU {self._name} is in quarantine: {self._bad}", _CURE)
 
+    def free(self) -> int:
+        """Bytes of the GPU that nobody holds; we keep nothing for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def check(self, pid: int) -> None:
         """After candidate `pid` was killed. Raises `InfraError`, and puts the GPU in quarantine, where it does not
         recover.

@@ -17,6 +17,8 @@ _LIBRARY = re.compile(
     r"ampere_|volta_|turing_|hopper_|sm\d\d+_|cutlass|cublas|cudnn|cufft|nvjet|magma|gemmk?1?_|gemv2|splitK|"
     r"void at::|_ZN2at|_ZN3c10|Memcpy|Memset|triton_(poi|red|per|tem|for)_"
 )
+_LENGTH = re.compile(r"\d{1,9}")
+"""Of a name in a linker name. Who writes thousands of digits there gets no number for them."""
 MIN_SHARE = 0.01
 MIN_NS = 20_000.0
 """A share of less time than this says nothing."""
@@ -33,7 +35,7 @@ def identifiers(mangled: str) -> set[str]:
         return {plain.rpartition("::")[2].split(" ")[-1]}
     found, place = set(), 2
     while place < len(mangled):
-        match = re.compile(r"\d+").match(mangled, place)
+        match = _LENGTH.match(mangled, place)
         if match is None:
             place += 1
             continue

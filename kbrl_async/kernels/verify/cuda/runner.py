@@ -23,7 +23,7 @@ import torch
 from kbrl_async.kernels.cuda_driver.sharing import CudaError, driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
-from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
@@ -215,7 +215,7 @@ class CudaRunner(runner.Runner):
             elapsed = sum(self._ordinary(0)[0] for _ in range(slot))
             self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
         elif op == wire.OP_FREE:
-            self.double, self.last, self.held = None, None, [None, None]
+            self.double, self.last, self.held, self._batch = None, None, [None, None], None
             torch.cuda.empty_cache()
             self.channel.send(wire.encode(wire.Done(nonce, ["V", None], [])))
         else:
@@ -258,6 +258,9 @@ class CudaRunner(runner.Runner):
             self._driver.call("cuCtxSynchronize")
             return wire.Captured(nonce, refused=f"{type(error).__name__}: {error}".splitlines()[0][:200])
         torch.cuda.empty_cache()  # the memory of earlier graphs, only now: these were to lie elsewhere
+        if replies.too_many_names(self._batch.kernels):
+            self._batch = None
+            return wire.Captured(nonce, refused="forward launches too many kernels")
         return wire.Captured(nonce, {name: len(nodes) for name, nodes in self._batch.kernels.items()})
 
     @property

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,11 +22,14 @@ from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import BYTES_ONLY, ENTRY, Spares, as_files
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.session import Outcome, Session, no_meter
 
 _POISON = 0x7F
+_CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
+"""Two clocks may differ by so much."""
 _BLOCKED_S, _DRIVER_S = 0.1, 4.0
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
+_Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
 
 
@@ -41,6 +45,8 @@ class Sample(msgspec.Struct, frozen=True):
 class CudaSession(Session):
     entry = ENTRY
     confined_within_s = 30.0
+    ends_within_s = 10.0  # its context is taken down after its socket
+    cure = _CURE
 
     def __init__(
         self,
@@ -68,10 +74,7 @@ class CudaSession(Session):
         return super()._spawn(zygote, setup, fds, limits)
 
     def _confined(self) -> wire.Confined:
-        try:
-            confined = super()._confined()
-        except CandidateFault as fault:  # nothing of the candidate has run yet
-            raise InfraError(f"a sandboxed process can't use the GPU ({fault.text[:200]})", _CURE) from fault
+        confined = super()._confined()
         if self._orders is not None:
             self._send_orders(*self._orders)
         return confined
@@ -129,14 +132,12 @@ class CudaSession(Session):
         self._send_arena(order, self.shared)
         shared = self.shared
         self.slots = [[values.flat(shared.view(meta)) for meta in placed] for placed in metas]
-        self._reply(30.0)
+        self._expect(wire.Ready, 30.0)
 
     def _send_arena(self, order: wire.Order, arena: DeviceArena) -> None:
         fd = arena.export()
         try:
-            socket.send_fds(self._child.channel, [wire.encode(order)], [fd])
-        except OSError:
-            self._ended()
+            self._send(wire.encode(order), fd)
         finally:
             os.close(fd)
 
@@ -146,7 +147,7 @@ class CudaSession(Session):
         arena = DeviceArena.new(end, self._where)
         try:
             self._send_arena(wire.Export(arena.size), arena)
-            self._reply(deadline_s)
+            self._expect(wire.Ready, deadline_s)
         except BaseException:
             arena.close()
             raise
@@ -156,9 +157,7 @@ class CudaSession(Session):
         """Inputs that the problem's own `get_inputs` makes after `seed`, and the memory they lie in."""
         self.thaw()
         self._child.channel.send(wire.encode(wire.Draw(seed)))
-        drawn = self._reply(deadline_s)
-        if not isinstance(drawn, wire.Drawn):
-            raise InfraError("a reference gave no inputs", "The problem may be broken")
+        drawn = self._expect(wire.Drawn, deadline_s)
         arena = self.fetch(drawn.tensors, deadline_s)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
@@ -177,9 +176,10 @@ class CudaSession(Session):
         """A copy of an output that the child has copied into its arena."""
         assert self.shared is not None
         try:
-            return self.shared.view(meta).clone()
+            placed = self.shared.view(meta)
         except (ValueError, RuntimeError) as error:
-            raise CandidateFault("cheating", "an output lies outside of its arena", "forged_result") from error
+            raise self._forged("an output lies outside of its arena") from error
+        return placed.clone()
 
     def outputs(self, count: int) -> list[torch.Tensor]:
         """The outputs of the first `count` slots after a timed call, by output: (count, *shape). Not copies."""
@@ -189,43 +189,44 @@ class CudaSession(Session):
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
         """Graphs of forward over the first `count` slots, made once for an arena."""
         if self.captured is None:
-            reply = self._timed_call(wire.OP_CAPTURE, count, deadline_s)[1]
-            if not isinstance(reply, wire.Captured):
-                raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
-            self.captured = reply
+            self.captured = self._timed_call(wire.Captured, wire.OP_CAPTURE, count, deadline_s)[1]
         return self.captured
 
     def replay(self, times: int, deadline_s: float) -> Sample:
-        return self._sample(*self._timed_call(wire.OP_REPLAY, times, deadline_s))
+        return self._sample(wire.OP_REPLAY, times, deadline_s)
 
     def events(self, times: int, deadline_s: float) -> Sample:
         """Ordinary forwards over slot 0, summed."""
-        return self._sample(*self._timed_call(wire.OP_EVENTS, times, deadline_s))
+        return self._sample(wire.OP_EVENTS, times, deadline_s)
 
     def event(self, slot: int, deadline_s: float) -> Sample:
-        return self._sample(*self._timed_call(wire.OP_EVENT, slot, deadline_s))
+        return self._sample(wire.OP_EVENT, slot, deadline_s)
 
     def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
         """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0."""
         nonce = secrets.randbits(63)
-        torch.cuda.synchronize()
-        _, _, _, reply = self._exchange(wire.encode(wire.Mute(nonce, kernels)), deadline_s)
-        if not isinstance(reply, wire.Timed) or reply.nonce != nonce:
-            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
-        return reply.elapsed_ns, reply.empty_ns
+        told = self._answered(wire.Timed, wire.encode(wire.Mute(nonce, kernels)), nonce, deadline_s)[1]
+        return told.elapsed_ns, told.empty_ns
 
-    def _timed_call(self, op: int, argument: int, deadline_s: float) -> tuple[int, wire.Reply]:
+    def _timed_call(self, kind: type[_Answer], op: int, argument: int, deadline_s: float) -> tuple[int, _Answer]:
         nonce = secrets.randbits(64)
+        return self._answered(kind, wire.GO.pack(op, argument, nonce), nonce, deadline_s)
+
+    def _answered(self, kind: type[_Answer], order: bytes, nonce: int, deadline_s: float) -> tuple[int, _Answer]:
+        """Wall time and the answer. What it claims of times lies within the call, as our own clock saw it."""
         torch.cuda.synchronize()
-        elapsed, _, _, reply = self._exchange(wire.GO.pack(op, argument, nonce), deadline_s)
-        if getattr(reply, "nonce", None) != nonce:
-            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
+        elapsed, _, _, reply = self._exchange(order, deadline_s)
+        if not isinstance(reply, kind) or reply.nonce != nonce:
+            raise self._forged()
+        if isinstance(reply, wire.Timed):
+            claim = max(reply.elapsed_ns, reply.empty_ns, reply.stream_ns)
+            if claim > _CLAIM_SHARE * self._took_ns + _CLAIM_NS:
+                raise self._forged("a call is said to have lasted longer than it did")
         return elapsed, reply
 
-    def _sample(self, wall_ns: int, reply: wire.Reply) -> Sample:
-        if not isinstance(reply, wire.Timed) or not (math.isfinite(reply.elapsed_ns) and reply.elapsed_ns >= 0):
-            raise CandidateFault("cheating", "an answer was sent that nobody asked for", "forged_result")
-        return Sample(reply.elapsed_ns, wall_ns, reply.empty_ns, reply.stream_ns)
+    def _sample(self, op: int, argument: int, deadline_s: float) -> Sample:
+        wall_ns, told = self._timed_call(wire.Timed, op, argument, deadline_s)
+        return Sample(told.elapsed_ns, wall_ns, told.empty_ns, told.stream_ns)
 
 
 def _bytes(meta: wire.TensorMeta) -> int:

@@ -25,8 +25,6 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import torch
@@ -44,9 +42,9 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Sample
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
-from kbrl_async.kernels.verify.report import timing_of
-from kbrl_async.kernels.verify.session import CandidateFault, Session
-from protocols.records import Candidate, Timing
+from kbrl_async.kernels.verify.report import clean, timing_of
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Session
+from protocols.records import Candidate, Fault, Timing
 
 _FLOOR_NS = 50.0
 _AUDIT_NS = 5e6
@@ -56,6 +54,7 @@ _EXTRA_SHARE, _EXTRA_NS = 0.10, 20_000.0
 _EVENT_SHARE, _EVENT_NS = 0.25, 60_000.0
 _HIDDEN_NS = 30_000.0
 """Two processes' calls differ by up to this much anyway."""
+_MAX_REASON = 200
 _ORDINARY_NS = 400_000.0
 """What an ordinary forward takes with its flushes."""
 _AGREE = 0.3
@@ -125,10 +124,9 @@ class CudaStopwatch:
             finding = self._own_kernels(captured, candidate)
             if finding is not None:
                 self._checker.evidence = finding.evidence
-                self._blame(CandidateFault("cheating", finding.text, finding.rule))
+                raise CandidateFault(Fault.CHEATING, finding.text, finding.rule)
         except CandidateFault as fault:
-            if self._checker.fault is not fault:
-                raise
+            self._checker.accuse(fault)
 
     def run(self) -> Timing | None:
         try:
@@ -137,28 +135,16 @@ class CudaStopwatch:
             measured = measure(self._pair, _recipe(self._options.recipe))
             self._audit()
         except CandidateFault as fault:
-            if self._checker.fault is not fault:  # the reference's own
-                raise
+            self._checker.accuse(fault)
             return None
         return self._timing(_with_hidden(measured, self._hidden))
 
-    def _blame(self, fault: CandidateFault) -> None:
-        self._checker.fault = fault
-        raise fault
-
-    def _ask(self, session: CudaSession, call: Callable[[CudaSession], Any]) -> Any:
-        try:
-            return call(session)
-        except CandidateFault as fault:
-            if session is self._candidate:
-                self._checker.fault = fault
-            raise
-
     def _capture(self) -> wire.Captured:
         count, limit = self._plan.batch, _CAPTURE_S + self._limit_s
-        reference = self._ask(self._reference, lambda s: s.capture(count, max(limit, 60.0)))
-        captured: wire.Captured = self._ask(self._candidate, lambda s: s.capture(count, limit))
-        self._refused = captured.refused or (f"the reference: {reference.refused}" if reference.refused else "")
+        reference = self._reference.capture(count, max(limit, 60.0))
+        captured = self._candidate.capture(count, limit)
+        refused = captured.refused or (f"the reference: {reference.refused}" if reference.refused else "")
+        self._refused = clean(refused)[:_MAX_REASON]
         if not self._refused and not self._replays_rightly():
             self._refused = _BESIDE
             captured = msgspec.structs.replace(captured, refused=_BESIDE)
@@ -170,7 +156,7 @@ class CudaStopwatch:
         self._fill(list(range(count)))
         self._candidate.poison()
         for session in (self._reference, self._candidate):
-            self._ask(session, lambda s: s.replay(1, 4 * self._limit_s))
+            session.replay(1, 4 * self._limit_s)
         return self._is_right(self._candidate.outputs(count), self._reference.outputs(count)).wrong == 0
 
     # ── whose kernels ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +177,8 @@ class CudaStopwatch:
         """As on a CPU, where a forward can't be captured: what the launchers counted, and a call without launches."""
         self._fill([0])
         limit, candidate = self._limit_s, self._candidate
-        trace = self._ask(candidate, lambda s: s.call(wire.OP_TRACE, 0, limit)).trace
+        trace = candidate.call(wire.OP_TRACE, 0, limit).trace
+        assert trace is not None, "a call that is to be told of is, or is refused"
         found = proof.of_recorded(trace, "cuda")
         if found is not None:
             return found
@@ -201,8 +188,10 @@ class CudaStopwatch:
         try:
             muted = candidate.call(wire.OP_MUTED, 0, 2 * limit)
             is_right = self._is_right(self._checker.outputs(muted), expected).wrong == 0
-        except CandidateFault:  # it needs its kernels, which is all that is asked here
-            return None
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                raise
+            return None  # it needs its kernels, which is all that is asked here
         return proof.of_muted(muted.trace, is_right)
 
     def _expected_of_slot_0(self) -> list[torch.Tensor]:
@@ -214,7 +203,7 @@ class CudaStopwatch:
         self._fill([0])
         expected = [output.unsqueeze(0) for output in self._expected_of_slot_0()]
         self._candidate.poison()
-        whole, left = self._ask(self._candidate, lambda s: s.muted(own, 10 * self._limit_s))
+        whole, left = self._candidate.muted(own, 10 * self._limit_s)
         return whole, left, self._is_right(self._candidate.outputs(1), expected).wrong == 0
 
     # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,11 +220,11 @@ class CudaStopwatch:
         self._fill(list(range(self._plan.slots)))
         both = (self._reference, self._candidate)
         if self._refused:
-            empties = [self._ask(s, lambda s: s.event(0, self._limit_s)).empty_ns for s in both]
+            empties = [s.event(0, self._limit_s).empty_ns for s in both]
         else:
             for session in both:
-                self._ask(session, lambda s: s.replay(2, 4 * self._limit_s))
-            empties = [self._ask(s, lambda s: s.replay(0, self._limit_s)).empty_ns for s in both]
+                session.replay(2, 4 * self._limit_s)
+            empties = [s.replay(0, self._limit_s).empty_ns for s in both]
         self._empty: float = min(empties)
 
     def _pair(self) -> Pair:
@@ -267,13 +256,13 @@ class CudaStopwatch:
         with contextlib.suppress(CudaError):  # without room it changes places all the same
             self._ballast.append(DeviceArena.new(size, torch.device(self._options.device)))
         self._moved = self._candidate if self._moved is self._reference else self._reference
-        self._ask(self._moved, self._checker.reference.attach)
+        self._checker.reference.attach(self._moved)
         if self._refused:
             return
-        captured = self._ask(self._moved, lambda s: s.capture(self._plan.batch, _CAPTURE_S + self._limit_s))
+        captured = self._moved.capture(self._plan.batch, _CAPTURE_S + self._limit_s)
         if self._moved is self._candidate and (captured.refused or captured.kernels != self._kernels):
             self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
-            self._blame(CandidateFault("cheating", _ELSEWHERE, "phase"))
+            raise CandidateFault(Fault.CHEATING, _ELSEWHERE, "phase")
 
     def _clock(self) -> tuple[float | None, str]:
         """The clock right after a pair, and why the pair must be set aside; from inside, where our kernel runs."""
@@ -297,11 +286,7 @@ class CudaStopwatch:
     def _sample(self, session: CudaSession) -> Sample:
         session.poison()  # of the reference, too: both find the GPU as the same work of ours left it
         slot = self._slot
-        if self._refused:
-            sample: Sample = self._ask(session, lambda s: s.event(slot, self._limit_s))
-        else:
-            sample = self._ask(session, lambda s: s.replay(1, self._limit_s))
-        return sample
+        return session.event(slot, self._limit_s) if self._refused else session.replay(1, self._limit_s)
 
     def _compare(self, first: int, count: int) -> None:
         end = first + count
@@ -310,11 +295,11 @@ class CudaStopwatch:
         found = self._is_right(got, expected)
         if found.wrong:
             text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
-            self._blame(CandidateFault("cheating", text, "wrong_when_timed"))
+            raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
         slot = self._rng.randrange(first, end)
         for ours, theirs in zip(self._reference.slots[slot], self._candidate.slots[slot], strict=True):
             if not self._nominal.mutated and not compare.same_values(ours, theirs):
-                self._blame(CandidateFault("cheating", "an input was changed by a timed call", "input_mutation"))
+                raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
 
     def _is_right(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> compare.Difference:
         return self._checker.compare(got, expected, self._nominal.tolerances)
@@ -340,7 +325,7 @@ class CudaStopwatch:
             return
         self._checker.evidence = f"claimed {claim / 1000:.0f} µs, {extra / 1000:.0f} µs more by the bench's own clock"
         text = "a timed call keeps the device busy for longer than between its events: work outside of the timed stream"
-        self._blame(CandidateFault("cheating", text, "side_stream" if self._refused else "forged_time"))
+        raise CandidateFault(Fault.CHEATING, text, "side_stream" if self._refused else "forged_time")
 
     def _refuse_side_stream(self) -> None:
         """Its time counts on whatever stream it works; that nobody waits for that stream is no honest kernel either."""
@@ -349,7 +334,7 @@ class CudaStopwatch:
         if everywhere > _BESIDE_RATIO * own and everywhere - own > _EXTRA_NS:
             self._checker.evidence = f"{own / 1000:.0f} µs on torch's stream, {everywhere / 1000:.0f} µs on all streams"
             text = "forward returns before its work on another stream is waited for"
-            self._blame(CandidateFault("cheating", text, "side_stream"))
+            raise CandidateFault(Fault.CHEATING, text, "side_stream")
 
     def _repeated(self, claim: float, enough_ns: float) -> float:
         """The same from many replays in each call, where a short batch would drown in the noise of calling; the least
@@ -366,10 +351,7 @@ class CudaStopwatch:
 
     def _many(self, session: CudaSession, times: int) -> Sample:
         limit = max(self._limit_s, times * self._limit_s / 10)
-        sample: Sample = self._ask(
-            session, lambda s: s.events(times, limit) if self._refused else s.replay(times, limit)
-        )
-        return sample
+        return session.events(times, limit) if self._refused else session.replay(times, limit)
 
     def _timing(self, measured: Measured) -> Timing:
         empty = f"{self._empty / 1000:.1f} µs of empty events subtracted"

@@ -1,4 +1,4 @@
-"""Where candidates end: the funnel, faults over time, and what was caught cheating."""
+"""Where candidates end: the funnel, faults by policy version, and what was caught cheating."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections import Counter
 
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Content, Markup, element, join
-from kbrl_async.lab.report.model import RunData, Turn
-from kbrl_async.lab.report.plots import Bar, row, rows, stacked, time_label, time_ticks
-from kbrl_async.lab.report.sections.columns import columns
-from kbrl_async.lab.report.sections.layout import figure, grid, section
+from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.plots import Bar, row, rows, stacked
+from kbrl_async.lab.report.sections.layout import figure, grid, section, version_ticks
 from kbrl_async.runs.archive.funnel import funnel
+from kbrl_async.runs.telemetry.by_version import points, settled
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
-COLUMNS = 36
+COLUMNS, LEAST_A_COLUMN = 36, 32
 OUTCOMES = (
     ("faster", "fast"), ("correct", "correct"), ("incorrect", "slow"), ("crashed", "c5"), ("no compile", "wrong"),
     ("static check", "broken"), ("no code", "none"), ("cheating", "cheat"),
@@ -38,7 +39,7 @@ def make(run: RunData) -> Markup:
         "Every candidate passes the same steps and leaves at the first that it fails. What is ours to answer for, such "
         "as a lost worker, is never scored."
     )
-    charts = grid([_funnel(run), _over_time(run), _counts(run)])
+    charts = grid([_funnel(run), _by_version(run), _counts(run)])
     return section("faults", "Faults and cheating", intro, charts, _rules(run))
 
 
@@ -58,35 +59,38 @@ def _funnel(run: RunData) -> Markup:
         made.append(
             row(STEPS.get(name, name), bars, value=f"−{entered - passed:,.0f}" if entered > passed else "0", tip=tip)
         )
-    return figure("Funnel", "passed (green) and failed at each step", rows(made, label="funnel", kind="bars"))
+    return figure(
+        "Funnel",
+        "passed (green) and failed at each step, of all training answers that were scored",
+        rows(made, label="funnel", kind="bars"),
+    )
 
 
-def outcome(turn: Turn) -> int:
+def outcome(stats: RolloutStats) -> int:
     """Index into `OUTCOMES`."""
-    stats = turn.stats
     if stats.fault in FAULTS:
         return FAULTS[stats.fault]
     return 0 if stats.fast else 1 if stats.correct else 2
 
 
-def _over_time(run: RunData) -> Markup:
-    found = columns(run, COLUMNS)
+def _by_version(run: RunData) -> Markup:
+    found = points(settled(run.answers), COLUMNS, LEAST_A_COLUMN)
     if len(found) < 2:
         return Markup("")
-    counts = [(column.at, Counter(map(outcome, column.turns))) for column in found]
+    counts = [(part.middle, Counter(map(outcome, part.stats))) for part in found]
     shares = [(at, [float(count[k]) for k in range(len(OUTCOMES))]) for at, count in counts]
     chart = stacked(
         OUTCOMES,
         shares,
-        label="outcomes over time",
-        x_format=time_label,
-        x_ticks=time_ticks(run.duration, 5, found[0].at),
+        label="outcomes by policy version",
+        x_format=numbers.plain,
+        x_ticks=version_ticks(found),
     )
-    return figure("Outcomes over time", "share of the rollouts of an update", chart)
+    return figure("Outcomes by policy version", "share of the answers that a version wrote", chart)
 
 
 def _counts(run: RunData) -> Markup:
-    found = Counter(map(outcome, run.training))
+    found = Counter(outcome(turn.stats) for turn in run.training)
     most = max(found.values())
     made = [
         row(
@@ -99,7 +103,7 @@ def _counts(run: RunData) -> Markup:
     ]
     return figure(
         "Outcomes",
-        f"of {numbers.count(len(run.training), 'training rollout')}",
+        f"of all {numbers.count(len(run.training), 'training answer')} that were scored, in whatever groups",
         rows(made, label="outcomes", kind="bars"),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Axis, time_label, time_ticks
+from kbrl_async.runs.telemetry.by_version import Part
 
 
 def section(key: str, title: str, intro: Content, *parts: Content) -> Markup:
@@ -43,6 +44,14 @@ def time_axis(run: RunData, start: float = 0.0) -> Axis:
     """Round moments of the run from `start` on, in percent of that time."""
     length = run.duration - start or 1.0
     return [(100 * (tick - start) / length, time_label(tick)) for tick in time_ticks(run.duration, 8, start)]
+
+
+def version_ticks(parts: Sequence[Part], most: int = 5) -> list[float]:
+    """Whole versions on an axis."""
+    if not parts:
+        return []
+    first, last = parts[0].first, parts[-1].last
+    return [float(v) for v in range(first, last + 1, max(1, -(-(last - first) // most)))]
 
 
 def place(run: RunData, moment: float) -> float:

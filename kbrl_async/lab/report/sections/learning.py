@@ -1,4 +1,4 @@
-"""Whether the policy got better: reward, rates, speedups and the learner's own figures over the updates."""
+"""Whether the policy got better: reward, rates, speedups by policy version, and the learner's own figures by update."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Markup
-from kbrl_async.lab.report.model import RunData, Turn
-from kbrl_async.lab.report.plots import Line, line_chart, time_label, time_ticks
-from kbrl_async.lab.report.sections.columns import Column, columns
-from kbrl_async.lab.report.sections.layout import figure, grid, section
-from kbrl_async.runs.telemetry.training_metrics import geometric_mean, outcome_rates, speedups
+from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.sections.layout import figure, grid, section, version_ticks
+from kbrl_async.runs.telemetry.by_version import Part, points, sentence, settled
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
+
+MOST = 48
+LEAST_A_POINT = 32
 
 POLICY = (
     ("entropy", "Entropy", "of the policy, nats a token"),
@@ -22,98 +25,80 @@ POLICY = (
 
 
 def make(run: RunData) -> Markup:
-    found = columns(run)
-    charts = [_reward(run, found), _rates(run, found), _speed(run, found), _levels(run, found)]
+    found = settled(run.answers)
+    parts = points(found, MOST, LEAST_A_POINT)
+    charts = [_reward(parts), _rates(parts), _speed(parts), _levels(run)]
     charts += [_policy(run, *what) for what in POLICY]
     intro = (
-        f"A point is the mean of about {_size(found)} training rollouts, those of one update or of a few in a row, at "
-        "the time of the update."
+        "Training answers by the policy version that wrote them, whenever they were scored; about "
+        f"{_size(parts)} a point. {sentence(run.answers, found)}"
     )
     return section("learning", "What the policy learned", intro, grid(charts))
 
 
-def _line(
-    name: str,
-    found: Sequence[Column],
-    value: Callable[[list[Turn]], float | None],
-    colour: str,
-) -> Line:
-    points = [(column.at, mean) for column in found if (mean := value(column.turns)) is not None]
-    return Line(name, points, colour)
+def _line(name: str, parts: Sequence[Part], figure_name: str, colour: str, *, band: bool = False) -> Line:
+    found = [(part.middle, part.figures().get(figure_name)) for part in parts]
+    there = [(x, each) for x, each in found if each is not None]
+    ends = [(x, *each.interval) for x, each in there if each.interval] if band else []
+    return Line(name, [(x, each.value) for x, each in there], colour, band=ends)
 
 
-def _rate(name: str) -> Callable[[list[Turn]], float | None]:
-    return lambda turns: outcome_rates([turn.stats for turn in turns]).get(name)
-
-
-def _reward(run: RunData, found: Sequence[Column]) -> Markup:
-    if not found:
+def _reward(parts: Sequence[Part]) -> Markup:
+    if not parts:
         return Markup("")
-    line = _line("mean", found, _rate("reward_mean"), "c1")
-    band = [(c.at, *_quartiles([turn.stats.reward for turn in c.turns])) for c in found]
-    chart = _over_time(run, [Line("mean", line.points, "c1", band=band)], "reward over time", numbers.plain)
-    return figure("Reward", "mean; the band holds the middle half", chart)
+    line = _line("mean", parts, "reward_mean", "c1", band=True)
+    return figure("Reward", "mean, with its 95 % interval", _chart([line], parts, "reward", numbers.plain))
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4 if len(ordered) > 1 else 0]
-
-
-def _rates(run: RunData, found: Sequence[Column]) -> Markup:
-    if not found:
+def _rates(parts: Sequence[Part]) -> Markup:
+    if not parts:
         return Markup("")
     wanted = (("compiles", "compile_rate", "compile"), ("correct", "correct_rate", "c3"), ("faster", "fast_1", "c4"))
-    lines = [_line(name, found, _rate(rate), colour) for name, rate, colour in wanted]
-    chart = _over_time(run, lines, "rates over time", numbers.percent, (0.0, 1.0))
-    return figure("Rates", "share of the rollouts; faster than the reference", chart)
+    lines = [_line(name, parts, rate, colour, band=name == "correct") for name, rate, colour in wanted]
+    chart = _chart(lines, parts, "rates", numbers.percent, (0.0, 1.0))
+    return figure("Rates", "share of the answers; faster than the reference; the band: 95 % interval of correct", chart)
 
 
-def _speed(run: RunData, found: Sequence[Column]) -> Markup:
-    def typical(turns: list[Turn]) -> float | None:
-        return geometric_mean(speedups(turn.stats for turn in turns))
-
-    line = _line("mean", found, typical, "c2")
+def _speed(parts: Sequence[Part]) -> Markup:
+    line = _line("mean", parts, "speedup_mean", "c2")
     if not line.points:
         return Markup("")
-    chart = _over_time(run, [line], "speedup of correct kernels over time", numbers.times, (0.0, 1.0))
+    chart = _chart([line], parts, "speedup of correct kernels", numbers.times, (0.0, 1.0))
     return figure("Speedup", "geometric mean of correct kernels over the reference", chart)
 
 
-def _levels(run: RunData, found: Sequence[Column]) -> Markup:
-    levels = sorted({turn.stats.level for column in found for turn in column.turns})
+def _levels(run: RunData) -> Markup:
+    found = settled(run.answers)
+    levels = sorted({answer.stats.level for answers in found.versions.values() for answer in answers})
     if len(levels) < 2:
         return Markup("")
-    # a level has its share of each column only: fewer columns keep its points as steady
-    wide = columns(run, max(6, len(found) // len(levels)))
-    lines = [
-        _line(f"L{level}", wide, _correct_of(level), f"c{number % 8 + 1}") for number, level in enumerate(levels[:6])
+    # a level has its share of each point only: fewer points keep it as steady
+    parts = points(found, max(6, MOST // len(levels)), LEAST_A_POINT * len(levels))
+    lines = [Line(f"L{level}", _of_level(parts, level), f"c{n % 8 + 1}") for n, level in enumerate(levels[:6])]
+    chart = _chart(lines, parts, "correct by level", numbers.percent, (0.0, 1.0))
+    return figure("Correct by level", "share of answers", chart)
+
+
+def _of_level(parts: Sequence[Part], level: int) -> list[tuple[float, float]]:
+    members: list[tuple[float, list[RolloutStats]]] = [
+        (part.middle, [s for s in part.stats if s.level == level]) for part in parts
     ]
-    chart = _over_time(run, lines, "correct by level over time", numbers.percent, (0.0, 1.0))
-    return figure("Correct by level", "share of rollouts", chart)
+    return [(x, outcome_rates(stats)["correct_rate"]) for x, stats in members if stats]
 
 
-def _size(found: Sequence[Column]) -> str:
-    return numbers.plain(float(round(sum(len(column.turns) for column in found) / max(1, len(found)))))
+def _size(parts: Sequence[Part]) -> str:
+    return numbers.plain(float(round(sum(len(part.answers) for part in parts) / max(1, len(parts)))))
 
 
-def _correct_of(level: int) -> Callable[[list[Turn]], float | None]:
-    rate = _rate("correct_rate")
-    return lambda turns: rate([turn for turn in turns if turn.stats.level == level])
-
-
-def _over_time(
-    run: RunData,
+def _chart(
     lines: Sequence[Line],
+    parts: Sequence[Part],
     label: str,
     y_format: Callable[[float], str],
     y_ends: tuple[float, ...] = (0.0,),
 ) -> Markup:
-    start = min((line.points[0][0] for line in lines if line.points), default=0.0)
-    ticks = time_ticks(run.duration, 5, start)
-    return line_chart(
-        lines, label=label, x_format=time_label, y_format=y_format, y_ends=y_ends, x_ticks=ticks
-    )  # fmt: skip
+    words = f"{label} by policy version"
+    return line_chart(lines, label=words, y_format=y_format, y_ends=y_ends, x_ticks=version_ticks(parts))
 
 
 def _policy(run: RunData, name: str, title: str, note: str) -> Markup:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.runs.summary import tenths
-from kbrl_async.runs.telemetry.training_metrics import outcome_rates
+from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
 
 
 def make(run: RunData) -> Markup:
     began = datetime.fromtimestamp(run.started_at, UTC).strftime("%Y-%m-%d %H:%M UTC") if run.started_at else ""
     what = [began, f"{numbers.seconds(run.duration)} in all" if run.duration else "", *_settings(run)]
     line = element("p", " · ".join(word for word in what if word), class_="subtitle")
+    found = settled(run.answers)
+    which = (
+        element("p", f"Correct, faster and reward: {sentence(run.answers, found)}", class_="subtitle")
+        if run.training
+        else ""
+    )
     return element(
-        "header", element("p", "Run report", class_="kicker"), element("h1", run.name), line, _tiles(run), _notes(run)
+        "header",
+        element("p", "Run report", class_="kicker"),
+        element("h1", run.name),
+        line,
+        _tiles(run, ends(found)),
+        which,
+        _notes(run),
     )
 
 
@@ -27,24 +39,20 @@ def _settings(run: RunData) -> list[str]:
     return [words.format(found[key].replace("_", " ")) for key, words in wanted if key in found]
 
 
-def _tiles(run: RunData) -> Markup:
-    stats = [turn.stats for turn in run.training]
-    first, last = (outcome_rates(part) for part in tenths(stats)) if stats else ({}, {})
+def _tiles(run: RunData, two: Ends) -> Markup:
     s = run.summary
     best = run.kernels[0] if run.kernels else None
     tiles = [
-        _tile("correct", numbers.percent(last.get("correct_rate")), _from(numbers.percent(first.get("correct_rate")))),
-        _tile(
-            "faster than reference", numbers.percent(last.get("fast_1")), _from(numbers.percent(first.get("fast_1")))
-        ),
-        _tile("reward", numbers.plain(last.get("reward_mean")), _from(numbers.plain(first.get("reward_mean")))),
+        _compared("correct", two, "correct_rate", numbers.percent),
+        _compared("faster than reference", two, "fast_1", numbers.percent),
+        _compared("reward", two, "reward_mean", numbers.plain),
         _tile(
             "best kernel",
             numbers.times(best.speedup if best else None),
             best.problem_id if best else "none correct yet",
         ),
         _tile("updates", numbers.plain(len(run.updates)), _rate(run)),
-        _tile("rollouts", numbers.plain(float(len(stats))), _groups(s)),
+        _tile("rollouts", numbers.plain(float(len(run.training))), _groups(s)),
     ]
     return element("div", *tiles, class_="tiles")
 
@@ -53,8 +61,18 @@ def _tile(name: str, value: str, note: str) -> Markup:
     return element("div", element("span", name), element("b", value), element("small", note), class_="tile")
 
 
-def _from(first: str) -> str:
-    return f"last tenth of the rollouts; first tenth {first}"
+def _compared(name: str, two: Ends, field: str, shown: Callable[[float | None], str]) -> Markup:
+    """The last versions' figure, with that of the first ones below it."""
+    told, value = [], "–"
+    for part in (two.last, two.first):
+        found = part.figures().get(field) if part else None
+        if part is None or found is None:
+            continue
+        value = shown(found.value) if part is two.last else value
+        own = "" if part is two.last else f" {shown(found.value)}"
+        interval = f" ({shown(found.interval[0])} … {shown(found.interval[1])})" if found.interval else ""
+        told.append(f"{part.versions}{own}{interval}")
+    return _tile(name, value, "; ".join(told) or "no version has all of its answers yet")
 
 
 def _rate(run: RunData) -> str:

@@ -11,17 +11,19 @@ from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Bar, Line, Mark, axis_row, legend, line_chart, row, rows
 from kbrl_async.lab.report.sections.layout import figure, grid, section
 from kbrl_async.runs.telemetry import turn_metrics
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
+from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
 
 MOST_TURNS = 16
-THIRDS = 3
 
 
 def make(run: RunData) -> Markup:
     stats = [turn.stats for turn in run.training]
     if not any(s.turn for s in stats):
         return Markup("")
-    written = kernels(stats)
+    found = settled(run.answers)
+    written = [answer.stats for answers in found.versions.values() for answer in answers]
+    two = ends(found)
     rollouts = len({s.rollout_id for s in written})
     repaired = turn_metrics.compile_fix_rate(written)
     said = (
@@ -31,21 +33,20 @@ def make(run: RunData) -> Markup:
     )
     intro = (
         f"{numbers.count(rollouts, 'rollout')} of {len(written) / max(1, rollouts):.1f} turns on average: after each "
-        f"turn the policy is told what happened and tries again.{said}"
+        f"turn the policy is told what happened and tries again.{said} {sentence(run.answers, found)}"
     )
-    key = legend([("none", "first third of the run"), ("c3", "last third")])
-    correct = _by_turn(written, "correct_rate", "Correct by turn")
-    compiles = _by_turn(written, "compile_rate", "Compiles by turn")
-    return section("turns", "Refinement turns", intro, key, grid([correct, compiles, _success(written)]))
+    key = legend([("none", "first versions"), ("c3", "last versions")])
+    correct = _by_turn(two, "correct_rate", "Correct by turn")
+    compiles = _by_turn(two, "compile_rate", "Compiles by turn")
+    return section("turns", "Refinement turns", intro, key, grid([correct, compiles, _success(two)]))
 
 
-def _thirds(stats: Sequence[RolloutStats]) -> tuple[Sequence[RolloutStats], Sequence[RolloutStats]]:
-    size = max(1, len(stats) // THIRDS)
-    return stats[:size], stats[-size:]
+def _both(two: Ends) -> list[list[RolloutStats]]:
+    return [part.stats if part else [] for part in (two.first, two.last)]
 
 
-def _by_turn(stats: Sequence[RolloutStats], rate: str, title: str) -> Markup:
-    first, last = map(_by_number, _thirds(stats))
+def _by_turn(two: Ends, rate: str, title: str) -> Markup:
+    first, last = map(_by_number, _both(two))
     made = [
         _dumbbell(number, outcome_rates(first.get(number, [])).get(rate), outcome_rates(last.get(number, [])).get(rate))
         for number in sorted(set(first) | set(last))[:MOST_TURNS]
@@ -58,7 +59,7 @@ def _dumbbell(number: int, before: float | None, after: float | None) -> Markup:
     ends = sorted(value for value in (before, after) if value is not None)
     marks = [Mark(100 * v, c) for v, c in ((before, "none open"), (after, "c3")) if v is not None]
     bars = [Bar(100 * ends[0], 100 * ends[-1], "c3 s2")]
-    tip = f"turn {number + 1}: {numbers.percent(before)} in the first third, {numbers.percent(after)} in the last"
+    tip = f"turn {number + 1}: {numbers.percent(before)} of the first versions, {numbers.percent(after)} of the last"
     return row(f"turn {number + 1}", bars, marks=marks, value=numbers.percent(after), tip=tip)
 
 
@@ -69,12 +70,13 @@ def _by_number(stats: Sequence[RolloutStats]) -> dict[int, list[RolloutStats]]:
     return found
 
 
-def _success(stats: Sequence[RolloutStats]) -> Markup:
-    """How many rollouts have a correct kernel by their n-th turn, early and late in the run."""
-    first, last = _thirds(stats)
+def _success(two: Ends) -> Markup:
+    """How many rollouts have a correct kernel by their n-th turn, of the first and of the last versions."""
+    first, last = _both(two)
     lines = [
         Line(name, _solved(part), colour, dots=True)
-        for name, colour, part in (("first third", "c8", first), ("last third", "c3", last))
+        for name, colour, part in (("first versions", "c8", first), ("last versions", "c3", last))
+        if part
     ]
     chart = line_chart(lines, label="solved by turn", y_format=numbers.percent, y_ends=(0.0, 1.0), labels="names")
     return figure("Solved within n turns", "share of rollouts with a correct kernel by then", chart)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, trials
+from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, probe, trials
 from kbrl_async.kernels.problems import audit_file, load_problems, load_suite, parse_problem, usable
 from kbrl_async.kernels.problems.audit_file import Audit, Finding, ProblemAudit, problem_hash
 from protocols.records import Problem
@@ -195,3 +195,37 @@ def test_progress_is_told_problem_by_problem(monkeypatch: pytest.MonkeyPatch) ->
     audit = audit_problems(problems, Limits("cpu", 5.0, 1.0), suite="x", done=lambda a: told.append(a.problem_id))
     assert told == ["L1/0_x", "L1/1_x"] == [a.problem_id for a in audit.problems]
     assert audit.version == audit_file.VERSION
+
+
+TRUE = probe.Probe("trials", (Finding("random", "x"),), (), ("float32[1]",), 1.0, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"\x91" * 100_000 + b"\x90",
+        b"\x81\xa5error\xa2\xff\xfe",
+        msgspec.msgpack.encode({"step": "ended"}),
+        msgspec.msgpack.encode({"step": "run", "bytes": -1}),
+        msgspec.msgpack.encode({"step": "run", "output_scale": float("nan")}),
+    ],
+)
+def test_what_no_probe_sends_is_nothing(data: bytes) -> None:
+    assert probe.read(msgspec.msgpack.encode(TRUE)) == TRUE
+    assert probe.read(data) is None
+
+
+def test_a_problem_that_speaks_for_its_probe_costs_one_problem(auditor: Auditor) -> None:
+    forging = "[os.write(fd, b'x') for fd in range(3, 9) if _is_socket(fd)]"
+    head = (
+        "import os, stat\n"
+        "def _is_socket(fd):\n"
+        "    try:\n        return stat.S_ISSOCK(os.fstat(fd).st_mode)\n"
+        "    except OSError:\n        return False\n"
+    )
+    source = problem(f"({forging}, torch.tanh(x))[1]").source
+    audit = auditor.audit(Problem("L1/01_x", 1, "x", head + source))
+    assert "what no probe sends" in audit.reason
+    assert auditor.audit(problem("torch.tanh(x)")).status == "clean"

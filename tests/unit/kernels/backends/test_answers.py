@@ -14,6 +14,8 @@ from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.sandbox import Isolation
 
+DEEP = b"\x91" * 100_000 + b"\x90"
+
 
 def leave(folder: Path, kind: str) -> None:
     place = folder / "bundle"
@@ -45,11 +47,23 @@ def test_a_bundle_is_read(tmp_path: Path) -> None:
     assert answers._files(tmp_path) == {"a": b"1"}
 
 
+@pytest.mark.parametrize("body", [DEEP, b"\x91\x92\xa2\xff\xfe\xc4\x00", b"\xdd\xff\xff\xff\xff"])
+def test_what_no_bundle_holds_is_nothing(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / "bundle").write_bytes(b"KBRLB1\n" + body)
+    assert answers._files(tmp_path) == {}
+
+
 class _Said(msgspec.Struct):
     text: str = ""
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"text": 7})])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"text": 7})),
+        *(b"\x81\xa1x" + DEEP, b"\x81\xa4text\xa2\xff\xfe"),
+    ],
+)
 def test_a_message_of_another_form_is_none(data: bytes) -> None:
     assert answers.read(data, _Said) is None
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.kernels.backends.building import backend
+from kbrl_async.kernels.backends.building import Builder, backend
 from kbrl_async.kernels.backends.inline import launch as inline
-from kbrl_async.kernels.backends.inline.backend import diagnose, kernel_names
+from kbrl_async.kernels.backends.inline.backend import InlineBackend, diagnose, kernel_names
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
 from kbrl_async.kernels.backends.inline.launch import Extension, Unit, file_extension, inline_extension
 from kbrl_async.kernels.backends.inline.recording import read
@@ -243,3 +243,54 @@ def test_messages_tell_nothing_of_our_folders() -> None:
     diagnosis = diagnose('/builds/0/cuda.cu(7): error: expected a ";"\n1 error detected\nnote: nothing')
     assert diagnosis.message.splitlines()[0] == 'cuda.cu(7): error: expected a ";"'
     assert "semicolons" in diagnosis.hint
+
+
+FORGED_RECORD = """
+import os, sys
+import msgspec
+import torch
+from torch.utils.cpp_extension import load_inline
+from kbrl_async.launch import bundle
+
+def forge(files):
+    open("bundle", "wb").write(bundle._MAGIC + msgspec.msgpack.encode([["extensions", files]]))
+    frame = sys._getframe()
+    while "channel" not in frame.f_locals:
+        frame = frame.f_back
+    frame.f_locals["channel"].send(msgspec.msgpack.encode({"count": 1}))
+    os._exit(0)
+
+forge(EXTENSIONS)
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    "extensions",
+    [
+        "b'x'",
+        "b'\\x91' * 100_000 + b'\\x90'",
+        "msgspec.msgpack.encode([{'name': 'e', 'units': []}])",
+        "msgspec.msgpack.encode([{'name': 7, 'units': [{'is_cuda': False, 'text': ''}]}])",
+    ],
+)
+def test_a_record_that_no_recorder_wrote_is_the_candidates_fault(warm_builder: Builder, extensions: str) -> None:
+    candidate = Candidate(FORGED_RECORD.replace("EXTENSIONS", extensions), "cpp")
+    report = InlineBackend("cpp").build(candidate, None, warm_builder._workshop)
+    assert (report.fault, report.rule) == (Fault.CHEATING, "forged_result")
+
+
+@pytest.mark.parametrize("name", ["e\\0", "e" * 5000])
+def test_a_name_that_no_command_can_hold_is_refused(warm_builder: Builder, name: str) -> None:
+    source = f'from torch.utils.cpp_extension import load_inline\nX = load_inline("{name} x", "int f();")\n'
+    source += "class ModelNew:\n  def forward(self, x): return x\n"
+    report = warm_builder.build(Candidate(source, "cpp"))
+    assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, "extension")
+
+
+def test_flags_that_no_command_can_hold_are_refused() -> None:
+    with pytest.raises(Refused):
+        chosen(Extension("e", (), cflags=("-DX=" + "1" * 200_000,)), "sm_90")

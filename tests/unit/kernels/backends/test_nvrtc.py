@@ -7,10 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder, static_check
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends.building import Builder, answers, static_check
 from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.nvrtc import build as backend
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
+from kbrl_async.kernels.backends.nvrtc.ahead import Built
 from protocols.records import BuildReport, Candidate, Fault
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.library_path(), reason="NVRTC is not installed here")
@@ -156,3 +159,16 @@ def test_what_must_not_be_built_is_refused_by_rule(builder: Builder, candidate: 
 )
 def test_legitimate_imports_pass(head: str) -> None:
     assert static_check(make(head=head)) is None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("built", [Built(unusable="no memory, it says"), Built()])
+def test_a_child_that_blames_its_host_is_held_against_a_source_of_ours(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, built: Built
+) -> None:
+    told = answers.Collected("full", msgspec.msgpack.encode(built), False, {})
+    report = backend._report(told, "key", builder._workshop, "sm_90")
+    assert report.fault is Fault.COMPILE_ERROR
+    monkeypatch.setattr(backend, "_works", lambda arch, workshop: False)
+    with pytest.raises(InfraError):
+        backend._report(told, "key", builder._workshop, "sm_90")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.sanitize import recording
 from kbrl_async.kernels.backends.sanitize.recording import Argument, Call
 from kbrl_async.kernels.backends.sanitize.reports import GPU_EXIT, asan, compute_sanitizer, ubsan
 from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, driver, gpu_command
@@ -271,3 +273,39 @@ def test_no_source_is_written_through_a_link_that_a_candidate_left(tmp_path: Pat
     found = of_trap(tmp_path, links + write, c_source)
     assert victim.read_text() == "ours"
     assert (found.findings, found.not_run, found.ran) == ((), "", ("asan", "ubsan"))
+
+
+PLAIN = {
+    "index": 0,
+    "source_key": "k",
+    "name": "f",
+    "arguments": [{"declared": "float *x", "buffer": 0, "offset": 4}, {"declared": "long n", "value": 7}],
+    "buffers": [64],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "f(); system"},
+        {"name": "ﬀ"},
+        {"index": 3},
+        {"index": -1},
+        {"buffers": [-1]},
+        {"buffers": [1 << 63]},
+        {"arguments": [{"declared": "", "buffer": 1}]},
+        {"arguments": [{"declared": "", "buffer": -2}]},
+        {"arguments": [{"declared": "", "buffer": 0, "offset": -8}]},
+        {"arguments": [{"declared": "float a", "value": 10**400}]},
+        {"arguments": [{"declared": "float a", "value": "1"}]},
+    ],
+)
+def test_a_recording_that_no_recorder_wrote_is_none(change: dict[str, object]) -> None:
+    """The candidate ran beside it; its names and numbers become a program of ours."""
+    assert recording.read(json.dumps({"calls": [PLAIN]}).encode()) is not None
+    assert recording.read(json.dumps({"calls": [PLAIN | change]}).encode()) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b'{"calls": ' + b"[" * 100_000, b'{"calls": ' + b"1" * 4400 + b"}"])
+def test_noise_is_no_recording(data: bytes) -> None:
+    assert recording.read(data) is None

@@ -126,3 +126,38 @@ def test_the_check_executes_nothing(candidate: Make) -> None:
 def test_an_unknown_backend_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="Choose one of: c"):
         backend("fortran")
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("from typing import get_type_hints as hints", "import"),
+        ("from functools import singledispatch", "import"),
+        ("import typing\ntyping.get_type_hints(c_kernel)", "forbidden_name"),
+        ("import typing\ntyping.ForwardRef('1')", "forbidden_name"),
+        ("import functools\n@functools.singledispatch\ndef g(x): pass", "forbidden_name"),
+        ("import functools\nfunctools.singledispatchmethod", "forbidden_name"),
+        ("c_kernel.__annotations__", "forbidden_name"),
+        ("import enum\nenum.bltns", "forbidden_name"),
+    ],
+)
+def test_text_that_becomes_code_is_refused(candidate: Make, line: str, rule: str) -> None:
+    """Annotations are text; what evaluates them would run what no tripwire has read."""
+    report = static_check(candidate(replace=("class ModelNew", f"{line}\nclass ModelNew")))
+    assert report is not None
+    assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
+
+
+def test_an_annotation_that_nobody_evaluates_is_text(candidate: Make) -> None:
+    assert (
+        static_check(candidate(replace=("def forward(self, x)", "def forward(self, x: 'torch.Tensor') -> 'object'")))
+        is None
+    )
+
+
+@pytest.mark.parametrize("name", ["c", "cpp", "triton", "cuda-nvrtc"])
+def test_text_that_is_in_no_file_is_no_program(candidate: Make, name: str) -> None:
+    """A compiler's source would have to be encoded, and can't be."""
+    report = static_check(Candidate(candidate().source + "\nHALF = '\\ud800'\n", name))
+    assert report is not None
+    assert (report.fault, report.rule) == (Fault.FORMAT_ERROR, "syntax")

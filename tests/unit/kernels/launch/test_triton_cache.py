@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends.launch.entry import is_interpreted, refuse_what_is_not_interpreted
 from kbrl_async.kernels.backends.triton.cache import BundleCache, kernel_names
-from kbrl_async.launch import is_interpreted, refuse_what_is_not_interpreted
 
 INTERPRETED = """
 import sys, torch, triton, triton.language as tl
-from kbrl_async.launch import prepare
+from kbrl_async.kernels.backends.launch.entry import prepare
 prepare({"triton:x": "no bundle is read"}, "cpu")
 @triton.jit
 def total(x, y, BLOCK: tl.constexpr):

@@ -25,7 +25,7 @@ BETWEEN = Peaks("chip", memory_gbs=BYTES / 1e6, cache_gbs=BYTES / 1e6, cache_byt
 """Its floor is a millisecond: less than the detour below takes, more than the candidate."""
 DETOUR = msgspec.structs.replace(
     PROBLEM,
-    source=SCALE_AND_SHIFT.replace("x * 2 + self.shift", "(torch.ones(4_000_000).sum() * 0 + x) * 2 + self.shift"),
+    source=SCALE_AND_SHIFT.replace("x * 2 + self.shift", "(torch.ones(16_000_000).sum() * 0 + x) * 2 + self.shift"),
 )
 
 

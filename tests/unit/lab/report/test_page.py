@@ -124,5 +124,5 @@ def test_an_interval_that_says_nothing_does_not_stretch_the_axis(run: RunData) -
 def test_evaluations_during_training_are_a_chart_of_their_own(run: RunData) -> None:
     rounds = [msgspec.structs.replace(turn, phase="eval-v2") for turn in run.turns if turn.phase == "eval-after"]
     shown = report_page(msgspec.structs.replace(run, turns=[*run.turns, *rounds]))
-    assert "by policy version" in shown
-    assert "by policy version" not in report_page(run)
+    assert "held-out rates by policy version" in shown
+    assert "held-out rates by policy version" not in report_page(run)

@@ -146,7 +146,9 @@ def test_runs_are_compared_by_their_summaries_and_curves(tmp_path: Path) -> None
         for step in range(3):
             writer.scalars({"reward/mean": reward * step}, step)
         writer.close()
-        summary.write(tmp_path / name / "summary.json", {"reward_mean_last": reward, "updates": 3})
+        summary.write(
+            tmp_path / name / "summary.json", {"first_and_last": "words", "reward_mean_last": reward, "updates": 3}
+        )
     paths = {name: tmp_path / name for name in ("one", "two")}
     assert comparing.curve(paths["one"], "reward/mean") == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert comparing.curve(paths["one"], "no/such") == []

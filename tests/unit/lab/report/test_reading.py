@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kbrl_async.errors import UserError
 from kbrl_async.lab.report import read_run
 from kbrl_async.lab.report.clockwork import Clock
 from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
+from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, Row
 
 
 @pytest.fixture
@@ -116,3 +118,21 @@ def test_a_pause_between_two_starts_stays_where_it_was() -> None:
     clock = Clock([(10.0, 110.0), (20.0, 1120.0)])
     assert [clock(at) for at in (5.0, 10.0, 15.0, 25.0)] == [105.0, 110.0, 1115.0, 1125.0]
     assert Clock([])(3.0) == 3.0
+
+
+def test_the_archive_alone_leaves_out_groups_of_which_it_can_t_tell_that_they_are_whole(tmp_path: Path) -> None:
+    def row(group: str, version: int, status: str = "ok") -> Row:
+        key = f"{group}.r{next(numbers)}"
+        return Row(task_id=key, group_id=group, rollout_id=key, policy_version=version, status=status)
+
+    numbers = itertools.count()
+    rows = [*(row("g0", 0) for _ in range(8)), *(row("g1", 3) for _ in range(5)), row("g2", 2), row("g3", 1)]
+    with ArchiveWriter(tmp_path / "rollouts.sqlite") as archive:
+        for each in [*rows, row("g0", -1, "worker_lost")]:
+            archive.add(each)
+        ends = [("g0", "trained", ""), ("g2", "dropped_stale", "stale"), ("g3", "failed", "run_ended")]
+        archive.ended([GroupEnd(group, "L1/a", outcome, reason) for group, outcome, reason in ends])
+    answers = read_run(tmp_path).answers
+    assert (answers.unfinished, answers.dropped) == ({"g1": 2, "g3": 0}, {"g2"})
+    assert answers.lost == {"worker_lost": 1}
+    assert len(answers.listed) == 15

@@ -11,7 +11,8 @@ import pytest
 
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull
 from kbrl_async.runs import folder as rundir
-from kbrl_async.runs.config import Config, ensure_run, load, load_run, plan, prepare
+from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.folder import ensure_run, load_run, plan, prepare
 
 
 @pytest.fixture

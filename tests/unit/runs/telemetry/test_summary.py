@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
+from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from tests.records import stats
 
@@ -35,7 +36,9 @@ def wrong(reward: float = 0.0, *, compiled: bool = False) -> RolloutStats:
 
 
 def built(rollouts: list[RolloutStats], **values: Any) -> dict[str, Any]:
-    return summary.build(**{"counters": COUNTERS, "rollouts": rollouts, "wall_s": 200.0, "busy": {}, **values})
+    """Of groups that hold one rollout each."""
+    answers = Answers([Answer(f"g{number}", rollout) for number, rollout in enumerate(rollouts)])
+    return summary.build(**{"counters": COUNTERS, "answers": answers, "wall_s": 200.0, "busy": {}, **values})
 
 
 def test_counters_are_taken_over() -> None:
@@ -59,25 +62,30 @@ def test_updates_are_counted_by_the_hour() -> None:
     assert built([], wall_s=0.0)["updates_per_hour"] == 0
 
 
-def test_first_and_last_are_tenths_rounded_up() -> None:
-    rollouts = [wrong(float(number)) for number in range(25)]
-    made = built(rollouts)
-    assert (made["reward_mean_first"], made["reward_mean_last"]) == (1.0, 23.0)
-
-
-def test_rates_of_the_first_and_the_last_tenth() -> None:
-    rollouts = [
-        wrong(compiled=True),
-        wrong(),
-        *[wrong()] * 16,
-        kernel("a", 2.0, 1.5),
-        kernel("a", 1.0, 0.9, fast=False),
-    ]
-    made = built(rollouts)
-    first = [made[f"{name}_first"] for name in summary.TENTH_FIELDS]
-    last = [made[f"{name}_last"] for name in summary.TENTH_FIELDS]
+def test_first_and_last_are_policy_versions_whenever_they_were_scored() -> None:
+    late = [msgspec.structs.replace(kernel("a", 2.0, 1.5, fast=fast), policy_version=1) for fast in (True, False)]
+    made = built([*late, wrong(compiled=True), wrong()])
+    first = [made[f"{name}_first"] for name in FIELDS]
+    last = [made[f"{name}_last"] for name in FIELDS]
     assert first == [0.0, 0.5, 0.0, 0.0, None]
-    assert last == pytest.approx([1.0, 1.0, 1.0, 0.5, 2**0.5])
+    assert last == pytest.approx([1.0, 1.0, 1.0, 0.5, 2.0])
+
+
+def test_the_table_says_which_answers_its_figures_are_of() -> None:
+    late = [msgspec.structs.replace(wrong(1.0, compiled=True), policy_version=7)] * 2
+    text = printed(built([*[wrong()] * 64, *late]))
+    assert "First: 64 answers of version 0 (64 groups); last: 2 answers of version 7 (2 groups)." in text
+    assert "version 0" in text.splitlines()[2]
+    assert "version 7" in text.splitlines()[2]
+    assert "0% (0% … 6%)" in text
+
+
+def test_what_a_revision_before_compared_by_the_time_of_scoring_is_not_shown() -> None:
+    old = {"correct_rate_first": 0.0, "correct_rate_last": 0.79, "heldout_correct_rate_after": 0.2, "rollouts": 9}
+    text = printed(old)
+    assert "79%" not in text
+    assert "20%" in text
+    assert "failures first; 'kbrl report' shows the run by policy version" in text
 
 
 def test_a_run_without_rollouts_has_no_rates() -> None:
@@ -149,8 +157,11 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+LATE = msgspec.structs.replace(kernel("L1/a", 2.0, 1.5), policy_version=1)
+
+
 def test_the_table_shows_progress_ends_and_kernels() -> None:
-    text = printed(built([wrong(), *[kernel("L1/a", 2.0, 1.5)] * 10], busy={"sampler-1": 0.5}))
+    text = printed(built([wrong(), *[LATE] * 10], busy={"sampler-1": 0.5}))
     for part in (
         "correct_rate",
         "0%",

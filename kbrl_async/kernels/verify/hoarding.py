@@ -1,0 +1,35 @@
+"""Who is to blame where the trusted side finds no memory on the GPU while a candidate lives there.
+
+::
+
+    allocation fails ─▶ the candidate is asked to give back what it can ─▶ free? ─▶ it is ended ─▶ free? ─▶ is_hoarder
+"""
+
+from __future__ import annotations
+
+from protocols.records import Fault
+
+_CONTEXT = 1 << 30
+"""A CUDA context with its libraries and code."""
+_FAIR = 2
+_OUT_OF_MEMORY = 2
+_WORDS = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """An error of ours, by torch or the driver, or the fault of a reference's child."""
+    if getattr(error, "kind", None) is Fault.OUT_OF_MEMORY or getattr(error, "code", None) == _OUT_OF_MEMORY:
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def is_hoarder(free_before: int, free_after: int, needed: int) -> bool:
+    """Whether an ended process held more than its work can need. Bytes free on the GPU before and after its end, and
+    what the problem's tensors take on the trusted side: its own weights and outputs are a part of that.
+
+    >>> is_hoarder(1 << 20, 60 << 30, 1 << 30)
+    True
+    >>> is_hoarder(1 << 20, 2 << 30, 1 << 30)
+    False
+    """
+    return free_after - free_before > _CONTEXT + _FAIR * needed
