@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from kbrl_async.cli.bench import _cores
-from kbrl_async.cli.bench_cases import BACKEND
 from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.lab.self_test import BACKEND
 from protocols.records import Candidate, Problem, Timing
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kbrl_async.cli import bench, bench_show
+from kbrl_async.cli import bench
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     asked.aa, asked.beside = True, not asked.no_beside
     begin = time.monotonic()
     report = bench.measured_report(asked, Console(stderr=True))
-    bench_show.show(report, Console())
+    bench.show_report(report, Console())
     rows = [*report.rows, *report.truths]
     summary = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {report.hardware}",

@@ -13,9 +13,8 @@ import json
 import os
 import platform
 
-from kbrl_async.cli.bench_cases import cases
-from kbrl_async.cli.bench_runs import beside
 from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.lab.self_test import beside, cases
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kbrl_async.cli import preflight, settings
+from kbrl_async.cli import preflight
+from kbrl_async.cli.shared import add_settings, find, print_json, resolve
 from kbrl_async.cli.status_client import StatusClient, of_run
-from kbrl_async.cli.summary import find
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.lab.chaos import (
@@ -47,8 +47,6 @@ from kbrl_async.runs.config import BEHIND, behind, endpoints
 from kbrl_async.runs.folder import LATEST, is_finished, load_run, plan, prepare
 from protocols.messages import StatusReport
 
-NAME = "chaos"
-HELP = "kill, stop, cut off, corrupt: faults by a plan, done to a run; then its counters are checked"
 STEP_S = 0.05
 ASK_S = 0.3
 END_S = 60.0
@@ -70,18 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     end = parser.add_argument_group("at the end")
     end.add_argument("--broker-back", metavar="S", type=float, default=BROKER_BACK_S, help="limit; default 3 seconds")
     end.add_argument("--json", action="store_true", help="print the report as JSON")
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     faults = chosen(args)
     if args.dry_run:
-        print(msgspec.json.format(msgspec.json.encode(faults)).decode())
+        print_json(faults, pretty=True)
         return 0
     with _undone_at_signals():
         report = _own_run(args, faults) if args.train else _running(args, faults)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print_json(report, pretty=True)
     else:
         Console().print(render(report))
     return 0 if report.ok else RunError.exit_code
@@ -158,7 +156,7 @@ def _running(args: argparse.Namespace, faults: list[Fault]) -> Report:
 
 
 def _own_run(args: argparse.Namespace, faults: list[Fault]) -> Report:
-    config = settings.resolve(args)
+    config = resolve(args)
     preflight.check(plan(config))
     run_dir = prepare(config).path.resolve()
     report = Report(run_dir.name, args.seed if args.random else None)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kbrl_async.lab.optimize.driver import Driver
     from kbrl_async.lab.optimize.proving import Proof
 
-NAME = "optimize"
-HELP = "the fastest proven kernel for a module of your own, as a file to import"
 EXAMPLES = """\
 examples:
   kbrl optimize my_module.py                           a file with Model, get_inputs and get_init_inputs

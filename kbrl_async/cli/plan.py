@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.cli import summary
+from kbrl_async.cli.shared import find, print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
 from kbrl_async.lab.plan import Observation, Plan, Window
@@ -20,8 +20,6 @@ from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
-NAME = "plan"
-HELP = "how many processes a throughput needs, from a run's measured stage times"
 ENOUGH_UPDATES = 4
 """With fewer, half a run says nothing."""
 EXAMPLES = """\
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         observed, wanted, target=args.utilisation, variability=args.variability, window=measured.window
     )
     if args.json:
-        print(msgspec.json.encode(_finite(found)).decode())
+        print_json(_finite(found))
         return 0
     show(measured, found, factor, Console())
     return 0
@@ -111,7 +109,7 @@ def model_factor(model: str, measured: Measured) -> float:
 
 
 def _of_run(wanted: str) -> Measured:
-    folder = summary.find(wanted)
+    folder = find(wanted)
     samples = Tail(folder / "metrics" / "system.jsonl").new()
     return Measured(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
 
@@ -135,19 +133,14 @@ def _reached(measured: Measured) -> float:
 
 
 def show(measured: Measured, found: Plan, factor: float, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    say(f"measured: {measured.source}")
-    if measured.samples:
-        for line in check_lines(measured):
-            say(line)
+    lines = [f"measured: {measured.source}", *(check_lines(measured) if measured.samples else ())]
     if factor != 1.0:
-        say(f"model: {factor:.3g} × the parameters; generation and updates are taken to cost as many times as much")
-    say("")
+        lines.append(
+            f"model: {factor:.3g} × the parameters; generation and updates are taken to cost as many times as much"
+        )
+    say("\n".join([*lines, ""]), console)
     console.print(_table(found))
-    for line in closing_lines(found):
-        say(line)
+    say("\n".join(closing_lines(found)), console)
 
 
 def check_lines(measured: Measured) -> Iterator[str]:
@@ -183,14 +176,13 @@ def closing_lines(found: Plan) -> Iterator[str]:
 
 def _table(found: Plan) -> Table:
     title = f"{found.rollouts_per_hour:,.0f} rollouts an hour, each stage busy at most {found.target:.0%}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "number", "s per rollout", "busy", "wait in queue", "these carry"):
-        table.add_column(heading, justify="right" if heading else "left")
+    numbers = ("number", "s per rollout", "busy", "wait in queue", "these carry")
+    made = table(("", *numbers), title, right=numbers)
     for r in found.resources:
         wait = "∞" if math.isinf(r.wait_s) else f"{r.wait_s:.3f} s"
         rate = _rate(r.limit_per_hour)
-        table.add_row(r.name, str(r.servers), f"{r.demand_s:.4f}", f"{r.utilisation:.0%}", wait, f"{rate}/h")
-    return table
+        made.add_row(r.name, str(r.servers), f"{r.demand_s:.4f}", f"{r.utilisation:.0%}", wait, f"{rate}/h")
+    return made
 
 
 def _rate(rate: float) -> str:

@@ -43,8 +43,9 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert "kbrl train resume=runs/default" in out
-    for command in cli.COMMANDS:
-        assert command.NAME in out
+    for command, words in cli.COMMANDS.items():
+        assert f"    {command}" in out
+        assert " ".join(words.split()[:3]) in " ".join(out.split())
 
 
 def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
@@ -172,8 +173,27 @@ def test_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> 
     assert "continue with 'kbrl train resume=runs/x'" in capsys.readouterr().err
 
 
-def test_the_command_needs_no_torch() -> None:
-    program = "import sys, kbrl_async.cli; assert 'torch' not in sys.modules"
+def test_help_imports_no_command() -> None:
+    program = """
+import sys
+from kbrl_async import cli
+try:
+    cli.main(["--help"])
+except SystemExit:
+    pass
+assert not {"msgspec", "numpy", "rich", "yaml"} & set(sys.modules)
+assert [name for name in sys.modules if name.startswith("kbrl_async.cli.")] == []
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=False, cwd=Path(__file__).parents[3], capture_output=True).returncode == 0
+
+
+def test_no_command_s_arguments_need_torch() -> None:
+    program = (
+        "import sys, importlib, kbrl_async.cli as cli\n"
+        "for name in cli.COMMANDS: importlib.import_module(f'kbrl_async.cli.{name}')\n"
+        "assert 'torch' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
 
 

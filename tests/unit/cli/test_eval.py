@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import main, parse
+from kbrl_async.cli import main, parse, train
 from kbrl_async.cli.launch import Ended
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.evaluation import Sample, document
@@ -162,4 +162,4 @@ def test_an_evaluation_is_no_training_run(folder: Path, run: Path) -> None:
     place.mkdir(parents=True)
     (place / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(UserError, match="kbrl eval"):
-        parse(["train", f"resume={place}"]).command.run(parse(["train", f"resume={place}", "--dry-run"]))
+        train.run(parse(["train", f"resume={place}", "--dry-run"]))
