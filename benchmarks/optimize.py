@@ -22,9 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.cli import optimize, optimize_engine
+from kbrl_async.cli import optimize
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.lab.optimize import evidence
+from kbrl_async.lab.optimize import engine, evidence, session
+from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, Target, read_target
 
 OWN = Path(__file__).with_name("user_modules.py")
@@ -43,15 +44,15 @@ def targets(heldout: int) -> list[Target]:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    policy, config = optimize_engine.resolve(args.policy, "newest", [], args.overrides)
+    policy, config = engine.resolve(args.policy, "newest", [], args.overrides)
     rows = []
     console = Console(stderr=True)
-    wanted = optimize.Wanted(args.seconds, turns=args.turns, examples=args.examples, transcribe=args.transcribe)
+    wanted = session.Wanted(Budget(args.seconds), args.turns, args.examples)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        threads = stack.enter_context(optimize.pinned(config))
-        verifiers = stack.enter_context(optimize.open_verifiers(config))
-        opening = optimize_engine.open_engine(policy, config, threads, lambda _what, _share: None)
+        threads = stack.enter_context(session.pinned(config))
+        verifiers = stack.enter_context(session.open_verifiers(config))
+        opening = engine.open_engine(policy, config, threads, lambda _what, _share: None)
         async with opening as opened:
             for target in targets(args.heldout):
                 began = time.monotonic()
@@ -62,7 +63,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def row(target: Target, done: optimize.Outcome, seconds: float) -> dict[str, Any]:
+def row(target: Target, done: evidence.Found, seconds: float) -> dict[str, Any]:
     """What one module came to; `by_policy` counts the kernels that the policy itself was proven right with."""
     proven = done.search.tree.proven()
     final = done.proof.winner if done.proof else max(done.finals, key=lambda f: f.result.ok, default=None)
@@ -101,7 +102,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--heldout", type=int, default=HELDOUT)
     parser.add_argument("--examples", default="")
-    parser.add_argument("--transcribe", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     before = os.getloadavg()

@@ -25,24 +25,12 @@ from kbrl_async.cli.shared import add_settings, find, print_json, resolve
 from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
-from kbrl_async.lab.chaos import (
-    Driver,
-    Fault,
-    Happened,
-    Injuries,
-    Kind,
-    Link,
-    RandomOptions,
-    Report,
-    gather,
-    judge,
-    random_plan,
-    read_plan,
-    render,
-)
-from kbrl_async.lab.chaos.faults import LINKED
+from kbrl_async.lab.chaos.checks import BROKER_BACK_S, FILE, Report, gather, judge, render
+from kbrl_async.lab.chaos.driver import Driver, Happened
+from kbrl_async.lab.chaos.faults import LINKED, Fault, Kind, RandomOptions, random_plan, read_plan
+from kbrl_async.lab.chaos.injuries import Injuries
+from kbrl_async.lab.chaos.link import Link
 from kbrl_async.lab.chaos.processes import census
-from kbrl_async.lab.chaos.report import BROKER_BACK_S, FILE
 from kbrl_async.runs.config import BEHIND, behind, endpoints
 from kbrl_async.runs.folder import LATEST, is_finished, load_run, plan, prepare
 from protocols.messages import StatusReport

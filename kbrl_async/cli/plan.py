@@ -14,8 +14,7 @@ from rich.table import Table
 from kbrl_async.cli.shared import find, print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
-from kbrl_async.lab.plan import Observation, Plan, Window
-from kbrl_async.lab.plan.capacity import TARGET
+from kbrl_async.lab.plan import TARGET, Capacity, Observation, Window
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
@@ -132,7 +131,7 @@ def _reached(measured: Measured) -> float:
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def show(measured: Measured, found: Plan, factor: float, console: Console) -> None:
+def show(measured: Measured, found: Capacity, factor: float, console: Console) -> None:
     lines = [f"measured: {measured.source}", *(check_lines(measured) if measured.samples else ())]
     if factor != 1.0:
         lines.append(
@@ -162,7 +161,7 @@ def check_lines(measured: Measured) -> Iterator[str]:
     )
 
 
-def closing_lines(found: Plan) -> Iterator[str]:
+def closing_lines(found: Capacity) -> Iterator[str]:
     limit = found.bottleneck
     yield (
         f"bottleneck: {limit.name}, which would carry {_rate(limit.limit_per_hour)} an hour; "
@@ -174,7 +173,7 @@ def closing_lines(found: Plan) -> Iterator[str]:
         yield f"not reachable: {problem}"
 
 
-def _table(found: Plan) -> Table:
+def _table(found: Capacity) -> Table:
     title = f"{found.rollouts_per_hour:,.0f} rollouts an hour, each stage busy at most {found.target:.0%}"
     numbers = ("number", "s per rollout", "busy", "wait in queue", "these carry")
     made = table(("", *numbers), title, right=numbers)
@@ -189,7 +188,7 @@ def _rate(rate: float) -> str:
     return "∞" if math.isinf(rate) else f"{rate:,.0f}"
 
 
-def _finite(found: Plan) -> dict[str, object]:
+def _finite(found: Capacity) -> dict[str, object]:
     """JSON has no infinity: null stands for it."""
     plain = msgspec.to_builtins(found)
     assert isinstance(plain, dict)

@@ -47,16 +47,20 @@ def find(wanted: str) -> Path:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Files, counts of processes, and `key=value` words."""
-    parser.add_argument(
-        "--config", metavar="FILE", type=Path, action="append", default=[], help="YAML or TOML; later files win"
-    )
+    """Files, `key=value` words, and counts of processes."""
+    add_config(parser)
     parser.add_argument(
         "--processes",
         metavar="NAME=COUNT",
         action="append",
         default=[],
         help=f"how many of {', '.join(SCALABLE)} to start, such as compile_farm=2,sampler=1",
+    )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, action="append", default=[], help="YAML or TOML; later files win"
     )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="settings that win over files; 'kbrl config' lists them"

@@ -25,8 +25,9 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import optimize, optimize_engine, shared
+from kbrl_async.cli import optimize, shared
 from kbrl_async.errors import KbrlError
+from kbrl_async.lab.optimize import engine
 from kbrl_async.lab.optimize.targets import Given, read_target
 from tests.commands import NOT_RUN, READING
 from tests.pages import ROOT, Command, Page, pages
@@ -241,7 +242,7 @@ def _check_kbrl(command: Command, words: list[str]) -> None:
         case "eval":
             evaluate.resolve(args)
         case "optimize":
-            optimize_engine.resolve(args.policy, args.version, args.config, args.overrides)
+            engine.resolve(args.policy, args.version, args.config, args.overrides)
             read_target(args.target, Given(args.inputs, args.inputs_from, args.init), shapes="cpu")
         case _ if hasattr(args, "overrides"):
             shared.resolve(args)

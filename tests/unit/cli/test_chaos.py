@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.cli import chaos, main, preflight
-from kbrl_async.lab.chaos import Kind, Link
-from kbrl_async.lab.chaos.faults import LINKED
+from kbrl_async.lab.chaos.faults import LINKED, Kind
+from kbrl_async.lab.chaos.link import Link
 from kbrl_async.runs.config import BEHIND, Endpoints, bound, endpoints, load
 from kbrl_async.runs.folder import plan
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.lab.chaos import Evidence, Fault, Happened, Kind, Report, gather, judge
-from kbrl_async.lab.chaos.checks import Check
+from kbrl_async.lab.chaos.checks import Check, Evidence, Report, gather, judge
+from kbrl_async.lab.chaos.driver import Happened
+from kbrl_async.lab.chaos.faults import Fault, Kind
 
 
 def evidence() -> Evidence:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.lab.chaos import Driver, Fault, Kind
-from kbrl_async.lab.chaos.driver import PATIENCE_S, START_S, STILL_S, WEDGE_S
+from kbrl_async.lab.chaos.driver import PATIENCE_S, START_S, STILL_S, WEDGE_S, Driver
+from kbrl_async.lab.chaos.faults import Fault, Kind
 from kbrl_async.lab.chaos.injuries import Absent, Wound
 from protocols.messages import StatusReport, WorkerStanding
 

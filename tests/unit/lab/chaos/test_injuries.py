@@ -16,8 +16,8 @@ from typing import TypeVar
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.chaos import Fault, Injuries, Kind
-from kbrl_async.lab.chaos.injuries import BALLAST, Absent, flip_byte, tear
+from kbrl_async.lab.chaos.faults import Fault, Kind
+from kbrl_async.lab.chaos.injuries import BALLAST, Absent, Injuries, flip_byte, tear
 from kbrl_async.lab.chaos.processes import Role, census, matching
 
 PATIENCE_S = 60.0

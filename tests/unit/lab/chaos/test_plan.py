@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.chaos import Fault, Kind, RandomOptions, random_plan, read_plan
-from kbrl_async.lab.chaos.faults import DISK, LASTS, SERVICES, TARGETS, checked
-from kbrl_async.lab.chaos.plan import CRASH_WINDOW_S, MOST_CRASHES
+from kbrl_async.lab.chaos.faults import (
+    CRASH_WINDOW_S,
+    DISK,
+    LASTS,
+    MOST_CRASHES,
+    SERVICES,
+    TARGETS,
+    Fault,
+    Kind,
+    RandomOptions,
+    checked,
+    random_plan,
+    read_plan,
+)
 
 TOML = """
 [[fault]]

@@ -12,10 +12,8 @@ import pytest
 
 from kbrl_async.errors import ConfigError, InfraError, ProblemError
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.driver import DriveOptions, Driver
-from kbrl_async.lab.optimize.prompting import PromptMaker
-from kbrl_async.lab.optimize.search import Search, SearchOptions
+from kbrl_async.lab.optimize.driver import DriveOptions, Driver, PromptMaker
+from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
 from kbrl_async.lab.optimize.targets import Target
 from kbrl_async.sampling.engine import Completion
 from protocols.records import Candidate, Fault, Problem, Purpose, SamplingParams
@@ -85,6 +83,7 @@ def drive(
     fails: BaseException | None = None,
     turns: int = 1,
     budget: Budget | None = None,
+    changed: Callable[[Search], None] = lambda _search: None,
     **options: Any,
 ) -> tuple[Driver, Engine, Verifier]:
     """Runs a search to its end; `use` may do something once it has begun."""
@@ -99,7 +98,8 @@ def drive(
             judge,
             PromptMaker("compact", PROBLEM, "c"),
             DriveOptions(**{"at_once": 4, "backlog": 3, **options}),
-            clock=lambda: 0.0,
+            changed,
+            lambda: 0.0,
         )
         if use is not None:
             use(driver, engine)
@@ -189,11 +189,7 @@ def test_an_answer_that_was_asked_for_and_never_begun_does_not_hold_up_the_end()
 
 def test_changes_are_told() -> None:
     told: list[int] = []
-
-    def use(driver: Driver, _: Engine) -> None:
-        driver.changed = lambda: told.append(len(driver.search.tree))
-
-    drive(use=use)
+    drive(changed=lambda search: told.append(len(search.tree)))
     assert told[-1] == 20
 
 
