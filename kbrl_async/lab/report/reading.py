@@ -13,8 +13,10 @@ Only reads. A file that is missing or torn costs its part of the report, and is 
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,11 @@ import yaml
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
-from kbrl_async.lab.report.clockwork import Clock
 from kbrl_async.lab.report.comparing import curves
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import Journal, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.logfiles import Logs, read_logs
-from kbrl_async.lab.report.model import BEFORE, TRAIN, RunData, Span, Turn, Update
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, RunData, Span, Turn, Update
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
@@ -241,3 +241,86 @@ def _missing(
         "config.yaml is missing or can't be read.": config is None,
     }
     return [words for words, is_so in lacks.items() if is_so]
+
+
+# ── the run's own clock, laid onto the wall's ────────────────────────────────────────────────────────────────────────
+
+
+class Clock:
+    """`Clock([(run, wall), …])(run) -> wall`; without any pair, the run's clock itself, which stops with the run.
+
+    Both are known at every update: the journal has the one, the logs and the archive the other. Between updates the
+    offset of the next one holds, so a pause between two starts of a run is where it was.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[float, float]]) -> None:
+        ordered = sorted(pairs)
+        self._at = [run for run, _ in ordered]
+        self._offsets = [wall - run for run, wall in ordered]
+
+    def __call__(self, run: float) -> float:
+        if not self._at:
+            return run
+        return run + self._offsets[min(bisect.bisect_left(self._at, run), len(self._at) - 1)]
+
+
+# ── what log files say that no other file does: warnings, errors, and when each update was ───────────────────────────
+
+
+MOST_LOUD = 40
+LOUD = ("warning", "error", "critical")
+_KNOWN = frozenset({"process", "pid", "event", "level", "timestamp"})
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """Times are epoch seconds."""
+
+    loud: list[LogLine]
+    """The newest warnings and errors."""
+    loud_count: int
+    updated: dict[int, tuple[float, float]]
+    """By policy version: when the update began and ended."""
+    facts: dict[str, str]
+    began: float | None
+
+
+def read_logs(folder: Path) -> Logs:
+    """Lines that are torn, or not ours, are passed over."""
+    loud: list[LogLine] = []
+    updated: dict[int, tuple[float, float]] = {}
+    facts: dict[str, str] = {}
+    began = None
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _lines(path):
+            at = line["at"]
+            began = at if began is None else min(began, at)
+            if line.get("level") in LOUD:
+                loud.append(_loud(line))
+            elif line.get("event") == "updated" and "policy_version" in line:
+                updated[int(line["policy_version"])] = (at - float(line.get("seconds", 0.0)), at)
+            elif line.get("event") == "ready":
+                facts |= _ready_facts(path.stem, line)
+    loud.sort(key=lambda line: line.at)
+    return Logs(loud[-MOST_LOUD:], len(loud), updated, facts, began)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                line = msgspec.json.decode(raw, type=dict[str, Any])
+                line["at"] = datetime.fromisoformat(line["timestamp"]).timestamp()
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                continue
+            yield line
+
+
+def _loud(line: dict[str, Any]) -> LogLine:
+    detail = ", ".join(f"{key}={value}" for key, value in line.items() if key not in _KNOWN and key != "at")
+    return LogLine(line["at"], str(line.get("process", "")), line["level"], str(line.get("event", "")), detail)
+
+
+def _ready_facts(process: str, line: dict[str, Any]) -> dict[str, str]:
+    wanted = ("device", "isolation", "backends", "slots", "core", "cores")
+    said = ", ".join(f"{key} {line[key]}" for key in wanted if line.get(key) not in (None, ""))
+    return {process: said} if said else {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.highlight import source
-from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.layout import Bar, Mark, axis_row, data_table, figure, row, rows, section
+from kbrl_async.lab.report.markup import Content, Markup, element, join, source
 from kbrl_async.lab.report.model import Kernel, RunData
-from kbrl_async.lab.report.plots import Bar, Mark, Scale, axis_row, row, rows
-from kbrl_async.lab.report.sections.layout import figure, section
+from kbrl_async.lab.report.scales import Scale
 
 MOST_INTERVALS, MOST_ROWS, MOST_SOURCES = 60, 300, 24
 WIDEST = 2.0
@@ -67,9 +66,9 @@ def _table(run: RunData) -> Markup:
         join(element("th", name, class_=class_ or None, data_sort=str(i)) for i, (name, class_) in enumerate(heads)),
     )
     body = [_line(kernel, baselines, has_times) for kernel in run.kernels[:MOST_ROWS]]
-    made = element("table", element("thead", head), element("tbody", join(body)), class_="sortable")
+    made = data_table(body, head, class_="scroll tall", kind="sortable")
     left = f"the first {MOST_ROWS} of {len(run.kernels):,}" if len(run.kernels) > MOST_ROWS else ""
-    return figure("Leaderboard", left, element("div", made, class_="scroll tall"))
+    return figure("Leaderboard", left, made)
 
 
 def _line(kernel: Kernel, baselines: Sequence[str], has_times: bool) -> Markup:

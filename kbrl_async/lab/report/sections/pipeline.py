@@ -7,24 +7,24 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.markup import Markup
-from kbrl_async.lab.report.model import STAGES, RunData, Span
-from kbrl_async.lab.report.plots import (
+from kbrl_async.lab.report.layout import (
     Bar,
-    Line,
     Mark,
-    Points,
     axis_row,
-    binned,
     cells,
+    figure,
+    grid,
     legend,
-    line_chart,
+    place,
     row,
     rows,
-    time_label,
-    time_ticks,
+    section,
+    time_axis,
 )
-from kbrl_async.lab.report.sections.layout import figure, grid, place, section, time_axis
+from kbrl_async.lab.report.markup import Markup
+from kbrl_async.lab.report.model import STAGES, RunData, Span
+from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.scales import Points, binned, time_label, time_ticks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 
 COLUMNS = 150

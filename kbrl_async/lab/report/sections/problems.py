@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import axis_row, cells, choice, figure, row, rows, section, version_ticks
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import axis_row, cells, row, rows
-from kbrl_async.lab.report.sections.layout import choice, figure, section, version_ticks
 from kbrl_async.runs.telemetry.by_version import Part, points, settled
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import Bar, axis_row, figure, legend, row, rows, section
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import RunData, Span, Turn, Update
-from kbrl_async.lab.report.plots import Bar, axis_row, legend, row, rows, time_label, time_ticks
-from kbrl_async.lab.report.sections.layout import figure, section
+from kbrl_async.lab.report.scales import time_label, time_ticks
 
 SHOWN = 12
 KEY = (

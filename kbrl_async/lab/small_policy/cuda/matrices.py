@@ -7,7 +7,6 @@ from kbrl_async.lab.small_policy.cuda.source import (
     ITEM,
     LARGEST,
     TOTAL,
-    CudaAnswer,
     Group,
     chain_function,
     items,
@@ -15,7 +14,7 @@ from kbrl_async.lab.small_policy.cuda.source import (
 )
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.linear import Linear
-from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.families.source import Answer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 TILE = 64
@@ -90,7 +89,7 @@ class Product:
         ]
 
 
-def linear(spec: Linear, author: Author) -> CudaAnswer:
+def linear(spec: Linear, author: Author) -> Answer:
     join = [author.slip("formula", "v = v + e[i * n + j];", "v = v - e[i * n + j];")] if spec.residual else []
     extra = "const float *e, " if spec.residual else ""
     # In a tile `e` counts loads, but in a scope of its own.
@@ -106,10 +105,10 @@ def linear(spec: Linear, author: Author) -> CudaAnswer:
         "out = torch.empty(m, n, device=x.device)",
         launch("run", product.grid("m", "n"), *tensors, "out", "m", "n", "k"),
     )
-    return CudaAnswer(tuple(product.kernel("run")), forward)
+    return Answer(tuple(product.kernel("run")), forward)
 
 
-def perceptron(spec: Perceptron, author: Author) -> CudaAnswer:
+def perceptron(spec: Perceptron, author: Author) -> Answer:
     """Products in one kernel, what is between them in another."""
     product = Product(author, True, [])
     gate = author.slip("formula", "f(t[i]) * s[i]", "f(t[i]) + s[i]") if spec.gated else "f(t[i])"
@@ -145,14 +144,14 @@ def perceptron(spec: Perceptron, author: Author) -> CudaAnswer:
         *mix,
         *(add if spec.residual else []),
     )
-    return CudaAnswer(source, tuple(forward), kernels)
+    return Answer(source, tuple(forward), kernels)
 
 
 def _down(author: Author) -> tuple[str, str, str]:
     return ("m", "n", "k") if author.slip("argument", "", "wrong") else ("m", "k", "n")
 
 
-def attention(spec: Attention, author: Author) -> CudaAnswer:
+def attention(spec: Attention, author: Author) -> Answer:
     """A block a query (fast), or a thread a query (slow); the row of scores lies in global memory."""
     group = Group(author.is_fast())
     scale = author.slip("formula", "/ sqrtf((float)d)", "/ d", "* sqrtf((float)d)")
@@ -171,9 +170,7 @@ def attention(spec: Attention, author: Author) -> CudaAnswer:
             f"for (long p = 0; p < d; p++) v += q[r * d + p] * {key};",
             statement(author, f"b[c] = v {scale};"),
         ),
-        "float m = -INFINITY;",
-        *group.loop("m = fmaxf(m, b[c]);"),
-        *group.max(),
+        *group.max("float m = -INFINITY;"),
         f"float s = {author.slip('start', '0.0f', '1.0f')};",
         *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"),
         *group.sum(),
@@ -196,4 +193,4 @@ def attention(spec: Attention, author: Author) -> CudaAnswer:
         "a = torch.empty(rows, rows, device=q.device)",
         launch("run", group.grid(author, "rows"), "q", "k", "v", "a", "out", "rows", "d", block=group.block),
     )
-    return CudaAnswer(source, forward)
+    return Answer(source, forward)

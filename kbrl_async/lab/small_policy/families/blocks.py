@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.rows import LOOP, MAXIMUM
+from kbrl_async.lab.small_policy.families.rows import LOOP, Alone
 from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
 from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
 
@@ -150,7 +150,7 @@ class Attention(msgspec.Struct, frozen=True):
             f"            for (long p = 0; p < d; p++) v += q[i * d + p] * {key};",
             "            " + statement(author, f"b[c] = v {scale};"),
             "        }",
-            *indent(list(MAXIMUM), 2),
+            *indent(Alone().max("float m = -INFINITY;"), 2),
             f"        float s = {author.slip('start', '0.0f', '1.0f')};",
             "        for (long p = 0; p < d; p++) o[p] = 0.0f;",
             "        " + LOOP,

@@ -6,6 +6,7 @@ Every line stands alone on purpose: the small policy's tokenizer merges whole li
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,10 +42,11 @@ class Module(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The C side: the kernel and the statements of `ModelNew.forward`."""
+    """What an author writes: the kernels' source, the statements of `ModelNew.forward`, and what they launch."""
 
     kernel: tuple[str, ...]
     forward: tuple[str, ...]
+    kernels: tuple[str, ...] = ("run",)
 
 
 class Family(Protocol):
@@ -55,7 +57,7 @@ class Family(Protocol):
     def answer(self, author: Author) -> Answer: ...
 
 
-def indent(lines: tuple[str, ...] | list[str], depth: int) -> list[str]:
+def indent(lines: Sequence[str], depth: int) -> list[str]:
     return [" " * 4 * depth + line if line else "" for line in lines]
 
 
@@ -100,26 +102,32 @@ def render_answer(module: Module, answer: Answer, author: Author) -> str:
     """The policy's response: a fenced Python file that defines `ModelNew`."""
     closing = author.slip("fence", "```\n", "")
     pragma = author.style("", '#pragma GCC optimize("Ofast")')
+    source = [*([pragma] if pragma else []), "#include <math.h>", *answer.kernel]
+    return answer_file(module, "c_kernel", source, {"kernel": "run"}, answer.forward) + closing
+
+
+def answer_file(
+    module: Module, launcher: str, source: Sequence[str], kernels: Mapping[str, str], forward: Sequence[str]
+) -> str:
+    """A fenced Python file, its fence still open. `kernels`: functions of the source by their names in `ModelNew`."""
     lines = [
         "```python",
         "import torch",
         "import torch.nn as nn",
-        "from kbrl_async.launch import c_kernel",
+        f"from kbrl_async.launch import {launcher}",
         'SOURCE = r"""',
-        *([pragma] if pragma else []),
-        "#include <math.h>",
-        *answer.kernel,
+        *source,
         '"""',
         "class ModelNew(nn.Module):",
         f"    def __init__({', '.join(('self', *module.init_arguments))}):",
         "        super().__init__()",
         *indent(module.members, 2),
-        '        self.kernel = c_kernel(SOURCE, "run")',
+        *(f'        self.{name} = {launcher}(SOURCE, "{function}")' for name, function in kernels.items()),
         f"    def forward({', '.join(('self', *module.arguments))}):",
-        *indent(answer.forward, 2),
+        *indent(forward, 2),
         "        return out",
     ]
-    return "\n".join(lines) + "\n" + closing
+    return "\n".join(lines) + "\n"
 
 
 def statement(author: Author, text: str, wrong_name: tuple[str, str] | None = None) -> str:

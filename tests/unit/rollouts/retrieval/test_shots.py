@@ -8,9 +8,8 @@ import pytest
 
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.author import CAREFUL, Habits
-from kbrl_async.lab.small_policy.corpus import Example, examples
+from kbrl_async.lab.small_policy.corpus import Example, LookingUp, Shelf, examples
 from kbrl_async.lab.small_policy.families.source import render_problem
-from kbrl_async.lab.small_policy.shots import LookingUp, Shelf
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.retrieval.code import read
