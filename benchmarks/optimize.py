@@ -26,7 +26,7 @@ from kbrl_async.cli import optimize
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
-from kbrl_async.lab.optimize.targets import Given, Target, read_target
+from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
 
 OWN = Path(__file__).with_name("user_modules.py")
 MODULES = (
@@ -37,10 +37,10 @@ MODULES = (
 HELDOUT = 10
 
 
-def targets(heldout: int) -> list[Target]:
+def targets(heldout: int) -> list[UserModule]:
     suite = load_suite(split="heldout")[:heldout]
     own = [read_target(f"{OWN}:{name}", given) for name, given in MODULES]
-    return [*(Target(p, p, "file", "Model", p.problem_id) for p in suite), *own]
+    return [*(UserModule(p, p, "file", "Model", p.problem_id) for p in suite), *own]
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def row(target: Target, done: evidence.Found, seconds: float) -> dict[str, Any]:
+def row(target: UserModule, done: evidence.SearchResult, seconds: float) -> dict[str, Any]:
     """What one module came to; `by_policy` counts the kernels that the policy itself was proven right with."""
     proven = done.search.tree.proven()
     final = done.proof.winner if done.proof else max(done.finals, key=lambda f: f.result.ok, default=None)

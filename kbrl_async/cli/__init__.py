@@ -74,7 +74,7 @@ COMMANDS = {
 """What `kbrl --help` says of each."""
 
 
-class Command(Protocol):
+class CommandModule(Protocol):
     """A module of this package."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -112,8 +112,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _module(command: str) -> Command:
-    return cast(Command, importlib.import_module(f"kbrl_async.cli.{command}"))
+def _module(command: str) -> CommandModule:
+    return cast(CommandModule, importlib.import_module(f"kbrl_async.cli.{command}"))
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

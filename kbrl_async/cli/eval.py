@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight
-from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
+from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
@@ -167,7 +167,7 @@ def check(todo: Plan) -> None:
         preflight.check_compiler()
 
 
-def conclude(run_dir: Path, ended: Ended, args: argparse.Namespace) -> int:
+def conclude(run_dir: Path, ended: ProcessesEnded, args: argparse.Namespace) -> int:
     """Show the figures and copy files, or say why there are none.
 
     :raises RunError: a service gave up.

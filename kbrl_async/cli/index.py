@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from kbrl_async.lab.indexing import BuildOptions, build_index
+    from kbrl_async.lab.indexing import IndexOptions, build_index
     from kbrl_async.rollouts.retrieval import SourceOptions, open_source
 
     chosen = next((backends for name, backends in BACKENDS.items() if getattr(args, name)), frozenset[str]())
     wanted = SourceOptions(chosen, _levels(args.sakana_levels), args.include_incorrect)
     sources = [open_source(place, wanted, _problem_sources) for place in args.sources]
-    options = BuildOptions(embedder=args.model or default_model())
+    options = IndexOptions(embedder=args.model or default_model())
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}

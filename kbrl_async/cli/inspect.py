@@ -42,7 +42,7 @@ SHOWN = 12
 """Ids that are named where several begin as asked."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class PaidPart(msgspec.Struct, frozen=True):
     """One part of a turn's reward: it pays weight × value."""
 
     name: str
@@ -50,7 +50,7 @@ class Part(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Turn(msgspec.Struct, frozen=True):
+class InspectedTurn(msgspec.Struct, frozen=True):
     """One turn: its columns, and its record as far as that was kept."""
 
     row: Row
@@ -62,14 +62,14 @@ class Turn(msgspec.Struct, frozen=True):
     build: BuildReport | None = None
     bench: BenchReport | None = None
     preset: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PaidPart, ...] = ()
 
 
 class Rollout(msgspec.Struct, frozen=True):
     """What is printed."""
 
     rollout_id: str
-    turns: tuple[Turn, ...]
+    turns: tuple[InspectedTurn, ...]
     mates: tuple[Row, ...]
     """All turns of its group, its own too."""
     group: GroupEnd | None = None
@@ -116,11 +116,11 @@ def _turns(archive: Archive, wanted: str) -> list[Row]:
     return [row for row in rows if row.rollout_id == names[0]]
 
 
-def _turn(row: Row, record: Sequence[Frame], config: Config | None) -> Turn:
+def _turn(row: Row, record: Sequence[Frame], config: Config | None) -> InspectedTurn:
     frames: dict[type, Any] = {type(frame): frame for frame in record}
     request, generation = frames.get(RolloutRequest), frames.get(Generation)
     name, parts = _parts(row, record, config)
-    return Turn(
+    return InspectedTurn(
         row,
         request.prompt if request else "",
         generation.text if generation else "",
@@ -134,7 +134,7 @@ def _turn(row: Row, record: Sequence[Frame], config: Config | None) -> Turn:
     )
 
 
-def _parts(row: Row, record: Sequence[Frame], config: Config | None) -> tuple[str, tuple[Part, ...]]:
+def _parts(row: Row, record: Sequence[Frame], config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
     """The preset that the turn was paid by, and its parts; nothing where it wrote no kernel or failed by our fault."""
     parts = parts_of(record) if record and row.reward is not None and row.role != "verifier" else None
     if parts is None:
@@ -143,8 +143,8 @@ def _parts(row: Row, record: Sequence[Frame], config: Config | None) -> tuple[st
     for name, preset in _presets(config):
         if abs(reward_of(parts, preset) - (row.reward or 0.0)) < 1e-9:
             paid = {part: weight for part, weight in preset.weights.items() if weight}
-            return name, tuple(Part(part, values[part], weight) for part, weight in paid.items())
-    return "", tuple(Part(name, value, 0.0) for name, value in values.items())
+            return name, tuple(PaidPart(part, values[part], weight) for part, weight in paid.items())
+    return "", tuple(PaidPart(name, value, 0.0) for name, value in values.items())
 
 
 def _presets(config: Config | None) -> list[tuple[str, Preset]]:
@@ -165,7 +165,7 @@ def show(rollout: Rollout, console: Console) -> None:
     _group(rollout, console)
 
 
-def _show_turn(turn: Turn, console: Console) -> None:
+def _show_turn(turn: InspectedTurn, console: Console) -> None:
     row = turn.row
     console.rule(f"[bold]{row.task_id}[/]  {row.problem_id}", align="left")
     console.print(facts(_of_turn(turn)))
@@ -187,7 +187,7 @@ def _show_turn(turn: Turn, console: Console) -> None:
         _reward(turn, console)
 
 
-def _of_turn(turn: Turn) -> Iterable[tuple[str, str]]:
+def _of_turn(turn: InspectedTurn) -> Iterable[tuple[str, str]]:
     row = turn.row
     yield "group", f"{row.group_id} ({row.purpose}, turn {row.turn + 1}, {row.role})"
     yield (
@@ -212,7 +212,7 @@ def _of_turn(turn: Turn) -> Iterable[tuple[str, str]]:
         yield "tokens", f"{len(turn.generation.prompt_ids)} asked, {row.tokens} written, ended by {_end(turn)}"
 
 
-def _end(turn: Turn) -> str:
+def _end(turn: InspectedTurn) -> str:
     assert turn.generation is not None
     return "itself" if turn.generation.finish_reason == "stop" else "max_tokens"
 
@@ -274,7 +274,7 @@ def _steps(stages: Iterable[StageReport]) -> Table:
     return table
 
 
-def _reward(turn: Turn, console: Console) -> None:
+def _reward(turn: InspectedTurn, console: Console) -> None:
     console.print(f"\n[bold]reward[/] {f'(preset {turn.preset})' if turn.preset else ''}")
     table = Table("part", "value", "weight", "pays", box=None, padding=(0, 2))
     for part in turn.parts:

@@ -40,7 +40,7 @@ ERROR = "error: "
 _STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ProcessesEnded(msgspec.Struct, frozen=True):
     """How the processes ended."""
 
     first: str
@@ -55,7 +55,7 @@ class Ended(msgspec.Struct, frozen=True):
         return not self.first and self.code in INTERRUPTED
 
 
-def gave_up(ended: Ended, goal: str, cure: str) -> RunError:
+def gave_up(ended: ProcessesEnded, goal: str, cure: str) -> RunError:
     """The error that says which process ended before the `goal` was reached, with that process's exit code."""
     who = ended.first or "a process"
     if ended.reason:
@@ -228,7 +228,7 @@ def start_and_wait(
     *,
     command: Callable[[str], str] = python_service,
     output: TextIO | None = None,
-) -> Ended:
+) -> ProcessesEnded:
     """Start `counts` processes of each service on this run, show their lines, wait until all have ended."""
     output = output or sys.stdout
     manager = RunManager(output)
@@ -242,7 +242,9 @@ def start_and_wait(
     finally:
         manager.printer.close()
     first = manager.printer.first_stopped
-    return Ended(first=first, code=_exit_code(manager.returncode), reason=manager.printer.reasons.get(first, ""))
+    return ProcessesEnded(
+        first=first, code=_exit_code(manager.returncode), reason=manager.printer.reasons.get(first, "")
+    )
 
 
 def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     found = (line for line in merged(files(folder), broken, sizes) if wanted.wants(line))
     count = args.lines if args.lines is not None else FIRST_LINES if args.follow and not args.since else None
     try:
-        show = Shown(wants_colour(sys.stdout))
+        show = LinePrinter(wants_colour(sys.stdout))
         _print(found if count is None else deque(found, maxlen=max(0, count)), args.json, show)
         sys.stdout.flush()
         if args.follow:
@@ -100,7 +100,7 @@ def followed(run_dir: Path, sizes: dict[Path, int], broken: Broken, wanted: Filt
         follower.close()
 
 
-def _print(found: Iterable[Line], as_json: bool, show: Shown, *, at_once: bool = False) -> None:
+def _print(found: Iterable[Line], as_json: bool, show: LinePrinter, *, at_once: bool = False) -> None:
     """JSON goes through as it is; the rest of this command prints nothing to stdout."""
     for line in found:
         text = line.raw if as_json else show.line(line).encode("utf-8", "replace")
@@ -109,7 +109,7 @@ def _print(found: Iterable[Line], as_json: bool, show: Shown, *, at_once: bool =
             sys.stdout.buffer.flush()
 
 
-class Shown:
+class LinePrinter:
     """A line for people: local time, process, level, event, the rest as key=value."""
 
     def __init__(self, colours: bool) -> None:

@@ -23,10 +23,10 @@ from kbrl_async.errors import UserError
 if TYPE_CHECKING:
     from kbrl_async.evaluation.targets import Target as Policy
     from kbrl_async.lab.optimize.engine import Opened
-    from kbrl_async.lab.optimize.evidence import Found
+    from kbrl_async.lab.optimize.evidence import SearchResult
     from kbrl_async.lab.optimize.search import Search
     from kbrl_async.lab.optimize.session import Verifiers, Wanted
-    from kbrl_async.lab.optimize.targets import Target
+    from kbrl_async.lab.optimize.targets import UserModule
     from kbrl_async.runs.config import Config
 
 EXAMPLES = """\
@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     return _conclude(args, output, found)
 
 
-async def _found(wanted: Wanted, policy: Policy, config: Config, target: Target, output: Path, threads: int) -> Found:
+async def _found(
+    wanted: Wanted, policy: Policy, config: Config, target: UserModule, output: Path, threads: int
+) -> SearchResult:
     from kbrl_async.lab.optimize.engine import open_engine
     from kbrl_async.lab.optimize.session import open_verifiers
 
@@ -96,12 +98,12 @@ async def _found(wanted: Wanted, policy: Policy, config: Config, target: Target,
 async def optimise(
     wanted: Wanted,
     config: Config,
-    target: Target,
+    target: UserModule,
     output: Path,
     opened: Opened,
     verifiers: Verifiers,
     console: Console,
-) -> Found:
+) -> SearchResult:
     """Searches, then proves the best few from disk; `output` is written where one holds."""
     from kbrl_async.lab.optimize import session
 
@@ -137,7 +139,7 @@ def status(search: Search) -> str:
     return " · ".join(words)
 
 
-def _conclude(args: argparse.Namespace, output: Path, found: Found) -> int:
+def _conclude(args: argparse.Namespace, output: Path, found: SearchResult) -> int:
     from kbrl_async.lab.optimize import evidence
     from kbrl_async.lab.optimize.session import write_evidence
 
@@ -158,7 +160,7 @@ def _conclude(args: argparse.Namespace, output: Path, found: Found) -> int:
     return code
 
 
-def _explain(console: Console, found: Found) -> None:
+def _explain(console: Console, found: SearchResult) -> None:
     from kbrl_async.lab.optimize import evidence
 
     for final in found.finals:

@@ -14,7 +14,7 @@ from rich.table import Table
 from kbrl_async.cli.shared import find, print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
-from kbrl_async.lab.plan import TARGET, Capacity, Observation, Window
+from kbrl_async.lab.plan import TARGET, AdmissionWindow, Capacity, RunObservation
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="the plan as JSON")
 
 
-class Measured(msgspec.Struct, frozen=True):
+class PlanBasis(msgspec.Struct, frozen=True):
     """What a plan is made from."""
 
     source: str
-    observed: Observation
-    window: Window
+    observed: RunObservation
+    window: AdmissionWindow
     samples: list[SystemSample] = msgspec.field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ def parse_times(words: Sequence[str]) -> dict[str, float]:
     return times
 
 
-def model_factor(model: str, measured: Measured) -> float:
+def model_factor(model: str, measured: PlanBasis) -> float:
     """How many times as many parameters as the policy of the measured run has."""
     policies = sorted(Path(measured.source).glob("policies/policy-v*"), key=lambda path: path.stat().st_mtime)
     if not policies:
@@ -107,22 +107,22 @@ def model_factor(model: str, measured: Measured) -> float:
     return planning.count_parameters(model) / planning.count_parameters(str(policies[-1]))
 
 
-def _of_run(wanted: str) -> Measured:
+def _of_run(wanted: str) -> PlanBasis:
     folder = find(wanted)
     samples = Tail(folder / "metrics" / "system.jsonl").new()
-    return Measured(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
+    return PlanBasis(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
 
 
-def _told(times: dict[str, float]) -> Measured:
+def _told(times: dict[str, float]) -> PlanBasis:
     config = Config()
-    return Measured("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
+    return PlanBasis("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
 
 
-def _window(config: Config) -> Window:
-    return Window(config.max_staleness, config.batch_size, config.group_size)
+def _window(config: Config) -> AdmissionWindow:
+    return AdmissionWindow(config.max_staleness, config.batch_size, config.group_size)
 
 
-def _reached(measured: Measured) -> float:
+def _reached(measured: PlanBasis) -> float:
     if not measured.samples:
         raise UserError("how much is wanted is not said", "Give --rollouts-per-hour N")
     return measured.observed.rollouts_per_hour
@@ -131,7 +131,7 @@ def _reached(measured: Measured) -> float:
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def show(measured: Measured, found: Capacity, factor: float, console: Console) -> None:
+def show(measured: PlanBasis, found: Capacity, factor: float, console: Console) -> None:
     lines = [f"measured: {measured.source}", *(check_lines(measured) if measured.samples else ())]
     if factor != 1.0:
         lines.append(
@@ -142,7 +142,7 @@ def show(measured: Measured, found: Capacity, factor: float, console: Console) -
     say("\n".join(closing_lines(found)), console)
 
 
-def check_lines(measured: Measured) -> Iterator[str]:
+def check_lines(measured: PlanBasis) -> Iterator[str]:
     """What the formula says of the very run that was measured, beside what happened."""
     observed = measured.observed
     predicted, bottleneck = planning.carried(observed)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kbrl_async.cli import preflight, summary
-from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
+from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return conclude(run.path, start_and_wait(run.path, process_counts(run.config)))
 
 
-def conclude(run_dir: Path, ended: Ended) -> int:
+def conclude(run_dir: Path, ended: ProcessesEnded) -> int:
     """Print the result, or why there is none.
 
     :raises RunError: a service gave up.

@@ -2,7 +2,7 @@
 
 ::
 
-    runs/NAME/metrics/system.jsonl ─ observe ─▶ Observation ─ plan ─▶ Capacity: servers by stage, what ends first
+    runs/NAME/metrics/system.jsonl ─ observe ─▶ RunObservation ─ plan ─▶ Capacity: servers by stage, what ends first
                                                     ▲ times of other hosts or models replace measured ones
 
 The operational laws, with headroom. With λ rollouts a second, stage *i* that costs Dᵢ server seconds per rollout and
@@ -61,7 +61,7 @@ class StageWork(msgspec.Struct, frozen=True):
     processes: int = 0
 
 
-class Observation(msgspec.Struct, frozen=True):
+class RunObservation(msgspec.Struct, frozen=True):
     """One run, or a part of it."""
 
     seconds: float
@@ -96,25 +96,25 @@ class Observation(msgspec.Struct, frozen=True):
         """Seconds that one update takes the learner."""
         return self.stages.get(TRAIN, StageWork()).busy_s / self.updates if self.updates else 0.0
 
-    def scaled(self, factors: Mapping[str, float]) -> Observation:
+    def scaled(self, factors: Mapping[str, float]) -> RunObservation:
         """The same work at other speeds, such as generation and updates of a larger model."""
         stages = {stage: _times(work, factors.get(stage, 1.0)) for stage, work in self.stages.items()}
         return msgspec.structs.replace(self, stages=stages)
 
-    def replaced(self, times: Mapping[str, float]) -> Observation:
+    def replaced(self, times: Mapping[str, float]) -> RunObservation:
         """With server seconds per rollout that were measured elsewhere, by stage."""
         work = {stage: _served(seconds * self.rollouts, self.stages.get(stage)) for stage, seconds in times.items()}
         return msgspec.structs.replace(self, stages={**self.stages, **work})
 
 
-def told(times: Mapping[str, float], batch: int) -> Observation:
+def told(times: Mapping[str, float], batch: int) -> RunObservation:
     """An observation that is only told: `times` are server seconds per rollout by stage, for batches of `batch`.
 
     :raises UserError: a stage that there is not, or a time that is none.
     """
     check_times(times)
     work = {stage: _served(seconds * batch, StageWork(tasks=batch)) for stage, seconds in times.items()}
-    return Observation(1.0, batch, 1, work)
+    return RunObservation(1.0, batch, 1, work)
 
 
 def check_times(times: Mapping[str, float]) -> None:
@@ -136,7 +136,7 @@ def _served(seconds: float, known: StageWork | None) -> StageWork:
     return msgspec.structs.replace(work, busy_s=seconds, cores_s=seconds, held_s=seconds)
 
 
-def observe(samples: Sequence[SystemSample]) -> Observation:
+def observe(samples: Sequence[SystemSample]) -> RunObservation:
     """The window of training in a run's lines.
 
     :raises UserError: nothing was trained in them.
@@ -148,7 +148,7 @@ def observe(samples: Sequence[SystemSample]) -> Observation:
     return found
 
 
-def halves(samples: Sequence[SystemSample]) -> tuple[Observation, Observation]:
+def halves(samples: Sequence[SystemSample]) -> tuple[RunObservation, RunObservation]:
     """The first and the second half of the window: what the one predicts can be held against the other."""
     inside = _window(samples)
     middle = len(inside) // 2
@@ -166,7 +166,7 @@ def _window(samples: Sequence[SystemSample]) -> Sequence[SystemSample]:
     return samples[max(0, begun[0] - 1) : rose[-1] + 1]
 
 
-def _measure(inside: Sequence[SystemSample]) -> Observation:
+def _measure(inside: Sequence[SystemSample]) -> RunObservation:
     work = {stage: StageWork() for stage in (*STAGES, TRAIN)}
     seconds = broker = 0.0
     for before, now in itertools.pairwise(inside):
@@ -176,7 +176,7 @@ def _measure(inside: Sequence[SystemSample]) -> Observation:
         work = {stage: _add(done, stage, before, now, span) for stage, done in work.items()}
     trained = work[TRAIN].tasks
     scored = work["score"].tasks - trained  # the aggregator's other task: closing a trained batch
-    return Observation(seconds, scored, trained, work, broker)
+    return RunObservation(seconds, scored, trained, work, broker)
 
 
 def _add(work: StageWork, stage: str, before: SystemSample, now: SystemSample, span: float) -> StageWork:
@@ -209,7 +209,7 @@ ONLY_ONE = {TRAIN: "learner", "score": "aggregator", BROKER: "broker"}
 RESOURCES = {"generate": "samplers", "compile": "compile cores", "bench": "timing benches", **ONLY_ONE}
 
 
-class Window(msgspec.Struct, frozen=True):
+class AdmissionWindow(msgspec.Struct, frozen=True):
     """Admission: S, P and G."""
 
     max_staleness: int
@@ -271,12 +271,12 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def plan(
-    observed: Observation,
+    observed: RunObservation,
     rollouts_per_hour: float,
     *,
     target: float = TARGET,
     variability: float = 1.0,
-    window: Window | None = None,
+    window: AdmissionWindow | None = None,
 ) -> Capacity:
     """Servers for a wished rate.
 
@@ -294,7 +294,7 @@ def plan(
     return Capacity(rollouts_per_hour, target, resources, tightest, residence, admitted)
 
 
-def carried(observed: Observation) -> tuple[float, str]:
+def carried(observed: RunObservation) -> tuple[float, str]:
     """Rollouts an hour at which the first stage is never idle, and which one: min mᵢ/Dᵢ of what was measured."""
     rates = {}
     for stage in (*STAGES, TRAIN):
@@ -316,7 +316,7 @@ def wait_s(service_s: float, servers: int, utilisation: float, variability: floa
     return variability * waits * service_s / (servers * (1 - utilisation))
 
 
-def _resource(observed: Observation, stage: str, rate: float, target: float, variability: float) -> Resource:
+def _resource(observed: RunObservation, stage: str, rate: float, target: float, variability: float) -> Resource:
     demand, visits = observed.demand(stage), observed.visits(stage)
     load = rate * demand
     servers = 1 if stage in ONLY_ONE else max(1, math.ceil(load / target - 1e-9))
@@ -325,7 +325,7 @@ def _resource(observed: Observation, stage: str, rate: float, target: float, var
     return Resource(stage, RESOURCES[stage], demand, servers, load, load / servers, wait, limit)
 
 
-def _residence(observed: Observation, resources: list[Resource]) -> float:
+def _residence(observed: RunObservation, resources: list[Resource]) -> float:
     """Σ Vᵢ(Hᵢ+Wᵢ) + T; a stage that is overloaded waits for ever, and is named as that instead."""
     total = observed.update_s
     for resource in resources:

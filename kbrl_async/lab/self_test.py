@@ -65,7 +65,7 @@ def get_init_inputs():
 """
 
 
-class Case(msgspec.Struct, frozen=True):
+class KnownKernel(msgspec.Struct, frozen=True):
     name: str
     body: str
     shape: str
@@ -85,38 +85,38 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CPU_CASES = (
-    Case("add 1k", "return x + 1", "1024"),
-    Case("softmax 128x512", "return torch.softmax(x, dim=-1)", "128, 512"),
-    Case("gelu 256x1024", "return torch.nn.functional.gelu(x)", "256, 1024"),
-    Case("add 4 MB", "return x + 1", "1024, 1024"),
-    Case("matmul 512", "return x @ x", "512, 512"),
+    KnownKernel("add 1k", "return x + 1", "1024"),
+    KnownKernel("softmax 128x512", "return torch.softmax(x, dim=-1)", "128, 512"),
+    KnownKernel("gelu 256x1024", "return torch.nn.functional.gelu(x)", "256, 1024"),
+    KnownKernel("add 4 MB", "return x + 1", "1024, 1024"),
+    KnownKernel("matmul 512", "return x @ x", "512, 512"),
 )
 """25 µs to 5 ms on one core."""
 GPU_CASES = (
-    Case("add 1k", "return x + 1", "1024"),
-    Case("add 1M", "return x + 1", "1048576"),
-    Case("matmul 2048 bf16", "return x @ x", "2048, 2048", "bfloat16"),
-    Case("add 16M", "return x + 1", "16777216"),
-    Case("softmax 4096x4096", "return torch.softmax(x, dim=-1)", "4096, 4096"),
-    Case("gelu 64M", "return torch.nn.functional.gelu(x)", "8192, 8192"),
-    Case("matmul 8192 bf16", "return x @ x", "8192, 8192", "bfloat16"),
+    KnownKernel("add 1k", "return x + 1", "1024"),
+    KnownKernel("add 1M", "return x + 1", "1048576"),
+    KnownKernel("matmul 2048 bf16", "return x @ x", "2048, 2048", "bfloat16"),
+    KnownKernel("add 16M", "return x + 1", "16777216"),
+    KnownKernel("softmax 4096x4096", "return torch.softmax(x, dim=-1)", "4096, 4096"),
+    KnownKernel("gelu 64M", "return torch.nn.functional.gelu(x)", "8192, 8192"),
+    KnownKernel("matmul 8192 bf16", "return x @ x", "8192, 8192", "bfloat16"),
 )
 """4 µs to 2 ms on an H100."""
 
 _REPEAT = "y = torch.tanh(x)\n        for _ in range(TIMES - 1):\n            torch.tanh(x, out=y)\n        return y"
 
 
-def cases(device: str) -> tuple[Case, ...]:
+def cases(device: str) -> tuple[KnownKernel, ...]:
     return GPU_CASES if device.startswith("cuda") else CPU_CASES
 
 
-def slower_case(device: str) -> Case:
+def slower_case(device: str) -> KnownKernel:
     """The reference of the A/B table: some 2 ms on a core, 1 ms on a GPU."""
     shape = "512, 1024" if device.startswith("cuda") else "64, 128"
-    return Case(f"{BASE} × tanh", _REPEAT.replace("TIMES", str(BASE)), shape)
+    return KnownKernel(f"{BASE} × tanh", _REPEAT.replace("TIMES", str(BASE)), shape)
 
 
-def slower_candidate(case: Case, times: int) -> tuple[Candidate, float]:
+def slower_candidate(case: KnownKernel, times: int) -> tuple[Candidate, float]:
     """`times` repetitions instead of `BASE`, and its true speedup."""
     return Candidate(case.source("ModelNew", _REPEAT.replace("TIMES", str(times))), BACKEND), BASE / times
 
@@ -124,7 +124,7 @@ def slower_candidate(case: Case, times: int) -> tuple[Candidate, float]:
 # ── measurements ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptTrial(msgspec.Struct, frozen=True):
     """A line of the file. Files of several equal GPUs may be concatenated."""
 
     hardware: str
@@ -166,15 +166,15 @@ class Trials:
         self._found[kind].setdefault(case, []).append(trial)
         if self._path is not None:
             with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(Kept(self._hardware, kind, case, trial)) + b"\n")
+                file.write(msgspec.json.encode(KeptTrial(self._hardware, kind, case, trial)) + b"\n")
 
 
-def _lines(path: Path) -> Iterator[Kept]:
+def _lines(path: Path) -> Iterator[KeptTrial]:
     rows = path.read_bytes().split(b"\n")
     for number, row in enumerate(rows, 1):
         try:
             if row:
-                yield msgspec.json.decode(row, type=Kept)
+                yield msgspec.json.decode(row, type=KeptTrial)
         except msgspec.MsgspecError as error:
             if number == len(rows):  # without its newline: the writer was killed
                 return
@@ -218,7 +218,7 @@ def measure(asked: SelfTest, bench_options: BenchOptions, tell: Tell) -> Report:
     return report(hardware_of(device), runs, truths, others)
 
 
-def aa(bench: Bench, chosen: Sequence[Case], pairs: int, tell: Tell, rng: random.Random, trials: Trials) -> None:
+def aa(bench: Bench, chosen: Sequence[KnownKernel], pairs: int, tell: Tell, rng: random.Random, trials: Trials) -> None:
     """Until there are `pairs` measurements of a reference against itself in all, or time is over; the cases take turns,
     so that each sees all hours.
     """
@@ -281,7 +281,7 @@ def trial_of(timing: Timing, truth: float) -> Trial:
     )
 
 
-def beside(case: Case, device: str, runs: int, budget_s: float) -> dict[str, float]:
+def beside(case: KnownKernel, device: str, runs: int, budget_s: float) -> dict[str, float]:
     """Worst error of other methods on the same kernel against itself, with `budget_s` for each decision."""
     worst: dict[str, float] = {}
     for name, method in methods(device).items():
@@ -290,7 +290,7 @@ def beside(case: Case, device: str, runs: int, budget_s: float) -> dict[str, flo
     return worst
 
 
-def _function(case: Case, device: str) -> Function:
+def _function(case: KnownKernel, device: str) -> Function:
     """Our own source, so it may run in this process."""
     namespace: dict[str, Any] = {}
     exec(compile(case.source("Model"), "case.py", "exec"), namespace)  # noqa: S102 - a constant of ours

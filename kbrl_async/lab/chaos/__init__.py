@@ -2,7 +2,7 @@
 
 ::
 
-    plan (file | seed) ─▶ Driver: begins and ends each fault in its time ─▶ run ends ─▶ evidence ─▶ checks
+    plan (file | seed) ─▶ FaultDriver: begins and ends each fault in its time ─▶ run ends ─▶ evidence ─▶ checks
                               │
             signals · Link (a proxy before the broker) · garbage frames · flipped bytes · no room for files
 

@@ -278,7 +278,7 @@ BROKER_BACK_S = 3.0
 """A broker that was killed under load has to take the next result by then."""
 
 
-class Report(msgspec.Struct, omit_defaults=True):
+class ChaosReport(msgspec.Struct, omit_defaults=True):
     """Written at the start with the plan alone, and again at the end."""
 
     run: str
@@ -326,7 +326,7 @@ class Report(msgspec.Struct, omit_defaults=True):
         return Check("the broker comes back", max(answered + back) <= limit_s, says)
 
 
-def render(report: Report) -> Group:
+def render(report: ChaosReport) -> Group:
     """For a terminal."""
     table = Table(title=f"chaos in {report.run}", title_justify="left")
     for name, justify in (("fault", "left"), ("done", "right"), ("not", "right")):

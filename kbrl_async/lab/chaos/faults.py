@@ -39,7 +39,7 @@ ZYGOTE, CANDIDATE, COMPILER = "zygote", "candidate", "compiler"
 FRAMES, ARTIFACT, CACHE, JOURNAL = "frames", "artifact", "cache", "journal"
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     KILL = "kill"
     """`kill -9`."""
     STOP = "stop"
@@ -63,31 +63,31 @@ class Range(msgspec.Struct, frozen=True):
     high: float
 
 
-LASTS: Mapping[Kind, Range] = {
-    Kind.STOP: Range(0.5, 6.0),
-    Kind.WEDGE: Range(60.0, 60.0),
-    Kind.DELAY: Range(2.0, 6.0),
-    Kind.PARTITION: Range(1.0, 6.0),
-    Kind.DISK_FULL: Range(1.0, 4.0),
+LASTS: Mapping[FaultKind, Range] = {
+    FaultKind.STOP: Range(0.5, 6.0),
+    FaultKind.WEDGE: Range(60.0, 60.0),
+    FaultKind.DELAY: Range(2.0, 6.0),
+    FaultKind.PARTITION: Range(1.0, 6.0),
+    FaultKind.DISK_FULL: Range(1.0, 4.0),
 }
 NANNIES = tuple(NANNY + name for name in SERVICES)
-TARGETS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.KILL: (*SERVICES, ZYGOTE, CANDIDATE, COMPILER, *NANNIES, RUN),
-    Kind.STOP: (*SERVICES, ZYGOTE, CANDIDATE),
-    Kind.WEDGE: SERVICES,
-    Kind.DELAY: WORKERS,
-    Kind.PARTITION: WORKERS,
-    Kind.CORRUPT: (FRAMES, ARTIFACT, CACHE, JOURNAL),
-    Kind.DISK_FULL: (*SERVICES, DISK),
+TARGETS: Mapping[FaultKind, tuple[str, ...]] = {
+    FaultKind.KILL: (*SERVICES, ZYGOTE, CANDIDATE, COMPILER, *NANNIES, RUN),
+    FaultKind.STOP: (*SERVICES, ZYGOTE, CANDIDATE),
+    FaultKind.WEDGE: SERVICES,
+    FaultKind.DELAY: WORKERS,
+    FaultKind.PARTITION: WORKERS,
+    FaultKind.CORRUPT: (FRAMES, ARTIFACT, CACHE, JOURNAL),
+    FaultKind.DISK_FULL: (*SERVICES, DISK),
 }
-LINKED = frozenset({Kind.DELAY, Kind.PARTITION})
+LINKED = frozenset({FaultKind.DELAY, FaultKind.PARTITION})
 """Kinds that need a proxy before the broker."""
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One fault: at `at_s` seconds after the run was at work, or as soon as `after_update` updates were made."""
 
-    kind: Kind
+    kind: FaultKind
     target: str
     at_s: float = 0.0
     for_s: float = 0.0
@@ -103,11 +103,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     @property
     def crashes(self) -> str:
         """The service whose child starts again because of it; empty: none does."""
-        fatal = self.kind in (Kind.KILL, Kind.WEDGE, Kind.DISK_FULL) and self.target in SERVICES
+        fatal = self.kind in (FaultKind.KILL, FaultKind.WEDGE, FaultKind.DISK_FULL) and self.target in SERVICES
         return "broker" if self.target == JOURNAL else self.target if fatal else ""
 
 
-def checked(fault: Fault) -> Fault:
+def checked(fault: PlannedFault) -> PlannedFault:
     """:raises UserError: it can't be done to that target, or has no length."""
     service = fault.target.partition(".")[0]
     allowed = TARGETS[fault.kind]
@@ -133,7 +133,7 @@ class RandomOptions(msgspec.Struct, frozen=True):
 
     count: int
     seed: int
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     every_s: float = 4.0
     """Mean time from one fault to the next."""
     may_end_run: bool = False
@@ -141,10 +141,10 @@ class RandomOptions(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    fault: list[Fault]
+    fault: list[PlannedFault]
 
 
-def read_plan(path: Path) -> list[Fault]:
+def read_plan(path: Path) -> list[PlannedFault]:
     """:raises UserError: no such file, or it holds no plan."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -157,10 +157,10 @@ def read_plan(path: Path) -> list[Fault]:
     return [checked(fault) for fault in plan]
 
 
-def random_plan(options: RandomOptions) -> list[Fault]:
+def random_plan(options: RandomOptions) -> list[PlannedFault]:
     """`count` faults by ascending time; equal options give equal plans."""
     rng = random.Random(f"chaos.{options.seed}")
-    plan: list[Fault] = []
+    plan: list[PlannedFault] = []
     at_s = 0.0
     while len(plan) < options.count:
         at_s += rng.uniform(0.5, 1.5) * options.every_s
@@ -170,25 +170,25 @@ def random_plan(options: RandomOptions) -> list[Fault]:
         kind, targets = rng.choice(choices)
         lasts = LASTS.get(kind)
         plan.append(
-            Fault(
+            PlannedFault(
                 kind,
                 rng.choice(targets),
                 at_s=round(at_s, 2),
                 for_s=round(rng.uniform(lasts.low, lasts.high), 2) if lasts else 0.0,
-                delay_ms=round(rng.uniform(*DELAYS_MS), 0) if kind is Kind.DELAY else 100.0,
+                delay_ms=round(rng.uniform(*DELAYS_MS), 0) if kind is FaultKind.DELAY else 100.0,
             )
         )
     return plan
 
 
-def _possible(kind: Kind, options: RandomOptions, plan: Sequence[Fault], now: float) -> list[str]:
+def _possible(kind: FaultKind, options: RandomOptions, plan: Sequence[PlannedFault], now: float) -> list[str]:
     """Targets that may be hit now. What ends the run is rare: it takes all services' time, not one's."""
     recent = [fault for fault in plan if now - fault.at_s < CRASH_WINDOW_S]
     crashed = [fault.crashes for fault in recent]
     ended = any(fault.ends_run for fault in recent)
     found = []
     for target in TARGETS[kind]:
-        fault = Fault(kind, target)
+        fault = PlannedFault(kind, target)
         over = bool(fault.crashes) and crashed.count(fault.crashes) >= MOST_CRASHES
         unwanted = fault.ends_run and (ended or not options.may_end_run)
         if not over and not unwanted and target != DISK:

@@ -24,7 +24,7 @@ import msgspec
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.lab.optimize.search import Ask, Search
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt, Judgement
 from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.examples import Worked, render_with_examples
@@ -88,13 +88,13 @@ class PromptMaker:
         return render_turn(self._option, self._problem, feedback, self._backend, self._budget)
 
 
-class Driver:
+class SearchDriver:
     """See the module. `changed` is called after every event, on the loop."""
 
     def __init__(
         self,
         search: Search,
-        target: Target,
+        target: UserModule,
         engine: Samples,
         verifier: Verifies,
         prompts: PromptMaker,

@@ -13,7 +13,7 @@ import msgspec
 from kbrl_async.errors import UserError
 from kbrl_async.evaluation import publishing, targets
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.indexing import BuildOptions, build_index
+from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
@@ -135,7 +135,7 @@ def examples(place: str, problem: Problem, backend: str, k: int) -> list[Hit]:
         return Retriever.open(path).retrieve(query).hits
     with tempfile.TemporaryDirectory(prefix="kbrl-index-") as folder:
         source = open_source(str(path), SourceOptions(), _sources)
-        build_index([source], Path(folder) / "index", BuildOptions(embedder="lexical"), lambda *_: None)
+        build_index([source], Path(folder) / "index", IndexOptions(embedder="lexical"), lambda *_: None)
         return Retriever.open(Path(folder) / "index").retrieve(query).hits
 
 

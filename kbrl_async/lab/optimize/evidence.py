@@ -13,7 +13,7 @@ import msgspec
 from kbrl_async.kernels.verify.inputs import KINDS
 from kbrl_async.lab.optimize.proving import Final, Proof
 from kbrl_async.lab.optimize.search import Search
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import POLICY, Attempt, fingerprint
 
 FORMAT = 1
@@ -38,10 +38,10 @@ class Facts(msgspec.Struct, frozen=True):
     cost: float = 0.0
 
 
-class Found(msgspec.Struct, frozen=True):
+class SearchResult(msgspec.Struct, frozen=True):
     """What came of a search; `proof` is None where nothing was written."""
 
-    target: Target
+    target: UserModule
     search: Search
     facts: Facts
     proof: Proof | None = None
@@ -69,7 +69,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def document(found: Found) -> dict[str, Any]:
+def document(found: SearchResult) -> dict[str, Any]:
     """`optimized_X.evidence.json`."""
     target, search, facts, proof = found.target, found.search, found.facts, found.proof
     return {
@@ -101,7 +101,7 @@ def counts(search: Search) -> dict[str, Any]:
     }
 
 
-def markdown(found: Found) -> str:
+def markdown(found: SearchResult) -> str:
     """`optimized_X.evidence.md`."""
     search, facts = found.search, found.facts
     parts = [f"# {found.target.title}", "", conclusion(found), ""]
@@ -121,7 +121,7 @@ def markdown(found: Found) -> str:
     return "\n".join(parts)
 
 
-def conclusion(found: Found) -> str:
+def conclusion(found: SearchResult) -> str:
     """One sentence."""
     if found.proof is not None:
         timing = found.proof.winner.result.timing
@@ -137,13 +137,13 @@ def conclusion(found: Found) -> str:
     return "No kernel was proven right. No file was written."
 
 
-def proof_rows(found: Found) -> list[tuple[str, str]]:
+def proof_rows(found: SearchResult) -> list[tuple[str, str]]:
     assert found.proof is not None
     rows = [(name, text.replace("\n", " ")) for name, text in found.proof.winner.result.rows()]
     return [("written by", _winner(found)), *rows]
 
 
-def _winner(found: Found) -> str:
+def _winner(found: SearchResult) -> str:
     assert found.proof is not None
     return author(found.search, found.proof.winner.attempt, found.facts.engine)
 

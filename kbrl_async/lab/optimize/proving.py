@@ -23,7 +23,7 @@ from kbrl_async.kernels.funnel.verifier import default_bench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
 from kbrl_async.lab.optimize.driver import Verifies
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from protocols.records import Candidate, Problem
 
 FINALISTS = 3
@@ -137,7 +137,7 @@ def {name}({signature}):
 _CLASS = "\n\n{name} = ModelNew\n"
 
 
-def render(target: Target, source: str, file_name: str, backend: str, author: str, version: str) -> str:
+def render(target: UserModule, source: str, file_name: str, backend: str, author: str, version: str) -> str:
     """The file that replaces `target` by the kernel in `source`, which `author` wrote; itself a candidate again."""
     stem = file_name.removesuffix(".py")
     lines = [
@@ -154,7 +154,7 @@ def render(target: Target, source: str, file_name: str, backend: str, author: st
     return "\n".join(lines) + source.strip("\n") + "\n" + _drop_in(target)
 
 
-def _usage(target: Target, stem: str) -> str:
+def _usage(target: UserModule, stem: str) -> str:
     if target.kind == "function":
         return f"from {stem} import {target.name}"
     if target.kind == "class":
@@ -162,7 +162,7 @@ def _usage(target: Target, stem: str) -> str:
     return f"from {stem} import ModelNew; new = ModelNew(…); new.load_state_dict(old.state_dict())"
 
 
-def _drop_in(target: Target) -> str:
+def _drop_in(target: UserModule) -> str:
     if target.kind == "function":
         names = ", ".join(target.arguments)
         return _FUNCTION.format(name=target.name, signature=names, arguments=names, origin=_plain(target.title))

@@ -18,10 +18,10 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.lab.optimize import engine, evidence, proving
-from kbrl_async.lab.optimize.driver import DriveOptions, Driver, PromptMaker
-from kbrl_async.lab.optimize.evidence import Facts, Found
+from kbrl_async.lab.optimize.driver import DriveOptions, PromptMaker, SearchDriver
+from kbrl_async.lab.optimize.evidence import Facts, SearchResult
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, sampler_threads
 from protocols.records import SamplingParams
@@ -65,11 +65,11 @@ def pinned(config: Config) -> Iterator[int]:
 async def search(
     wanted: Wanted,
     config: Config,
-    target: Target,
+    target: UserModule,
     opened: engine.Opened,
     verifier: Verifier,
     changed: Callable[[Search], None],
-) -> Found:
+) -> SearchResult:
     """Until the budget is spent; the first Ctrl-C ends it too, and what was found is kept. `changed`: at each event."""
     began = time.monotonic()
     driver, shown = _driver(wanted, config, target, opened, verifier, changed)
@@ -78,17 +78,17 @@ async def search(
     seconds = round(time.monotonic() - began, 2)
     budget = {**msgspec.structs.asdict(wanted.budget), "turns": wanted.turns}
     made = (opened.label, config.prompt_option, config.backend, seconds, budget, shown, opened.engine.stats().cost)
-    return Found(target, driver.search, Facts(*made))
+    return SearchResult(target, driver.search, Facts(*made))
 
 
 def _driver(
     wanted: Wanted,
     config: Config,
-    target: Target,
+    target: UserModule,
     opened: engine.Opened,
     verifier: Verifier,
     changed: Callable[[Search], None],
-) -> tuple[Driver, tuple[str, ...]]:
+) -> tuple[SearchDriver, tuple[str, ...]]:
     """Ready to run, and the names of the examples in its prompt."""
     place, shown, backend = wanted.examples, target.shown, config.backend
     hits = engine.examples(place, shown, backend, config.dataset_builder.raicl_k) if place else []
@@ -96,7 +96,7 @@ def _driver(
     prompts = PromptMaker(config.prompt_option, shown, backend, hits, opened.count_tokens, room)
     state = Search(SearchOptions(wanted.budget, wanted.turns), random.Random(config.seed), time.monotonic())
     options = DriveOptions(backend, SamplingParams(config.max_tokens, config.temperature), opened.at_once)
-    driver = Driver(state, target, opened.engine, verifier, prompts, options, changed)
+    driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
     # won by a run for a similar module: tried before the policy is asked
     for entry in engine.similar_kernels(place, shown, backend) if place else ():
         driver.plant(entry.kernel, f"{entry.problem_id} of {place}")
@@ -118,14 +118,14 @@ def interruptible(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def finalists(found: Found, allow_slower: bool) -> list[Attempt]:
+def finalists(found: SearchResult, allow_slower: bool) -> list[Attempt]:
     """The brief timing may miss what a longer one shows: those whose interval reaches above 1 are examined too."""
     proven = found.search.tree.proven()
     hopeful = [a for a in proven if allow_slower or (a.judgement is not None and (a.judgement.hi or 0.0) > 1.0)]
     return hopeful[: proving.FINALISTS]
 
 
-def prove(found: Found, verifier: Verifier, output: Path, allow_slower: bool) -> Found:
+def prove(found: SearchResult, verifier: Verifier, output: Path, allow_slower: bool) -> SearchResult:
     """Proves the best few from disk; `output` is written where one holds. Blocks for seconds."""
     target, backend = found.target, found.facts.backend
     version, texts = evidence.versions()["kbrl-async"], {}
@@ -136,7 +136,7 @@ def prove(found: Found, verifier: Verifier, output: Path, allow_slower: bool) ->
     return msgspec.structs.replace(found, proof=proof, finals=finals)
 
 
-def output_path(given: Path | None, target: Target) -> Path:
+def output_path(given: Path | None, target: UserModule) -> Path:
     """:raises UserError: a file that can't be imported, or has no folder."""
     path = given or Path(f"optimized_{target.stem}.py")
     if path.suffix != ".py" or not path.stem.isidentifier():
@@ -146,7 +146,7 @@ def output_path(given: Path | None, target: Target) -> Path:
     return path
 
 
-def write_evidence(output: Path, found: Found) -> tuple[dict[str, Any], list[Path]]:
+def write_evidence(output: Path, found: SearchResult) -> tuple[dict[str, Any], list[Path]]:
     """The document, and all files that there are now."""
     # what failed must not take the place of the evidence for a kernel that an earlier search has written
     kind = "failed" if found.proof is None else "evidence"

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kbrl_async.errors import KbrlError
-from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, Span, Turn
+from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ScoredTurn, StageSpan
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import BenchReport, Frame, Generation, GroupOutcome, RolloutRequest
+from protocols.records import Frame, GroupOutcome
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 """What the archive calls them; rows of other purposes are no part of this report."""
@@ -60,7 +60,7 @@ def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
     return {(row.rollout_id, row.turn): row for row in rows if row.status == "ok"}
 
 
-def enriched(turn: Turn, row: Row | None) -> Turn:
+def enriched(turn: ScoredTurn, row: Row | None) -> ScoredTurn:
     """A turn of the journal with what the archive knows of it."""
     if row is None:
         return turn
@@ -68,7 +68,7 @@ def enriched(turn: Turn, row: Row | None) -> Turn:
     return _timed(msgspec.structs.replace(turn, stats=stats, task_id=row.task_id), row)
 
 
-def as_turns(rows: Sequence[Row]) -> list[Turn]:
+def as_turns(rows: Sequence[Row]) -> list[ScoredTurn]:
     """Turns from the archive alone; an evaluation rollout is its best turn."""
     best: dict[str, Row] = {}
     for row in rows:
@@ -112,7 +112,7 @@ def _is_cut(end: GroupEnd | None) -> bool:
     return end is None or (end.outcome == GroupOutcome.FAILED and end.reason == RUN_ENDED)
 
 
-def _turn(row: Row) -> Turn:
+def _turn(row: Row) -> ScoredTurn:
     stats = RolloutStats(
         problem_id=row.problem_id,
         level=row.level,
@@ -136,7 +136,7 @@ def _turn(row: Row) -> Turn:
         role=row.role,
         funnel=_steps(row),
     )
-    return _timed(Turn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
+    return _timed(ScoredTurn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
 
 
 def _steps(row: Row) -> tuple[Step, ...]:
@@ -156,16 +156,10 @@ def _steps(row: Row) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _timed(turn: Turn, row: Row) -> Turn:
-    spans = tuple(Span(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
+def _timed(turn: ScoredTurn, row: Row) -> ScoredTurn:
+    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 
 def _age(row: Row) -> int | None:
     return None if row.trained_on is None else row.trained_on - row.policy_version
-
-
-def parts(record: Sequence[Frame]) -> Mapping[str, Frame]:
-    """The frames of a record by what they are."""
-    names = {RolloutRequest: "request", Generation: "generation", BenchReport: "bench"}
-    return {names[type(frame)]: frame for frame in record if type(frame) in names}

@@ -28,9 +28,9 @@ from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
 from kbrl_async.lab.report.comparing import curves
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
-from kbrl_async.lab.report.journal import Journal, read_journal
+from kbrl_async.lab.report.journal import JournalData, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, RunData, Span, Turn, Update
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn, StageSpan
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
@@ -103,7 +103,7 @@ def _summary(path: Path) -> summary.Summary:
         return {}
 
 
-def _clock(journal: Journal | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
+def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
     """From the run's own clock to seconds since `origin`."""
     walls = {version: end for version, (_, end) in log.updated.items()}
     walls |= {update.version: update.finished for update in (stored.updates if stored else []) if update.finished}
@@ -114,7 +114,7 @@ def _clock(journal: Journal | None, log: Logs, stored: Archived | None, origin: 
     return Clock([(run, wall - origin) for run, wall in pairs])
 
 
-def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origin: float) -> list[Turn]:
+def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, origin: float) -> list[ScoredTurn]:
     if journal is None or (stored and not journal.turns):
         turns = archived.as_turns(stored.rows) if stored else []
         return [_since(turn, origin) for turn in turns]
@@ -133,7 +133,7 @@ def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origi
     return out
 
 
-def _answers(turns: Sequence[Turn], journal: Journal | None, stored: Archived | None) -> Answers:
+def _answers(turns: Sequence[ScoredTurn], journal: JournalData | None, stored: Archived | None) -> Answers:
     """With what the archive knows of each turn."""
     listed = [Answer(turn.group_id, turn.stats) for turn in turns if turn.phase == TRAIN]
     known = journal.answers if journal and journal.turns else archived.groups_that_lack(stored)
@@ -141,8 +141,8 @@ def _answers(turns: Sequence[Turn], journal: Journal | None, stored: Archived | 
 
 
 def _whole_evaluations(
-    turns: Sequence[Turn], ended: Mapping[str, int], *, is_training: bool
-) -> tuple[list[Turn], list[str]]:
+    turns: Sequence[ScoredTurn], ended: Mapping[str, int], *, is_training: bool
+) -> tuple[list[ScoredTurn], list[str]]:
     """Without the answers of evaluations that have not ended: failures are scored first.
 
     :param ended: by evaluation: how many of its rollouts have ended.
@@ -157,21 +157,23 @@ def _whole_evaluations(
     return [turn for turn in turns if turn.phase not in cut], words
 
 
-def _ages(journal: Journal) -> dict[str, int]:
+def _ages(journal: JournalData) -> dict[str, int]:
     """The version that each group was trained on."""
     return {
         group_id: batch.index for batch in journal.batches if batch.trained is not None for group_id in batch.group_ids
     }
 
 
-def _since(turn: Turn, origin: float) -> Turn:
-    spans = tuple(Span(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
+def _since(turn: ScoredTurn, origin: float) -> ScoredTurn:
+    spans = tuple(StageSpan(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
     at = None if turn.at is None else turn.at - origin
     asked = None if turn.asked is None else turn.asked - origin
     return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
 
 
-def _updates(journal: Journal | None, stored: Archived | None, log: Logs, clock: Clock, origin: float) -> list[Update]:
+def _updates(
+    journal: JournalData | None, stored: Archived | None, log: Logs, clock: Clock, origin: float
+) -> list[PolicyUpdate]:
     spans = dict(log.updated)
     spans |= {u.version: (u.started, u.finished) for u in (stored.updates if stored else []) if u.finished}
     groups = {batch.version: batch for batch in (journal.batches if journal else []) if batch.version is not None}
@@ -182,7 +184,7 @@ def _updates(journal: Journal | None, stored: Archived | None, log: Logs, clock:
         batch, span = groups.get(version), spans.get(version)
         trained = clock(batch.trained or 0.0) if batch else 0.0
         out.append(
-            Update(
+            PolicyUpdate(
                 version,
                 span[1] - origin if span else trained,
                 span[0] - origin if span else None,
@@ -220,7 +222,7 @@ def _facts(stored: Archived | None, log: Logs) -> dict[str, str]:
     return facts
 
 
-def _duration(turns: Sequence[Turn], updates: Sequence[Update], system: Sequence[SystemSample]) -> float:
+def _duration(turns: Sequence[ScoredTurn], updates: Sequence[PolicyUpdate], system: Sequence[SystemSample]) -> float:
     ends = [turn.at or 0.0 for turn in turns] + [update.at for update in updates] + [s.t for s in system[-1:]]
     return max(ends, default=0.0)
 
@@ -228,7 +230,7 @@ def _duration(turns: Sequence[Turn], updates: Sequence[Update], system: Sequence
 def _missing(
     config: dict[str, Any] | None,
     stored: Archived | None,
-    journal: Journal | None,
+    journal: JournalData | None,
     result: Mapping[str, Any],
     samples: Sequence[object],
 ) -> list[str]:

@@ -29,7 +29,7 @@ from kbrl_async.rollouts.retrieval.code.scope import Scope
 from protocols.records import Fault
 
 
-class Example(msgspec.Struct, frozen=True):
+class CorpusExample(msgspec.Struct, frozen=True):
     """One pair for SFT; `slips` names what is wrong in the answer (empty: correct)."""
 
     prompt: str
@@ -48,7 +48,7 @@ def examples(
     verdict_share: float = 0.0,
     shot_share: float = 0.0,
     backend: str = "c",
-) -> Iterator[Example]:
+) -> Iterator[CorpusExample]:
     """`count` examples, `suite_share` of them on the suite's training problems, the others on problems like them.
 
     `turn_share` of them are second turns: the prompt holds an attempt and its feedback, the answer often repairs it;
@@ -65,15 +65,15 @@ def examples(
         elif verdict_share and rng.random() < verdict_share / (1 - turn_share):
             yield write_verdict(spec, rng, habits, prompt_option, backend)
         elif shelf is not None and rng.random() < shot_share:
-            yield Example(*shelf.write(spec, rng, habits, prompt_option))
+            yield CorpusExample(*shelf.write(spec, rng, habits, prompt_option))
         else:
             yield write_example(spec, Author(rng, habits), prompt_option, backend)
 
 
-def write_example(spec: Family, author: Author, prompt_option: str, backend: str = "c") -> Example:
+def write_example(spec: Family, author: Author, prompt_option: str, backend: str = "c") -> CorpusExample:
     problem = parse_problem(render_problem(spec.module()), "corpus")
     answer = respond(spec, author, backend)
-    return Example(render_prompt(prompt_option, problem, backend), answer, tuple(author.slips))
+    return CorpusExample(render_prompt(prompt_option, problem, backend), answer, tuple(author.slips))
 
 
 REPAIRED = 0.6
@@ -81,7 +81,9 @@ REPAIRED = 0.6
 _CATEGORIES = {"fence": "format", "syntax": "compile", "name": "compile", "argument": "runtime"}
 
 
-def write_turn(spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c") -> Example:
+def write_turn(
+    spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
+) -> CorpusExample:
     """An attempt, what became of it, and a second attempt in the same style that mostly mends or quickens it."""
     is_fast, style = rng.random() < habits.fast, rng.getrandbits(32)
     once = msgspec.structs.replace(habits, fast=float(is_fast))
@@ -93,17 +95,19 @@ def write_turn(spec: Family, rng: random.Random, habits: Habits, prompt_option: 
     answer = respond(spec, second, backend)
     problem = parse_problem(render_problem(spec.module()), "corpus")
     feedback = Feedback(Fault.OK, category_of(attempt.slips, is_fast=is_fast), kernel=source)
-    return Example(render_turn(prompt_option, problem, feedback, backend), answer, tuple(second.slips))
+    return CorpusExample(render_turn(prompt_option, problem, feedback, backend), answer, tuple(second.slips))
 
 
-def write_verdict(spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c") -> Example:
+def write_verdict(
+    spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
+) -> CorpusExample:
     """An attempt and the verdict it earns, for the verifier's role."""
     is_fast = rng.random() < habits.fast
     author = Author(rng, msgspec.structs.replace(habits, fast=float(is_fast)))
     source = extract(respond(spec, author, backend)).source
     problem = parse_problem(render_problem(spec.module()), "corpus")
     prompt = render_verifier(prompt_option, problem, source)
-    return Example(prompt, f"{category_of(author.slips, is_fast=is_fast)}\n", tuple(author.slips))
+    return CorpusExample(prompt, f"{category_of(author.slips, is_fast=is_fast)}\n", tuple(author.slips))
 
 
 def category_of(slips: Sequence[str], *, is_fast: bool) -> str:
@@ -123,7 +127,7 @@ LOOKED_AT = 0.9
 """Probability that the author copies what an example shows."""
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShelfKernel(msgspec.Struct, frozen=True):
     """A right kernel on the shelf; the fields that `prompts.examples` wants."""
 
     reference: str
@@ -154,12 +158,12 @@ class Shelf:
         specs = [*suite, *(random_spec(rng) for _ in range(size - len(suite)))]
         self._shown = [self._written(spec, Author(rng, msgspec.structs.replace(CAREFUL, fast=0.5))) for spec in specs]
 
-    def _written(self, spec: Family, author: Author) -> Shown:
+    def _written(self, spec: Family, author: Author) -> ShelfKernel:
         reference = render_problem(spec.module())
         kernel = extract(respond(spec, author, self._backend)).source
-        return Shown(reference, kernel, operations(Scope(reference)))
+        return ShelfKernel(reference, kernel, operations(Scope(reference)))
 
-    def nearest(self, reference: str, count: int) -> list[Shown]:
+    def nearest(self, reference: str, count: int) -> list[ShelfKernel]:
         """The ones that share the most operations with a reference, without those that are its near-copies."""
         wanted = operations(Scope(reference))
         others = [shown for shown in self._shown if shown.operations != wanted]

@@ -1,5 +1,5 @@
 """In which languages an author can answer. To add one: a function from spec and author to a response, a line in
-`LANGUAGES`; to teach a further family CUDA: a function from spec and author to `Answer`, a line in `_IN_CUDA`.
+`LANGUAGES`; to teach a further family CUDA: a function from spec and author to `KernelAnswer`, a line in `_IN_CUDA`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from kbrl_async.lab.small_policy.cuda import matrices, pointwise, rows
 from kbrl_async.lab.small_policy.cuda.source import render
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise
-from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pool
+from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
 from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce
-from kbrl_async.lab.small_policy.families.source import Answer, Family, render_answer
+from kbrl_async.lab.small_policy.families.source import Family, KernelAnswer, render_answer
 
-_IN_CUDA: dict[type, Callable[[Any, Author], Answer]] = {
+_IN_CUDA: dict[type, Callable[[Any, Author], KernelAnswer]] = {
     Elementwise: pointwise.elementwise,
-    Pool: pointwise.pool,
+    Pooling: pointwise.pool,
     DepthwiseConv: pointwise.depthwise,
     RowNorm: rows.norm,
     RowReduce: rows.reduce,

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 import kbrl_async.lab.small_policy
 from kbrl_async.kernels.problems.loading import SUITE
 from kbrl_async.lab.small_policy.author import Habits
-from kbrl_async.lab.small_policy.corpus import Example, examples
+from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
 from kbrl_async.learning.sft import SftOptions, SftReport, train_sft
 
 PAD, EOS = "<pad>", "<eos>"
@@ -193,7 +193,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
 
 
-def tokenize(corpus: list[Example], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
+def tokenize(corpus: list[CorpusExample], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, answer ids with end-of-text) of each example."""
     end = [tokenizer.convert_tokens_to_ids(EOS)]
     prompts = tokenizer([e.prompt for e in corpus], return_attention_mask=False)["input_ids"]

@@ -12,7 +12,7 @@ import yaml
 
 from kbrl_async import cli
 from kbrl_async.cli import preflight, train
-from kbrl_async.cli.launch import Ended
+from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import MissingTool, RunError
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import KEYS, load
@@ -153,7 +153,7 @@ def test_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_finished_run_ends_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(load(overrides=["name=x"]))
     summary.write(run.path / "summary.json", SUMMARY)
-    assert train.conclude(run.path, Ended(first="reward_aggregator", code=0)) == 0
+    assert train.conclude(run.path, ProcessesEnded(first="reward_aggregator", code=0)) == 0
     assert "7 in 60 s" in capsys.readouterr().out
 
 
@@ -163,13 +163,13 @@ def test_a_service_that_gave_up_gives_its_exit_code(code: int, expected: int) ->
     with pytest.raises(
         RunError, match=rf"learner ended with exit code {code} before the run did\. .*resume=runs/x"
     ) as caught:
-        train.conclude(run.path, Ended(first="learner", code=code))
+        train.conclude(run.path, ProcessesEnded(first="learner", code=code))
     assert caught.value.exit_code == expected
 
 
 def test_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(load(overrides=["name=x"]))
-    assert train.conclude(run.path, Ended(first="", code=130)) == 130
+    assert train.conclude(run.path, ProcessesEnded(first="", code=130)) == 130
     assert "continue with 'kbrl train resume=runs/x'" in capsys.readouterr().err
 
 

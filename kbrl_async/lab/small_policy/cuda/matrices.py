@@ -7,14 +7,14 @@ from kbrl_async.lab.small_policy.cuda.source import (
     ITEM,
     LARGEST,
     TOTAL,
-    Group,
+    RowGroup,
     chain_function,
     items,
     launch,
 )
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.linear import Linear
-from kbrl_async.lab.small_policy.families.source import Answer, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 TILE = 64
@@ -89,7 +89,7 @@ class Product:
         ]
 
 
-def linear(spec: Linear, author: Author) -> Answer:
+def linear(spec: Linear, author: Author) -> KernelAnswer:
     join = [author.slip("formula", "v = v + e[i * n + j];", "v = v - e[i * n + j];")] if spec.residual else []
     extra = "const float *e, " if spec.residual else ""
     # In a tile `e` counts loads, but in a scope of its own.
@@ -105,10 +105,10 @@ def linear(spec: Linear, author: Author) -> Answer:
         "out = torch.empty(m, n, device=x.device)",
         launch("run", product.grid("m", "n"), *tensors, "out", "m", "n", "k"),
     )
-    return Answer(tuple(product.kernel("run")), forward)
+    return KernelAnswer(tuple(product.kernel("run")), forward)
 
 
-def perceptron(spec: Perceptron, author: Author) -> Answer:
+def perceptron(spec: Perceptron, author: Author) -> KernelAnswer:
     """Products in one kernel, what is between them in another."""
     product = Product(author, True, [])
     gate = author.slip("formula", "f(t[i]) * s[i]", "f(t[i]) + s[i]") if spec.gated else "f(t[i])"
@@ -144,16 +144,16 @@ def perceptron(spec: Perceptron, author: Author) -> Answer:
         *mix,
         *(add if spec.residual else []),
     )
-    return Answer(source, tuple(forward), kernels)
+    return KernelAnswer(source, tuple(forward), kernels)
 
 
 def _down(author: Author) -> tuple[str, str, str]:
     return ("m", "n", "k") if author.slip("argument", "", "wrong") else ("m", "k", "n")
 
 
-def attention(spec: Attention, author: Author) -> Answer:
+def attention(spec: Attention, author: Author) -> KernelAnswer:
     """A block a query (fast), or a thread a query (slow); the row of scores lies in global memory."""
-    group = Group(author.is_fast())
+    group = RowGroup(author.is_fast())
     scale = author.slip("formula", "/ sqrtf((float)d)", "/ d", "* sqrtf((float)d)")
     limit = "r + 1" if spec.causal else "rows"
     cols = author.slip("bound", limit, f"{limit} - 1" if spec.causal else "rows / 2")
@@ -193,4 +193,4 @@ def attention(spec: Attention, author: Author) -> Answer:
         "a = torch.empty(rows, rows, device=q.device)",
         launch("run", group.grid(author, "rows"), "q", "k", "v", "a", "out", "rows", "d", block=group.block),
     )
-    return Answer(source, forward)
+    return KernelAnswer(source, forward)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, Group, launch
+from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, RowGroup, launch
 from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce, statistics
-from kbrl_async.lab.small_policy.families.source import Answer, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 
-def norm(spec: RowNorm, author: Author) -> Answer:
-    group = Group(author.is_fast())
+def norm(spec: RowNorm, author: Author) -> KernelAnswer:
+    group = RowGroup(author.is_fast())
     members = [member.split(" ")[0] for member in spec.module().members]
     tensors = ["x", *(["y"] if spec.residual else []), *members, "out"]
     letters = ["x", *(["y"] if spec.residual else []), *"wd"[: len(members)]]
@@ -34,16 +34,16 @@ def norm(spec: RowNorm, author: Author) -> Answer:
         *indent(body, 1),
         "}",
     )
-    return Answer(source, ("out = torch.empty_like(x)", *_launched(author, group, tensors)))
+    return KernelAnswer(source, ("out = torch.empty_like(x)", *_launched(author, group, tensors)))
 
 
-def _launched(author: Author, group: Group, tensors: list[str]) -> tuple[str, ...]:
+def _launched(author: Author, group: RowGroup, tensors: list[str]) -> tuple[str, ...]:
     sizes = author.slip("argument", "rows, cols = x.shape", "cols, rows = x.shape")
     return sizes, launch("run", group.grid(author, "rows"), *tensors, "rows", "cols", block=group.block)
 
 
-def reduce(spec: RowReduce, author: Author) -> Answer:
-    group = Group(author.is_fast())
+def reduce(spec: RowReduce, author: Author) -> KernelAnswer:
+    group = RowGroup(author.is_fast())
     read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
     item = [f"float v = {read};", *c_lines(spec.before, author)]
     body = [*group.prologue(author), *_reduction(spec.kind, author, group, item), "float v = s;"]
@@ -58,10 +58,10 @@ def reduce(spec: RowReduce, author: Author) -> Answer:
         "}",
     )
     forward = ("out = torch.empty(x.shape[0], device=x.device)", *_launched(author, group, ["x", "out"]))
-    return Answer(source, forward)
+    return KernelAnswer(source, forward)
 
 
-def _reduction(kind: str, author: Author, group: Group, item: list[str]) -> list[str]:
+def _reduction(kind: str, author: Author, group: RowGroup, item: list[str]) -> list[str]:
     """Lines that leave the row's number in `s`."""
     zero = f"float s = {author.slip('start', '0.0f', '1.0f')};"
     top = [

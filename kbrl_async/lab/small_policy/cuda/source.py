@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.rows import Alone
-from kbrl_async.lab.small_policy.families.source import Answer, Module, answer_file, indent
-from kbrl_async.lab.small_policy.ops import Step, c_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, answer_file, indent
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines
 
 ITEM = "long i = blockIdx.x * (long)blockDim.x + threadIdx.x;"
 """One thread an item."""
 BLOCK = 256
 
 
-def render(module: Module, answer: Answer, author: Author) -> str:
+def render(module: Module, answer: KernelAnswer, author: Author) -> str:
     """The policy's response: a fenced Python file that defines `ModelNew`."""
     closing = author.slip("fence", "```\n", "")
     kernels = {name: name for name in answer.kernels}
     return answer_file(module, "cuda_kernel", ["#include <math.h>", *answer.kernel], kernels, answer.forward) + closing
 
 
-def chain_function(steps: tuple[Step, ...], author: Author, join: str = "") -> list[str]:
+def chain_function(steps: tuple[ChainStep, ...], author: Author, join: str = "") -> list[str]:
     """`f(v)`, or `f(v, w)` where `join` says how a second value comes in first."""
     parameters = "float v, float w" if join else "float v"
     body = [*([join] if join else []), *c_lines(steps, author)]
@@ -66,7 +66,7 @@ LARGEST = (
 """Maximum over a block; every thread gets it."""
 
 
-class Group(Alone, frozen=True):
+class RowGroup(Alone, frozen=True):
     """Who works on one row: one thread alone (slow), or a block together (fast)."""
 
     together: bool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 LOOP = "for (long c = 0; c < cols; c++) {"
 MAXIMUM = "m = b[c] > m ? b[c] : m;"
@@ -74,8 +74,8 @@ class RowNorm(msgspec.Struct, frozen=True):
     """`chain → normalise each row → chain`, with an optional second tensor added first (residual or mask)."""
 
     kind: str
-    before: tuple[Step, ...] = ()
-    after: tuple[Step, ...] = ()
+    before: tuple[ChainStep, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     residual: bool = False
     rows: int = 512
     cols: int = 1024
@@ -84,7 +84,7 @@ class RowNorm(msgspec.Struct, frozen=True):
         names = ("x", "y") if self.residual else ("x",)
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(Shape("rows", self.rows, 16384), Shape("cols", self.cols, 4096)),
+            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 4096)),
             forward=(
                 *(["x = x + y"] if self.residual else []),
                 *torch_lines(self.before),
@@ -97,7 +97,7 @@ class RowNorm(msgspec.Struct, frozen=True):
             members=NORM_MEMBERS.get(self.kind, ()),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         tensors = ["x"]
         parameters = [f"const float *{restrict}x"]
@@ -127,7 +127,7 @@ class RowNorm(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "x.shape[0], x.shape[1]", "x.shape[1], x.shape[0]", "x.shape[0]")
-        return Answer(kernel, ("out = torch.empty_like(x)", f"self.kernel({', '.join(tensors)}, out, {sizes})"))
+        return KernelAnswer(kernel, ("out = torch.empty_like(x)", f"self.kernel({', '.join(tensors)}, out, {sizes})"))
 
 
 def reduction(kind: str, author: Author) -> tuple[list[str], str, list[str]]:
@@ -153,20 +153,20 @@ class RowReduce(msgspec.Struct, frozen=True):
     """`chain → one number a row → chain`."""
 
     kind: str
-    before: tuple[Step, ...] = ()
-    after: tuple[Step, ...] = ()
+    before: tuple[ChainStep, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     rows: int = 512
     cols: int = 1024
 
     def module(self) -> Module:
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(Shape("rows", self.rows, 16384), Shape("cols", self.cols, 8192)),
+            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 8192)),
             forward=(*torch_lines(self.before), REDUCE_TORCH[self.kind], *torch_lines(self.after)),
             inputs=("torch.randn(rows, cols)",),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         declare, accumulate, finish = reduction(self.kind, author)
         read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
@@ -188,4 +188,4 @@ class RowReduce(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "x.shape[0], x.shape[1]", "x.shape[1], x.shape[0]", "x.shape[0]")
-        return Answer(kernel, ("out = torch.empty(x.shape[0])", f"self.kernel(x, out, {sizes})"))
+        return KernelAnswer(kernel, ("out = torch.empty(x.shape[0])", f"self.kernel(x, out, {sizes})"))

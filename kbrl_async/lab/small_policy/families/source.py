@@ -1,6 +1,6 @@
 """How a problem file and an answer are laid out as text, whatever the family.
 
-A family describes itself as a `Module` (the PyTorch side) and writes an `Answer` (the C side); both are rendered here.
+A family describes itself as a `Module` (the PyTorch side) and writes a `KernelAnswer`; both are rendered here.
 Every line stands alone on purpose: the small policy's tokenizer merges whole lines.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 from kbrl_async.lab.small_policy.author import Author
 
 
-class Shape(msgspec.Struct, frozen=True):
+class NamedSize(msgspec.Struct, frozen=True):
     """A named size: `cpu` makes ≥ 0.2 ms of eager work on one core, `gpu` fills a GPU."""
 
     name: str
@@ -29,7 +29,7 @@ class Module(msgspec.Struct, frozen=True):
     """The PyTorch side: what `Model` holds and does."""
 
     title: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[NamedSize, ...]
     forward: tuple[str, ...]
     """Statements that assign `x` last."""
     inputs: tuple[str, ...]
@@ -41,7 +41,7 @@ class Module(msgspec.Struct, frozen=True):
     """Statements of the constructor, the same in `Model` and `ModelNew`."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class KernelAnswer(msgspec.Struct, frozen=True):
     """What an author writes: the kernels' source, the statements of `ModelNew.forward`, and what they launch."""
 
     kernel: tuple[str, ...]
@@ -54,7 +54,7 @@ class Family(Protocol):
 
     def module(self) -> Module: ...
 
-    def answer(self, author: Author) -> Answer: ...
+    def answer(self, author: Author) -> KernelAnswer: ...
 
 
 def indent(lines: Sequence[str], depth: int) -> list[str]:
@@ -98,7 +98,7 @@ def render_problem(module: Module) -> str:
     )
 
 
-def render_answer(module: Module, answer: Answer, author: Author) -> str:
+def render_answer(module: Module, answer: KernelAnswer, author: Author) -> str:
     """The policy's response: a fenced Python file that defines `ModelNew`."""
     closing = author.slip("fence", "```\n", "")
     pragma = author.style("", '#pragma GCC optimize("Ofast")')

@@ -12,14 +12,14 @@ import pytest
 
 from kbrl_async.errors import ConfigError, InfraError, ProblemError
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize.driver import DriveOptions, Driver, PromptMaker
+from kbrl_async.lab.optimize.driver import DriveOptions, PromptMaker, SearchDriver
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.sampling.engine import Completion
 from protocols.records import Candidate, Fault, Problem, Purpose, SamplingParams
 from tests.unit.lab.optimize.making import PROBLEM, result
 
-TARGET = Target(PROBLEM, PROBLEM, "file", "Model", "my_module.py")
+TARGET = UserModule(PROBLEM, PROBLEM, "file", "Model", "my_module.py")
 
 
 class Engine:
@@ -79,19 +79,19 @@ class Verifier:
 
 def drive(
     verifier: Verifier | None = None,
-    use: Callable[[Driver, Engine], Any] | None = None,
+    use: Callable[[SearchDriver, Engine], Any] | None = None,
     fails: BaseException | None = None,
     turns: int = 1,
     budget: Budget | None = None,
     changed: Callable[[Search], None] = lambda _search: None,
     **options: Any,
-) -> tuple[Driver, Engine, Verifier]:
+) -> tuple[SearchDriver, Engine, Verifier]:
     """Runs a search to its end; `use` may do something once it has begun."""
 
-    async def main() -> tuple[Driver, Engine, Verifier]:
+    async def main() -> tuple[SearchDriver, Engine, Verifier]:
         engine, judge = Engine(fails), verifier or Verifier()
         search = Search(SearchOptions(budget or Budget(attempts=20), turns), random.Random(0), 0.0)
-        driver = Driver(
+        driver = SearchDriver(
             search,
             TARGET,
             engine,
@@ -169,7 +169,7 @@ def test_an_engine_that_refuses_ends_the_search_and_one_that_fails_for_a_while_d
 
 
 def test_stopping_cancels_what_is_being_written_and_keeps_what_is_proven() -> None:
-    def use(driver: Driver, engine: Engine) -> None:
+    def use(driver: SearchDriver, engine: Engine) -> None:
         driver.plant("planted\n", "mine")
         engine.gate.clear()
         asyncio.get_running_loop().call_later(0.05, driver.stop, "interrupted")
@@ -202,7 +202,7 @@ def test_an_attempt_too_long_to_be_shown_again_is_started_afresh() -> None:
 
 
 def test_an_error_of_ours_in_judging_ends_the_search_instead_of_leaving_it_waiting() -> None:
-    def break_it(driver: Driver, _: Engine) -> None:
+    def break_it(driver: SearchDriver, _: Engine) -> None:
         def broken(*_: object) -> None:
             raise RuntimeError("ours")
 

@@ -12,13 +12,13 @@ import pytest
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.lab.optimize import evidence, proving
-from kbrl_async.lab.optimize.evidence import Facts, Found
+from kbrl_async.lab.optimize.evidence import Facts, SearchResult
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.lab.optimize.making import PROBLEM, result, right, wrong
 
-TARGET = Target(PROBLEM, PROBLEM, "function", "act", "my_module.act", ("x", "y"))
+TARGET = UserModule(PROBLEM, PROBLEM, "function", "act", "my_module.act", ("x", "y"))
 
 
 class Disk:
@@ -144,7 +144,7 @@ FACTS = Facts("small", "compact", "c", 12.0, {"seconds": 10})
 
 def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -> None:
     proof = prove(tmp_path, "# lo 3.0")
-    found = Found(TARGET, searched(), FACTS, proof)
+    found = SearchResult(TARGET, searched(), FACTS, proof)
     document = evidence.document(found)
     assert document["written"]["sha256"] == hashlib.sha256((tmp_path / "optimized_x.py").read_bytes()).hexdigest()
     assert document["proof"]["timing"]["lo"] == 3.0
@@ -157,7 +157,7 @@ def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -
 
 
 def test_without_a_proof_the_errors_of_the_best_attempts_are_shown() -> None:
-    text = evidence.markdown(Found(TARGET, searched(), FACTS))
+    text = evidence.markdown(SearchResult(TARGET, searched(), FACTS))
     assert "none was proven faster" in text
     assert "incorrect, 3 of 10 input sets" in text
 
@@ -168,7 +168,7 @@ def test_a_disturbed_measurement_is_called_that() -> None:
     quiet = result(lo=1.0)
     assert quiet.timing is not None
     disturbed = msgspec.structs.replace(quiet, timing=msgspec.structs.replace(quiet.timing, stopped="disturbed"))
-    said = evidence.conclusion(Found(TARGET, searched(), FACTS, finals=(proving.Final(0, disturbed, ""),)))
+    said = evidence.conclusion(SearchResult(TARGET, searched(), FACTS, finals=(proving.Final(0, disturbed, ""),)))
     assert "others used the core" in said
 
 
@@ -194,7 +194,7 @@ def test_the_author_of_what_was_written_is_named_in_the_file_and_in_the_evidence
         "small",
     ]
     for number, author in enumerate(authors):
-        found = Found(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(number, result(), "")))
+        found = SearchResult(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(number, result(), "")))
         assert evidence.document(found)["written"]["author"] == author
         assert f"| written by | {author} |" in evidence.markdown(found)
         assert f"\nWritten by {author}.\n" in proving.render(TARGET, "", "x.py", "c", author, "1.0")
