@@ -26,7 +26,6 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -34,20 +33,21 @@ from protocols.records import (
     Timing,
     Verdict,
 )
+from protocols.rollout import Record
 
 
-def record(task_id: str, tokens: int, rng: random.Random) -> list[Frame]:
+def record(task_id: str, tokens: int, rng: random.Random) -> Record:
     text = "".join(
         rng.choice(["for (long i = 0; i < n; i++) ", "out[i] = v; ", "float v = a[i]; ", "\n"]) for _ in range(60)
     )
     ids = [rng.randrange(32_000) for _ in range(tokens)]
     problem = Problem("L1/07_relu", 1, "relu", text)
-    return [
-        RolloutRequest(task_id, task_id, problem, text, "c", SamplingParams(tokens)),
+    return Record.of(
+        RolloutRequest(task_id, task_id[:7], problem, text, "c", SamplingParams(tokens)),
         Generation(1, ids, ids, [rng.uniform(-4, 0) for _ in ids], text, "stop", Candidate(text, "c")),
         BuildReport(Fault.OK),
         BenchReport(Verdict(Fault.OK, 10, 10), Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0)),
-    ]
+    )
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(0)
     made = [record(f"g{i // 8:06d}.r{i % 8}", args.tokens, rng) for i in range(200)]
-    encoded = [[msgspec.msgpack.encode(frame) for frame in frames] for frames in made]
+    encoded = [one.encode() for one in made]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "a.sqlite"
         handed, started = [], time.perf_counter()
@@ -65,7 +65,7 @@ def main() -> None:
             for i in range(args.rows):
                 before = time.perf_counter()
                 name = f"g{i // 8:06d}.r{i % 8}"
-                row = make_row(name, name[:7], name, made[i % 200], at=float(i), reward=0.5)
+                row = make_row(name, made[i % 200], at=float(i), reward=0.5)
                 archive.add(row, encoded[i % 200])
                 handed.append(time.perf_counter() - before)
         written_s = time.perf_counter() - started

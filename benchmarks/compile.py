@@ -24,11 +24,13 @@ from typing import Any
 
 from benchmarks.cuda_candidates import CPP, CUDA, Case
 from kbrl_async.errors import MissingTool
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.inline.build import Build
 from kbrl_async.kernels.backends.inline.flags import chosen
 from kbrl_async.kernels.backends.inline.recording import read
 from kbrl_async.kernels.backends.inline.toolchain import toolchain
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Fault
 
 
@@ -36,7 +38,7 @@ def main() -> None:
     options = _options()
     cases = CUDA if options.backend == "cuda" else CPP
     with tempfile.TemporaryDirectory() as root:
-        build_options = BuildOptions(deadline_s=60.0, arch=options.arch)
+        build_options = CompileFarm(deadline_s=60.0, arch=options.arch)
         with Builder(ArtifactStore(Path(root)), build_options) as builder:
             result = {"benchmark": "compile", "backend": options.backend, "machine": _machine()}
             result |= _speed(builder, cases, options.candidates, options.parallel)

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BenchReport, Candidate, Problem
 
@@ -100,7 +102,7 @@ def main() -> None:
     with (
         zygote_for("cuda:0") as zygote,
         Builder(ArtifactStore(Path(tempfile.mkdtemp()))) as builder,
-        contextlib.closing(Bench(zygote, BenchOptions(device="cuda:0"))) as bench,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(), device="cuda:0"))) as bench,
     ):
         found["exclusive_seconds"] = exclusive_seconds(bench, builder, args.kernelbench, args.rounds)
     anchor = {}

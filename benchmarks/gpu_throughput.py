@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.cuda_candidates import CUDA, Case
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BuildReport, Candidate, Fault
 
@@ -39,9 +41,9 @@ def main() -> None:
     cases = [case for case in CUDA if case.compiles and not case.raises and case.name not in _SKIPPED]
     with (
         tempfile.TemporaryDirectory() as root,
-        Builder(ArtifactStore(Path(root)), BuildOptions(deadline_s=60.0)) as builder,
+        Builder(ArtifactStore(Path(root)), CompileFarm(deadline_s=60.0)) as builder,
         zygote_for("cuda:0") as zygote,
-        contextlib.closing(Bench(zygote, BenchOptions(device="cuda:0"))) as bench,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(), device="cuda:0"))) as bench,
     ):
         builder.build(cases[0].variant("warm-up"))
         result = {"benchmark": "gpu_throughput", "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores"}

@@ -38,12 +38,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.learning import efficiency
-from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.engines import Fused
-from kbrl_async.learning.fused import decoder as fused
+from kbrl_async.learning.distributed import ProcessGroup
+from kbrl_async.learning.forward_backward import Fused
 from kbrl_async.learning.fused.attention import fastest
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup, TrainSample
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -154,11 +155,11 @@ def strict(trainer: Trainer) -> None:
     gradients = trainer._gradients
 
     @functools.wraps(gradients)
-    def guarded(*arguments: Any) -> None:
+    def guarded(*arguments: Any) -> list[torch.Tensor]:
         with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            gradients(*arguments)
+            return gradients(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -173,22 +174,21 @@ def ours(asked: argparse.Namespace, share: bool) -> dict[str, Any]:
 
 def measured_ours(asked: argparse.Namespace, share: bool) -> dict[str, Any]:
     model = wrap_lora(build(asked), RANK)
-    options = TrainerOptions(
-        loss="grpo",
+    learner = Learner(
         epochs=1,
         minibatches=1,
-        learning_rate=1e-6,
-        dtype="fp32" if asked.device == "cpu" else "bf16",
+        negative_scale=1.0,
         kernels="fused",
         share_prompts=share,
         token_budget=asked.microbatch_tokens or asked.length,
         memory_gb=asked.memory_gb if asked.device != "cpu" else 0.0,
     )
-    team = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
-    trainer = Trainer(model, options, asked.device, team=team)
-    if team is not None and team.rank:
-        team.follow(trainer)
-        team.close()
+    ranks = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
+    settings = Config(loss="grpo", learning_rate=1e-6, learner=learner)
+    trainer = Trainer(model, settings, asked.device, process_group=ranks)
+    if ranks is not None and ranks.rank:
+        ranks.follow(trainer)
+        ranks.close()
         sys.exit(0)
     groups = group(asked)
     name = "ours, shared prompt" if share else "ours"
@@ -198,16 +198,15 @@ def measured_ours(asked: argparse.Namespace, share: bool) -> dict[str, Any]:
     if asked.profile:
         profiled(lambda: trainer.step(groups, TEMPERATURE))
     found: dict[str, Any] = measure(name, lambda: trainer.step(groups, TEMPERATURE), asked)
-    engine = trainer.engine
-    assert isinstance(engine, Fused)
-    kept, whole = engine.plan(options.token_budget)
+    assert isinstance(trainer.passes, Fused)
+    kept, whole = trainer.passes.plan(learner.token_budget)
     found["layers"] = {"all": SHAPES[asked.shape]["num_hidden_layers"], "keep_everything": kept, "keep_most": whole}
     found["no_host_sync"] = asked.device != "cpu"
     if asked.device != "cpu":
         found["attention"] = attention_of(asked)
-    if team is not None:
-        found["processes"] = team.size
-        team.close()
+    if ranks is not None:
+        found["processes"] = ranks.size
+        ranks.close()
     return found
 
 
@@ -428,18 +427,16 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--microbatch-tokens", type=int, default=0, help="ours; 0: one sequence")
     parser.add_argument("--memory-gb", type=float, default=40.0, help="ours: most to hold, 10^9 bytes")
-    parser.add_argument("--joint-outputs", action="store_true", help="ours: the other layout of adapter products")
     parser.add_argument("--profile", action="store_true", help="ours: the dearest kernels, to stderr")
     asked = parser.parse_args()
     asked.length = asked.length or (256 if asked.shape == "tiny" else 8192)
     asked.prompt_tokens = asked.prompt_tokens or asked.length // 4
-    fused.JOINT_OUTPUTS = asked.joint_outputs
     if "RANK" in os.environ and asked.device == "cuda":
         asked.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(asked.device)
     if asked.device == "cpu":
         torch.set_num_threads(1)
-    peak = efficiency.measured_peak(torch.device(asked.device), "fp32" if asked.device == "cpu" else "bf16")
+    peak = efficiency.measured_peak(torch.device(asked.device), asked.device != "cpu")
     say(f"{machine(asked.device)}: {peak / 1e12:.3g} TFLOP/s")
     floor = floors(asked, peak)
     out: dict[str, Any] = {"benchmark": "learner", "machine": machine(asked.device), "shape": asked.shape}

@@ -36,16 +36,15 @@ from kbrl_async.runs.config import load
 from kbrl_async.runs.folder import prepare
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
-    BenchReport,
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
     SamplingParams,
 )
+from protocols.rollout import Record
 from services.runtime import Outcome, Producer, Worker, addresses
 
 IN_FLIGHT = 64
@@ -54,7 +53,6 @@ PR_SET_CHILD_SUBREAPER = 36
 GROWTH_MB, GROWTH_FDS = 48, 8
 """What a service may have grown from a tenth of the run to its end."""
 SERVICES = ("broker", "compile_farm", "timing_bench")
-decode = msgspec.msgpack.Decoder(Frame).decode
 encode = msgspec.msgpack.encode
 
 
@@ -178,13 +176,10 @@ class Run:
 
 
 def verdict_of(status: str, frames: list[bytes]) -> tuple[str, str]:
-    last = decode(frames[-1])
     if status != Status.OK:
         return status, ""
-    if isinstance(last, BenchReport):
-        return str(last.verdict.fault), f"{last.verdict.rule}: {last.verdict.message}"
-    assert isinstance(last, BuildReport)
-    return str(last.fault), f"{last.rule}: {last.message}"
+    record = Record.decode(frames)
+    return str(record.fault), f"{record.verdict.rule}: {record.verdict.message}"
 
 
 def grown(sizes: dict[str, dict[str, dict[str, float]]]) -> list[str]:

@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
@@ -33,14 +34,15 @@ def paced(tick: Callable[[], None], step_s: float) -> Callable[[], None]:
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
-    from services.sampler import actor
+    from kbrl_async.sampling.transformers import engine as transformers
     from services.sampler.__main__ import main as sample
 
-    def engine(model, tokenizer, options: TransformersOptions, tick: Callable[[], None]) -> TransformersEngine:  # type: ignore[no-untyped-def]
-        return TransformersEngine(model, tokenizer, options, tick=paced(tick, float(os.environ[STEP_MS]) / 1e3))
+    real = transformers.TransformersEngine
 
-    actor.TransformersEngine = engine  # type: ignore[assignment, misc]
+    def engine(*given: Any, tick: Callable[[], None], **named: Any) -> transformers.TransformersEngine:
+        return real(*given, tick=paced(tick, float(os.environ[STEP_MS]) / 1e3), **named)
+
+    transformers.TransformersEngine = engine  # type: ignore[assignment, misc]
     await sample(stop)
 
 

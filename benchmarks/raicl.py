@@ -26,10 +26,12 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
@@ -83,7 +85,7 @@ def judge(folder: Path) -> Iterator[Judge]:
     with (
         Builder(store) as builder,
         Zygote(ZYGOTE_PRELOAD) as zygote,
-        contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0))) as bench,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0)))) as bench,
     ):
 
         def verdict(problem: Problem, source: str) -> tuple[bool, bool]:

@@ -42,16 +42,17 @@ from benchmarks.sampler_model import Shape, make_tokenizer, shape_of, write_adap
 from kbrl_async.durable import file_sha256
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, load
 from kbrl_async.runs.folder import prepare
+from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.options import VLLMOptions
-from kbrl_async.sampling.vllm.proof import COMPARED
-from kbrl_async.sampling.vllm.reading import rows
-from kbrl_async.sampling.vllm.start import start
+from kbrl_async.sampling.vllm.proof import COMPARED, rows
+from kbrl_async.sampling.vllm.start import launch
 from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
-from protocols.messages import Stage
+from protocols.messages import Stage, Task
 from protocols.records import PolicyVersion
-from services.runtime import Worker, addresses
+from services.runtime import Outcome, Worker, addresses
+from services.runtime.quiet import Gate
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 
@@ -142,9 +143,12 @@ class Bench:
         leg = f"leg{next(self._legs)}"
         found = addresses(self.run_dir, self.config)
         service = make_service(self.run_dir, self.config)
-        sampling = Sampling(service, self.engine)
-        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, sampling.generate, wedge_s=60.0)
-        sampling.progress = worker.progress
+
+        async def generate(task: Task, frames: list[bytes]) -> Outcome:
+            return await sampling.generate(task, frames)
+
+        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, generate, wedge_s=60.0)
+        sampling = Sampling(service, self.engine, worker.gate, worker.progress)
         self.meter.tick = worker.progress
         stop = asyncio.Event()
         tasks = [asyncio.create_task(worker.run(stop)), asyncio.create_task(sampling.watch(0.1))]
@@ -272,12 +276,12 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say("weights are made")
     device = asked.device or ("cpu" if asked.shape == "tiny" else "cuda")
     options = VLLMOptions(
-        asked.base, device=device, dtype="float32" if device == "cpu" else "bfloat16", slots=max(asked.at_once),
-        max_model_len=shape.context, update=asked.update, lora_rank=asked.rank, eager=asked.eager,
-        load_format="dummy" if asked.rank else "auto", memory_share=asked.memory_share, threads=1,
+        settings=Sampler(slots=max(asked.at_once), eager=asked.eager, memory_share=asked.memory_share),
+        model=asked.base, temperature=1.0, max_staleness=2, device=device, threads=1, seed=0, lora_rank=asked.rank,
+        roles=1, max_model_len=shape.context, load_format="dummy" if asked.rank else "auto",
     )  # fmt: skip
     begun = time.monotonic()
-    engine = await start(options, make_tokenizer(shape))
+    engine = await launch(options, make_tokenizer(shape))
     start_s = time.monotonic() - begun
     say(f"vLLM has started in {start_s:.0f} s")
     bench = Bench(asked, folder, engine, shape)
@@ -286,7 +290,8 @@ async def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "KBRL_RUN_DIR": str(bench.run_dir), "HONCHO_PROCESS_NAME": "broker.1"}
     broker = subprocess.Popen([sys.executable, "-m", "services.broker"], env=environment)
     try:
-        await Sampling(make_service(bench.run_dir, bench.config), engine).catch_up()
+        gate = Gate(time.monotonic, lambda _: None, lambda: True)
+        await Sampling(make_service(bench.run_dir, bench.config), engine, gate, lambda: None).catch_up()
         say(f"policy v0 is served; canary error {engine.stats().canary_max_error:.2g}")
         rates: dict[str, Any] = {}
         for n in asked.at_once:

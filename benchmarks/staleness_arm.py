@@ -6,7 +6,7 @@
           ▲                                                                                              │
           └──────────────── v(t+1) ◀─ Trainer.step ◀─ batch with advantages ◀─ group book ◀──────────────┘
 
-Everything but the order of events is the run's own: prompts, cohort, builder, bench, scoring, book, trainer.
+Everything but the order of events is the run's own: prompts, running batch, builder, bench, scoring, book, trainer.
 
 Invariants
 * Update t trains on samples of version max(0, t − S), never on others.
@@ -25,16 +25,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
-from kbrl_async.learning.policies.models import DTYPES, ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
@@ -43,7 +44,7 @@ from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers.engine import completion_of
-from kbrl_async.sampling.transformers.running_batch import CohortStats, RunningBatch, RunningSequence
+from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -55,10 +56,11 @@ from protocols.records import (
     SamplingParams,
     Verdict,
 )
-from services.learner.actor import make_trainer
+from protocols.rollout import Frame, Record
+from services.learner.policy import make_trainer
 from services.reward_aggregator.planning import plan_of
 from services.rollouts.scoring import Scored, score
-from services.sampler.actor import to_generation
+from services.sampler.generation import to_generation
 
 EVALUATION = -1
 """Less the version, it stands for the update in the random numbers of an evaluation."""
@@ -179,9 +181,9 @@ class Judge:
     @classmethod
     @contextlib.contextmanager
     def open(cls, cache: Path, store: Path) -> Iterator[Judge]:
-        options = BenchOptions(references=64)
+        options = bench_options(TimingBench(), references=64)
         with (
-            Builder(ArtifactStore(store), BuildOptions(deadline_s=20.0)) as builder,
+            Builder(ArtifactStore(store), CompileFarm(deadline_s=20.0)) as builder,
             zygote_for("cpu") as zygote,
             contextlib.closing(Bench(zygote, options)) as bench,
             contextlib.closing(Verdicts(cache)) as verdicts,
@@ -214,7 +216,7 @@ class Sampler:
     """Writes with the weights of any version that is still in memory, in a number format of its own."""
 
     def __init__(self, policy: str, dtype: str, keep: int) -> None:
-        self._model = load_model(ModelOptions(policy)).to(DTYPES[dtype]).requires_grad_(False)
+        self._model = load_model(policy).to(DTYPES[dtype]).requires_grad_(False)
         self._tokenizer = load_tokenizer(policy)
         self._versions: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep)
 
@@ -224,16 +226,18 @@ class Sampler:
     def write(self, version: int, requests: Sequence[RolloutRequest], seeds: Sequence[str]) -> list[Generation]:
         """One answer to each request, all at once; the random numbers of an answer depend on its seed alone."""
         self._model.load_state_dict(dict(self._versions)[version])
-        cohort = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), CohortStats())
-        streams = [
+        batch = RunningBatch(version, self._model, frozenset({int(self._tokenizer.eos_token_id)}), BatchStats())
+        sequences = [
             RunningSequence(r.rollout_id, self._tokenizer.encode(r.prompt, add_special_tokens=False), r.sampling,
                    random.Random(seed), started_at=time.time())
             for r, seed in zip(requests, seeds, strict=True)
         ]  # fmt: skip
-        cohort.join(streams)
-        while cohort.rows:
-            cohort.step()
-        return [to_generation(self._completion(s, version), r, "study") for s, r in zip(streams, requests, strict=True)]
+        batch.join(sequences)
+        while batch.rows:
+            batch.step()
+        return [
+            to_generation(self._completion(s, version), r, "study") for s, r in zip(sequences, requests, strict=True)
+        ]
 
     def _completion(self, done: RunningSequence, version: int) -> Completion:
         text = self._tokenizer.decode(done.token_ids, skip_special_tokens=True)
@@ -339,10 +343,10 @@ class Study:
         return scored
 
     def _scored(self, request: RolloutRequest, generation: Generation) -> Scored:
-        record: list[Any] = [request, generation]
+        frames: list[Frame] = [request, generation]
         if generation.candidate is not None:
-            record += self._judge.frames(request.problem, generation.candidate)
-        found = score(record, self._preset)
+            frames += self._judge.frames(request.problem, generation.candidate)
+        found = score(Record.of(*frames), self._preset)
         if found is None:
             raise InfraError(f"{request.rollout_id} ended without a verdict", "Run the arm again")
         return found

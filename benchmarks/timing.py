@@ -21,6 +21,7 @@ import torch
 from kbrl_async.cli.bench import _cores
 from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from kbrl_async.lab.self_test import BACKEND
@@ -52,13 +53,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--core", type=int)
     parser.add_argument("--problems", type=int, default=0, help="so many of the suite, evenly chosen; 0: all")
-    parser.add_argument("--cap", type=float, default=Recipe().cap_s)
+    parser.add_argument("--cap", type=float, default=Recipe.of(TimingBench()).cap_s)
     asked = parser.parse_args()
     problems = load_suite(shapes=shapes_for(asked.device))
     if asked.problems:
         problems = problems[:: max(1, len(problems) // asked.problems)]
     cores = _cores(asked, asked.device)
-    options = msgspec.structs.replace(default_bench(cores), device=asked.device, recipe=Recipe(cap_s=asked.cap))
+    options = msgspec.structs.replace(
+        default_bench(cores), device=asked.device, recipe=Recipe.of(TimingBench(cap_s=asked.cap))
+    )
     timings: dict[str, Timing] = {}
     anchors, whole = [], []
     with open_bench(asked.device, VerifyOptions(bench=options)) as bench:

@@ -13,9 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
@@ -78,13 +80,13 @@ def main() -> None:
     parser.add_argument("--timing", action="store_true")
     asked = parser.parse_args()
     cores = () if asked.core < 0 else (asked.core,)
-    options = BenchOptions(cores=cores, limits=Limits(cores=cores))
+    options = bench_options(TimingBench(), cores=cores, limits=Limits(cores=cores))
     problem = Problem("L1/01_softmax", 1, "softmax", PROBLEM)
     spans: dict[str, list[float]] = {"build": [], "cached_build": [], "verify": [], "verify_and_time": []}
     ratios: list[float] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Builder(ArtifactStore(Path(folder)), BuildOptions(cores=cores)) as builder,
+        Builder(ArtifactStore(Path(folder)), CompileFarm(cores=cores)) as builder,
         Zygote(ZYGOTE_PRELOAD) as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
     ):

@@ -6,7 +6,9 @@ A name is one of three things, asked for in this order:
 * a name of the door's own table, which says `package.module:object` for each of ours;
 * the name of an entry point of the group `kbrl_async.KIND` that an installed package brings.
 
-A door's table is text, so that reading a configuration imports none of the parts it can name.
+A door's table is text, so that reading a configuration imports none of the parts it can name. A setting that takes a
+name says so in its type, `Annotated[str, Meta(extra={"door": LOSSES})]`: it is then checked with the configuration, and
+the reference lists the door's names.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class Door(msgspec.Struct, frozen=True):
         :raises UserError: nothing has that name, or what it names can't be imported.
         """
         return _imported(self._place(name), self.kind)
+
+    def knows(self, name: str) -> bool:
+        """Whether it is a name of this door; `package.module:object` is one, and is imported when it is used."""
+        return ":" in name or name in self.names()
 
     def _place(self, name: str) -> str:
         if ":" in name:

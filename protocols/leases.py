@@ -107,12 +107,12 @@ class LiveTask(msgspec.Struct, eq=False):
 class Lease(msgspec.Struct, eq=False):
     lease_id: str
     task: LiveTask
-    worker: Worker
+    worker: PoolWorker
     granted_at: float
     expires_at: float
 
 
-class Worker(msgspec.Struct, eq=False):
+class PoolWorker(msgspec.Struct, eq=False):
     worker_id: str
     incarnation: str
     route: bytes
@@ -156,18 +156,18 @@ class FreeLine:
     """Who may get a task now, in turn. Kept by what they cover, so that nobody looks at all who can't do a task."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[frozenset[str] | None, str], OrderedDict[str, tuple[int, Worker]]] = {}
-        """By backends and hardware, which is all that `Worker.covers` goes by; the number is the place in line."""
+        self._kinds: dict[tuple[frozenset[str] | None, str], OrderedDict[str, tuple[int, PoolWorker]]] = {}
+        """By backends and hardware, which is all that `PoolWorker.covers` goes by; the number is the place in line."""
         self._places = 0
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: PoolWorker) -> None:
         """To the back of the line; one that stands in it stays where it is."""
         kind = self._kinds.setdefault((worker.backends, worker.hardware), OrderedDict())
         if worker.worker_id not in kind:
             self._places += 1
             kind[worker.worker_id] = (self._places, worker)
 
-    def discard(self, worker: Worker) -> bool:
+    def discard(self, worker: PoolWorker) -> bool:
         key = (worker.backends, worker.hardware)
         kind = self._kinds.get(key)
         if kind is None or kind.pop(worker.worker_id, None) is None:
@@ -179,13 +179,13 @@ class FreeLine:
     def has(self, lane: str) -> bool:
         return any(_covers(kind, lane) for kind in self._kinds.values())
 
-    def able(self, lane: str) -> Iterator[Worker]:
+    def able(self, lane: str) -> Iterator[PoolWorker]:
         """Those that cover it, whoever has waited longest first."""
         kinds = [kind.values() for kind in self._kinds.values() if _covers(kind, lane)]
         return (worker for _, worker in merge(*kinds, key=itemgetter(0)))
 
 
-def _covers(kind: Mapping[str, tuple[int, Worker]], lane: str) -> bool:
+def _covers(kind: Mapping[str, tuple[int, PoolWorker]], lane: str) -> bool:
     return next(iter(kind.values()))[1].covers(lane)
 
 
@@ -193,28 +193,28 @@ class WorkerPool:
     """Workers by id and route, and for each stage the line of those that may get a task now."""
 
     def __init__(self, stages: Iterable[str]) -> None:
-        self.by_id: dict[str, Worker] = {}
-        self.by_route: dict[bytes, Worker] = {}
+        self.by_id: dict[str, PoolWorker] = {}
+        self.by_route: dict[bytes, PoolWorker] = {}
         self._line = {stage: FreeLine() for stage in stages}
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: PoolWorker) -> None:
         self.by_id[worker.worker_id] = worker
         self.by_route[worker.route] = worker
         self.refresh(worker)
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: PoolWorker) -> None:
         del self.by_id[worker.worker_id]
         self.by_route.pop(worker.route, None)
         for stage in worker.stages:
             self._line[stage].discard(worker)
 
-    def move(self, worker: Worker, route: bytes) -> None:
+    def move(self, worker: PoolWorker, route: bytes) -> None:
         """The worker has reconnected under another route."""
         self.by_route.pop(worker.route, None)
         worker.route = route
         self.by_route[route] = worker
 
-    def refresh(self, worker: Worker) -> None:
+    def refresh(self, worker: PoolWorker) -> None:
         """Put the worker into its lines or take it out, after its credit, leases or health have changed."""
         may_work = not worker.suspect and worker.free > 0
         for stage in worker.stages:
@@ -231,38 +231,29 @@ class WorkerPool:
         serving = [worker for worker in self.by_id.values() if stage in worker.stages]
         return not serving or any(worker.covers(needs) for worker in serving)
 
-    def take(self, task: LiveTask) -> Worker | None:
+    def take(self, task: LiveTask) -> PoolWorker | None:
         """The next able worker in line; one that refused the task only where nobody else could do it."""
-        refused: Worker | None = None
+        refused: PoolWorker | None = None
         for worker in self._line[task.stage].able(task.lane):
             if worker.principal in task.barred:
                 continue
             if worker.worker_id not in task.excluded:
                 return worker
             refused = refused or worker
-        return None if refused is None or self._has_other(task) else refused
+        return None if refused is None or self.others(task, task.barred, task.excluded) else refused
 
-    def _has_other(self, task: LiveTask) -> bool:
-        return any(
-            task.stage in worker.stages
-            and worker.covers(task.lane)
-            and worker.principal not in task.barred
-            and not worker.suspect
-            and worker.worker_id not in task.excluded
-            for worker in self.by_id.values()
-        )
-
-    def others(self, task: LiveTask, barred: frozenset[str]) -> bool:
-        """Is there anybody else who could do this task too?"""
+    def others(self, task: LiveTask, barred: frozenset[str], excluded: frozenset[str] = frozenset()) -> bool:
+        """Is there anybody, neither of these principals nor one of these workers, who could do this task too?"""
         return any(
             task.stage in worker.stages
             and worker.covers(task.lane)
             and not worker.suspect
             and worker.principal not in barred
+            and worker.worker_id not in excluded
             for worker in self.by_id.values()
         )
 
-    def hold(self, worker: Worker, lease: Lease) -> None:
+    def hold(self, worker: PoolWorker, lease: Lease) -> None:
         worker.leases[lease.lease_id] = lease
         for stage in worker.stages:
             if self._line[stage].discard(worker):

@@ -22,9 +22,9 @@ Invariants, held after every event (tests/protocol/test_ledger_properties.py)
 * I4: what a worker refuses or loses is tried again, and ends as `worker_lost`, never as a result.
 * A worker gets only what its capabilities cover, and what nobody can do holds nothing else up.
 * A lease of a keyed worker carries a seal of its owner: nobody else can hold, finish or refuse it, restarts included.
-* The results of a group come from one kind of hardware (`pinning`). Where second opinions are asked for (`checking`), a
-  farm's or a bench's result waits, in no queue and under no lease, until somebody else's agrees; a restart has it done
-  again.
+* The results of a group come from one kind of hardware (`queues.HardwarePins`).
+* Where second opinions are asked for (`checking`), a farm's or a bench's result waits, in no queue and under no lease,
+  until somebody else's agrees; a restart has it done again.
 * Back-pressure meets new submissions only; the hand-over from stage to stage is never refused.
 
 Example::

@@ -54,18 +54,6 @@ class LedgerOptions(msgspec.Struct, frozen=True):
 
 
 COUNTERS = (
-    "submitted",
-    "finished",
-    "dispatched",
-    "results",
-    "duplicates",
-    "lost",
-    "expired",
-    "nacked",
-    "poisoned",
-    "stale",
-    "revoked",
-    "retired",
-    "busy",
-    "unserved",
-)
+    "submitted", "finished", "dispatched", "results", "duplicates", "lost", "expired", "nacked", "poisoned", "stale",
+    "revoked", "retired", "busy", "unserved",
+)  # fmt: skip

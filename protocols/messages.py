@@ -347,30 +347,7 @@ class Kept(msgspec.Struct, array_like=True, frozen=True):
 
 
 Message = (
-    Hello
-    | Welcome
-    | Beat
-    | Task
-    | Result
-    | Ack
-    | Revoke
-    | Nack
-    | Drain
-    | Bye
-    | Submit
-    | SubmitAck
-    | Busy
-    | Retire
-    | QuietRequest
-    | QuietGrant
-    | QuietDone
-    | Pause
-    | Paused
-    | Resume
-    | StatusRequest
-    | StatusReport
-    | Want
-    | Chunk
-    | Offer
-    | Kept
-)
+    Hello | Welcome | Beat | Task | Result | Ack | Revoke | Nack | Drain | Bye | Submit | SubmitAck | Busy | Retire
+    | QuietRequest | QuietGrant | QuietDone | Pause | Paused | Resume | StatusRequest | StatusReport
+    | Want | Chunk | Offer | Kept
+)  # fmt: skip

@@ -16,7 +16,7 @@ from protocols import messages as msg
 from protocols.affinity import LOOK, Affinity
 from protocols.auth import Seal
 from protocols.checking import CheckDesk
-from protocols.leases import Lease, LiveTask, Worker, WorkerPool, lease_id, seal_lease
+from protocols.leases import Lease, LiveTask, PoolWorker, WorkerPool, lease_id, seal_lease
 from protocols.limits import COUNTERS, LedgerOptions
 from protocols.messages import Stage, Status
 from protocols.queues import STAGES, Ended, TaskTable
@@ -82,7 +82,7 @@ class Moves:
         queue = self.tasks.queues[stage]
         return queue.oldest(needs for needs in queue.lanes if self.pool.has_free(stage, needs))
 
-    def _together(self, oldest: LiveTask, worker: Worker) -> LiveTask:
+    def _together(self, oldest: LiveTask, worker: PoolWorker) -> LiveTask:
         """What a free worker gets: at a bench rather a task of a group whose reference it has, see `affinity`."""
         if oldest.stage != Stage.BENCH:
             return oldest
@@ -95,7 +95,7 @@ class Moves:
             self.tasks.give_back(oldest)
         return chosen
 
-    def _may_have(self, worker: Worker, task: LiveTask) -> bool:
+    def _may_have(self, worker: PoolWorker, task: LiveTask) -> bool:
         is_refused = worker.worker_id in task.excluded or worker.principal in task.barred
         return not is_refused and not self._is_stale(task)
 
@@ -104,7 +104,7 @@ class Moves:
             return False
         return self.policy_version - task.version > task.max_lag
 
-    def _lease(self, task: LiveTask, worker: Worker) -> None:
+    def _lease(self, task: LiveTask, worker: PoolWorker) -> None:
         held = lease_id(self.epoch, self._next_lease, task.stage, task.task_id)
         if self.seal is not None and worker.owner:
             held = seal_lease(held, self.seal.tag(worker.owner, held))
@@ -124,7 +124,7 @@ class Moves:
         self.out.append(ev.Update(task.row()))
         self.out.append(ev.Dispatch(worker.route, header))
 
-    def grant(self, task: LiveTask, worker: Worker, held: str) -> Lease:
+    def grant(self, task: LiveTask, worker: PoolWorker, held: str) -> Lease:
         assert task.lease is None
         if task.stage == Stage.BENCH and self.tasks.pins.pin(task.group_id, worker.hardware):
             task.hardware = worker.hardware
@@ -186,7 +186,7 @@ class Moves:
         else:
             self.finish(task)
 
-    def timed(self, task: LiveTask, worker: Worker | None) -> None:
+    def timed(self, task: LiveTask, worker: PoolWorker | None) -> None:
         """The group's timings come from this hardware from now on, also where its lease was given up meanwhile."""
         if worker is not None and self.tasks.pins.pin(task.group_id, worker.hardware):
             task.hardware = worker.hardware
@@ -201,7 +201,7 @@ class Moves:
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def remove(self, worker: Worker, *, fenced: bool = False) -> None:
+    def remove(self, worker: PoolWorker, *, fenced: bool = False) -> None:
         """The worker is gone: its leases are lost, and where it was replaced their results are refused for good."""
         self.pool.remove(worker)
         self.affinity.gone(worker.worker_id)
@@ -211,7 +211,7 @@ class Moves:
             if fenced:
                 lease.task.fenced |= {lease.lease_id}
 
-    def suspect(self, worker: Worker) -> None:
+    def suspect(self, worker: PoolWorker) -> None:
         worker.suspect = True
         self.pool.refresh(worker)
 
@@ -219,7 +219,7 @@ class Moves:
         self.policy_version = version
         self.out.append(ev.SetPolicy(version))
 
-    def send(self, worker: Worker, message: msg.Message) -> None:
+    def send(self, worker: PoolWorker, message: msg.Message) -> None:
         self.out.append(ev.ToWorker(worker.route, message))
 
     def say(self, sends: Sends) -> None:

@@ -1,13 +1,7 @@
 """The domain types: what travels through the pipeline and what every floor computes with.
 
-A rollout's *record* is a list of frames, one per stage, in this order::
-
-    RolloutRequest ── Generation ── BuildReport ── BenchReport
-     (aggregator)     (sampler)    (compile_farm)  (timing_bench)
-
-Each stage appends its own frame and never touches another's; the broker stores and forwards the frames as bytes.
-A rollout that fails early skips the missing stages, so a record at `score` holds two, three or four frames (or one,
-when the infrastructure gave up before it was generated).
+`RolloutRequest`, `Generation`, `BuildReport` and `BenchReport` are the frames of a rollout's `Record` (see `rollout`);
+`TrainBatch`, its `TrainGroup`s and `UpdateReport` those of a batch.
 
 Invariants
 * Structs are frozen, tagged and append-only: a new field has a default and stands last.
@@ -243,9 +237,6 @@ class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     finished_at: float = 0.0
     stages: tuple[StageReport, ...] = ()
     """`reference`, `small_inputs`, `full_inputs` and `timing`, as far as it came."""
-
-
-Frame = RolloutRequest | Generation | BuildReport | BenchReport
 
 
 class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):

@@ -7,20 +7,17 @@ from collections.abc import Mapping
 import msgspec
 
 from protocols import messages as msg
-from protocols.leases import Worker, WorkerPool
+from protocols.leases import PoolWorker, WorkerPool
 from protocols.queues import STAGES, TaskTable
 
 
 def standing(tasks: TaskTable, pool: WorkerPool, now: float) -> dict[str, object]:
     """Depth and age of each queue, tasks in flight, and every worker."""
-    fronts = {stage: queue.oldest() for stage, queue in tasks.queues.items()}
-    in_flight = dict.fromkeys(STAGES, 0)
-    for task in tasks:
-        in_flight[task.stage] += task.lease is not None or task.grace_until is not None
+    found = stages(tasks, pool, 0, now)
     return {
-        "queues": {stage: len(queue) for stage, queue in tasks.queues.items()},
-        "in_flight": in_flight,
-        "oldest_s": {stage: round(now - task.entered_at, 3) if task else 0.0 for stage, task in fronts.items()},
+        "queues": {stage.stage: stage.queued for stage in found},
+        "in_flight": {stage.stage: stage.in_flight for stage in found},
+        "oldest_s": {stage.stage: stage.oldest_s for stage in found},
         "workers": {worker.worker_id: _describe(worker) for worker in pool.by_id.values()},
     }
 
@@ -33,7 +30,7 @@ def unserved(since: Mapping[tuple[str, str], float], tasks: TaskTable, now: floa
     ]
 
 
-def _describe(worker: Worker) -> dict[str, object]:
+def _describe(worker: PoolWorker) -> dict[str, object]:
     return {
         "stages": list(worker.stages),
         **msgspec.structs.asdict(worker.load),

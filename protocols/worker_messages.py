@@ -14,7 +14,7 @@ from typing import Any
 
 from protocols import events as ev
 from protocols import messages as msg
-from protocols.leases import Fence, Lease, LiveTask, Worker, backends_of, parse_lease_id, unseal_lease
+from protocols.leases import Fence, Lease, LiveTask, PoolWorker, backends_of, parse_lease_id, unseal_lease
 from protocols.messages import HARDWARE, Stage
 from protocols.moves import Moves
 from protocols.queues import STAGES
@@ -82,7 +82,7 @@ class WorkerMessages:
             self._moves.set_policy(hello.policy_version)
         self._moves.say(self._quiet.hello(hello.worker_id, hello.caps, self._moves.now))
 
-    def _introduce(self, route: bytes, hello: msg.Hello) -> Worker:
+    def _introduce(self, route: bytes, hello: msg.Hello) -> PoolWorker:
         stages = tuple(stage for stage in hello.stages if stage in self._moves.stages)
         known = self._pool.by_id.get(hello.worker_id)
         leases: dict[str, Lease] = {}
@@ -94,7 +94,7 @@ class WorkerMessages:
         other = self._pool.by_route.get(route)
         if other is not None:
             self._moves.remove(other)
-        worker = Worker(
+        worker = PoolWorker(
             hello.worker_id,
             hello.incarnation,
             route,
@@ -112,7 +112,7 @@ class WorkerMessages:
         self._pool.add(worker)
         return worker
 
-    def _welcome(self, worker: Worker, adopted: list[str]) -> msg.Welcome:
+    def _welcome(self, worker: PoolWorker, adopted: list[str]) -> msg.Welcome:
         moves = self._moves
         lease_s = min((moves.stages[stage].ttl_s for stage in worker.stages), default=30.0)
         options = moves.options
@@ -131,7 +131,7 @@ class WorkerMessages:
                 self._moves.send(worker, msg.Revoke(held, "no longer leased"))
         self._pool.refresh(worker)
 
-    def _readopt(self, worker: Worker, held: str) -> bool:
+    def _readopt(self, worker: PoolWorker, held: str) -> bool:
         """Renew a lease that the worker says it holds, reviving it where its task still waits for somebody."""
         lease = worker.leases.get(held)
         if lease is None:

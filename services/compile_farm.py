@@ -18,13 +18,14 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
-    from kbrl_async.errors import InfraError
-    from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+    from kbrl_async.kernels.backends.building import ArtifactStore
+    from kbrl_async.kernels.funnel import Builder, artifact_paths
     from kbrl_async.runs.config.layout import compile_slots
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import Stage, Task
     from protocols.prefetch import Prefetch
-    from protocols.records import BuildReport, Fault, Generation, RolloutRequest
+    from protocols.records import BuildReport, Fault
+    from protocols.rollout import Record
     from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
@@ -33,20 +34,17 @@ async def main(stop: asyncio.Event) -> None:
     farm = service.config.compile_farm
     slots = compile_slots(service.config, service.layout)
     cores = service.layout.compile
-    options = BuildOptions(deadline_s=farm.deadline_s, nice=farm.nice, cores=tuple(cores), march=farm.march)
     loop = asyncio.get_running_loop()
-    requests, generations = msgspec.msgpack.Decoder(RolloutRequest), msgspec.msgpack.Decoder(Generation)
 
     with (
-        Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), options) as builder,
+        Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), farm, tuple(cores)) as builder,
         ThreadPoolExecutor(slots) as pool,
     ):
 
         async def build(task: Task, frames: list[bytes]) -> Outcome:
-            problem = requests.decode(frames[0]).problem
-            candidate = generations.decode(frames[1]).candidate
-            assert candidate is not None, "the sampler sends only answers with a candidate here"
-            report = await loop.run_in_executor(pool, builder.build, candidate, problem)
+            record = Record.decode(frames)
+            assert record.candidate is not None, "the sampler sends only answers with a candidate here"
+            report = await loop.run_in_executor(pool, builder.build, record.candidate, record.request.problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
@@ -56,13 +54,10 @@ async def main(stop: asyncio.Event) -> None:
         async def hand_over(outcome: Outcome) -> None:
             """The benches are on other hosts: they get artifacts by hash from the broker."""
             report = msgspec.msgpack.decode(outcome.frames[0], type=BuildReport)
-            for address in set(report.artifacts.values()):
-                path = builder.store.path(address)
-                if path is None:
-                    raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
+            for path in set(artifact_paths(builder.store, report).values()):
                 await worker.transfers.send(await loop.run_in_executor(None, path.read_bytes))
 
-        caps, lacking = farm_caps()
+        caps, lacking = farm_caps(service.config.backend)
         for name, reason in lacking.items():
             if name == service.config.backend:
                 service.log.warning("this host can't build the run's backend", backend=name, reason=reason)

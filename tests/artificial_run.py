@@ -15,7 +15,7 @@ import msgspec
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Tally
@@ -26,7 +26,6 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -34,9 +33,9 @@ from protocols.records import (
     Timing,
     Verdict,
 )  # fmt: skip
+from protocols.rollout import Frame, Record
 from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded
-from tests.records import packed
 
 EPOCH = 1_780_000_000.0
 WARM_UP_S = 40.0
@@ -147,8 +146,8 @@ class _Maker:
             written = max(0, version - self.random.choice((0, 1, 1, 2)))
             record, stats = self._record(rollout_id, group_id, problem, written, asked + 3 * turn, turn)
             at = asked + 3 * turn + 2.5 + self.random.random()
-            archive.add(self._row(key, group_id, rollout_id, record, stats, at, "train"), packed(record))
-            archive.outcomes([Outcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
+            archive.add(self._row(key, record, stats, at, "train"), record.encode())
+            archive.outcomes([TurnOutcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
             self.entries += [RolloutEnded(rollout_id, group_id, stats), Scored(group_id, rollout_id, [], at)]
             self.stats.append(stats)
             self.tally.answered(group_id, stats)
@@ -163,22 +162,17 @@ class _Maker:
                 key = f"{phase}.{heldout.problem_id}.{sample}"
                 record, stats = self._record(key, phase, heldout, version, asked, 0)
                 purpose = phase.removeprefix("eval-")
-                archive.add(self._row(key, phase, key, record, stats, asked + 3, purpose), packed(record))
+                archive.add(self._row(key, record, stats, asked + 3, purpose), record.encode())
                 self.entries.append(Evaluated(phase, key, stats, asked + 3))
                 found.append(stats)
         return found
 
-    def _row(
-        self, key: str, group: str, rollout: str, record: list[Frame], stats: RolloutStats, at: float, purpose: str
-    ) -> Row:
-        return make_row(
-            key, group, rollout, record, at=EPOCH + at, clock=at, purpose=purpose, fault=stats.fault,
-            reward=stats.reward,
-        )  # fmt: skip
+    def _row(self, key: str, record: Record, stats: RolloutStats, at: float, purpose: str) -> Row:
+        return make_row(key, record, at=EPOCH + at, clock=at, purpose=purpose, reward=stats.reward)
 
     def _record(
         self, rollout_id: str, group_id: str, problem: Problem, version: int, asked: float, turn: int
-    ) -> tuple[list[Frame], RolloutStats]:
+    ) -> tuple[Record, RolloutStats]:
         draw = self.random
         skill = version * BATCH / self.groups + 0.2 * turn
         is_good = draw.random() < 1 / (1 + math.exp(4 * problem.difficulty - 3 * skill - 0.2))
@@ -191,7 +185,7 @@ class _Maker:
             source, speedup = self.hostile, 50.0
         start = EPOCH + asked + draw.random()
         candidate = None if fault is Fault.FORMAT_ERROR else Candidate(source, "c")
-        record: list[Frame] = [
+        frames: list[Frame] = [
             RolloutRequest(
                 rollout_id, group_id, problem, "write a kernel", "c", SamplingParams(256), turn=turn,
                 admitted_version=version, admitted_at=EPOCH + asked,
@@ -204,13 +198,13 @@ class _Maker:
         built = fault not in (Fault.STATIC_VIOLATION, Fault.COMPILE_ERROR)
         if candidate is not None:
             rule = "calls_torch" if fault is Fault.STATIC_VIOLATION else ""
-            record.append(BuildReport(
+            frames.append(BuildReport(
                 Fault.OK if built else fault, {}, "", "", rule, worker_id="compile_farm.1",
                 started_at=start + 0.6, finished_at=start + 0.7,
             ))  # fmt: skip
             if built:
-                record.append(_bench(fault, speedup, start + 1.2))
-        return record, _stats(rollout_id, problem, fault, speedup, version, turn)
+                frames.append(_bench(fault, speedup, start + 1.2))
+        return Record.of(*frames), _stats(rollout_id, problem, fault, speedup, version, turn)
 
     def _curves(self) -> None:
         with Writer(self.folder / "tensorboard" / "training") as board:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from kbrl_async.learning.settings import Learner
+from kbrl_async.runs.config import Config
 from protocols.records import TrainSample
 
 VOCABULARY, EOS = 64, 63
@@ -52,3 +55,11 @@ class NumberTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return " ".join(str(i) for i in token_ids if not (skip_special_tokens and i == EOS))
+
+
+def update_settings(**given: Any) -> Config:
+    """A configuration by the last words of its keys: `learning_rate`, or `epochs` for `learner.epochs`. Negative
+    advantages count in full."""
+    top = {key: value for key, value in given.items() if key in Config.__struct_fields__}
+    learner = {key: value for key, value in given.items() if key not in top}
+    return Config(**top, learner=Learner(**{"negative_scale": 1.0, **learner}))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
+    SOLVER,
     BenchReport,
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     Purpose,
@@ -23,14 +22,15 @@ from protocols.records import (
     TrainSample,
     Verdict,
 )
+from protocols.rollout import Record, Work
 
 RELU = Problem("L1/07_relu", 1, "relu", "class Model: …")
 RIGHT = BenchReport(Verdict(Fault.OK, 4, 4), Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0), "bench.1", 103.5, 104.0)
 
 
-def packed(record: Iterable[Frame]) -> list[bytes]:
-    """As it travels."""
-    return [msgspec.msgpack.encode(frame) for frame in record]
+def turn(*work: Work, role: str = SOLVER, status: str = "ok") -> Record:
+    """A record of which only what the stages found counts."""
+    return Record.of(RolloutRequest("r", "g", RELU, "", "c", SamplingParams(64), role=role), *work, status=status)
 
 
 def record(
@@ -43,7 +43,7 @@ def record(
     purpose: Purpose = Purpose.TRAIN,
     finish: str = "stop",
     bench: BenchReport = RIGHT,
-) -> list[Frame]:
+) -> Record:
     """A rollout that came to its end: asked for at 100, written by 102, built by 103, judged by 104."""
     request = RolloutRequest(
         rollout_id, rollout_id.partition(".")[0], problem, prompt, "c", SamplingParams(64), purpose, admitted_at=100.0
@@ -53,7 +53,7 @@ def record(
         started_at=101.0, finished_at=102.0,
     )  # fmt: skip
     built = BuildReport(Fault.OK, worker_id="farm.1", started_at=102.5, finished_at=103.0)
-    return [request, written, built, bench]
+    return Record.of(request, written, built, bench)
 
 
 def timing(speedup: float, half: float = 0.1, **more: Any) -> Timing:

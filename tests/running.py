@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,21 @@ SERVICES = ("compile_farm", "timing_bench", "sampler", "reward_aggregator", "lea
 class Run:
     """`kbrl train` with its output in a file; killed, with all its processes, when the test ends."""
 
-    def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
+    def __init__(
+        self, folder: Path, cache: Path, *overrides: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.path = folder / "runs" / "default"
         self.output = folder / "output.txt"
         command = [sys.executable, "-m", "kbrl_async", "train", f"log_path={folder / 'runs'}", f"cache_path={cache}"]
         kept = ("KBRL_WEDGED_S",)
-        environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(("KBRL_", "HONCHO_"))}
-        environment["PYTHONPATH"] = str(REPOSITORY)
+        shell = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(("KBRL_", "HONCHO_"))}
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, *TINY, *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=environment,
+                env={**shell, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
                 start_new_session=True,
             )
 

@@ -93,20 +93,19 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.kernels.funnel.reading import guess_backend
+    from kbrl_async.kernels.backends import guess_backend
     from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
     from kbrl_async.kernels.problems import find_problem
+    from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
     from kbrl_async.kernels.timing.cpu.host import hardware_of
     from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
-    from kbrl_async.kernels.verify.baselines import Baselines
 
     text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
     device = choose_device(args.backend or guess_backend(text), args.device)
     problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
-    careful = Recipe(
-        max_pairs=200,
-        cap_s=args.cap or 5.0,
+    careful = Recipe.of(
+        TimingBench(max_pairs=200, cap_s=args.cap or 5.0),
         resolution=0.01,
         looks=10,
         warmup=10,
@@ -121,7 +120,7 @@ def _one(args: argparse.Namespace) -> int:
         with Console(stderr=True).status(f"timing {args.candidate} against {problem.problem_id} …"):
             result = verifier.verify(problem, text, args.backend)
             if result.timing is not None and args.baseline:
-                baselines = stack.enter_context(Baselines(verifier.bench(device)))
+                baselines = verifier.judge(device, result.backend).baselines
                 remember = _remember(problem.source, hardware_of(device))
                 timing, missing = baselines.beside(problem, result.timing, tuple(args.baseline), remember)
                 result = msgspec.structs.replace(result, timing=timing)
@@ -217,8 +216,7 @@ def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOpti
     if report is not None:
         recipe = msgspec.structs.replace(recipe, resolved=report.points())
     peaks = roofline.peaks_of(device, folder, hardware)
-    made = default_bench(_cores(args, device))
-    return msgspec.structs.replace(made, device=device, recipe=recipe, peaks=peaks)
+    return msgspec.structs.replace(default_bench(_cores(args, device), recipe), device=device, peaks=peaks)
 
 
 # ── the bench against itself ────────────────────────────────────────────────────────────────────────────────────────
@@ -265,19 +263,22 @@ def told(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def measured_report(args: argparse.Namespace, console: Console) -> Report:
-    from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
+    from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench
+    from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
     from kbrl_async.lab.self_test import SelfTest, measure
 
     device = choose_device("c" if args.device == "auto" else "", args.device)
     # What no sampling removes is what is being measured here: nothing may widen the intervals.
-    recipe = Recipe(placement=0.0)
+    settings = TimingBench()
     if args.cap:
-        recipe = msgspec.structs.replace(recipe, cap_s=args.cap, max_pairs=max(30, int(400 * args.cap)))
-    recipe = _as_asked(recipe, args)
+        longer = max(settings.max_pairs, int(400 * args.cap))
+        settings = msgspec.structs.replace(settings, cap_s=args.cap, max_pairs=longer)
+    recipe = _as_asked(Recipe.of(settings, placement=0.0), args)
     options = msgspec.structs.replace(
-        default_bench(_cores(args, device)), device=device, recipe=recipe, references=16, reference_bytes=1 << 34
+        default_bench(_cores(args, device), recipe), device=device, references=16, reference_bytes=1 << 34
     )
+    check_device(device)
     asked = SelfTest(args.aa, args.ab, args.pairs, args.beside, args.trials, args.minutes)
     with told(console) as tell:
         return measure(asked, options, tell)

@@ -23,7 +23,7 @@ from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
-from kbrl_async.runs.folder import Plan, is_finished, plan, prepare
+from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 
 if TYPE_CHECKING:
     from kbrl_async.evaluation.targets import Target
@@ -152,7 +152,7 @@ def _settings(args: argparse.Namespace) -> Iterator[str]:
         yield f"precision={args.precision}"
 
 
-def check(todo: Plan) -> None:
+def check(todo: Run) -> None:
     """What must be right before anything is written.
 
     :raises KbrlError: the first thing that is wrong.

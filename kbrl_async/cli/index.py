@@ -14,14 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kbrl_async.cli.shared import table
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.backends.launch.devices import GPU_ONLY
+from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.problems import load_file, load_problems
 
 if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
 DENSE = "BAAI/bge-code-v1"
-BACKENDS = {"triton_only": frozenset({"triton"}), "cuda_only": GPU_ONLY}
+BACKENDS = {
+    "triton_only": frozenset({"triton"}),
+    "cuda_only": frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 from rich.console import Console
@@ -25,16 +24,8 @@ from kbrl_async.rollouts.rewards.presets import Preset, find_preset, reward_of
 from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
-from protocols.records import (
-    BenchReport,
-    BuildReport,
-    Frame,
-    Generation,
-    RolloutRequest,
-    StageReport,
-    Timing,
-    Verdict,
-)
+from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest, StageReport, Timing, Verdict
+from protocols.rollout import Record
 
 PIPED = 140
 """Width where there is no terminal to be as wide as."""
@@ -116,27 +107,26 @@ def _turns(archive: Archive, wanted: str) -> list[Row]:
     return [row for row in rows if row.rollout_id == names[0]]
 
 
-def _turn(row: Row, record: Sequence[Frame], config: Config | None) -> InspectedTurn:
-    frames: dict[type, Any] = {type(frame): frame for frame in record}
-    request, generation = frames.get(RolloutRequest), frames.get(Generation)
-    name, parts = _parts(row, record, config)
+def _turn(row: Row, record: Record | None, config: Config | None) -> InspectedTurn:
+    if record is None:
+        return InspectedTurn(row)
+    generation = record.generation
     return InspectedTurn(
         row,
-        request.prompt if request else "",
-        generation.text if generation else "",
-        generation.candidate.source if generation and generation.candidate else "",
-        request,
+        record.request.prompt,
+        generation.text if generation is not None else "",
+        record.source,
+        record.request,
         generation,
-        frames.get(BuildReport),
-        frames.get(BenchReport),
-        name,
-        parts,
+        record.build,
+        record.bench,
+        *_parts(row, record, config),
     )
 
 
-def _parts(row: Row, record: Sequence[Frame], config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
+def _parts(row: Row, record: Record, config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
     """The preset that the turn was paid by, and its parts; nothing where it wrote no kernel or failed by our fault."""
-    parts = parts_of(record) if record and row.reward is not None and row.role != "verifier" else None
+    parts = parts_of(record) if row.reward is not None else None
     if parts is None:
         return "", ()
     values = {name: float(getattr(parts, name)) for name in PART_NAMES}
@@ -220,9 +210,7 @@ def _end(turn: InspectedTurn) -> str:
 def _spans(row: Row) -> Table:
     table = Table("stage", "waited, s", "worked, s", "by", box=None, padding=(0, 2))
     for span in row.spans:
-        table.add_row(
-            span.stage, f"{span.started - span.queued:.3f}", f"{span.finished - span.started:.3f}", span.worker
-        )
+        table.add_row(span.stage, f"{span.waited:.3f}", f"{span.seconds:.3f}", span.worker)
     return table
 
 

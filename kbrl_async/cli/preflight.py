@@ -17,7 +17,7 @@ from kbrl_async.keyring import Keyring
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
-from kbrl_async.runs.folder import Plan, refused
+from kbrl_async.runs.folder import Run, refused
 from kbrl_async.sampling.vllm.options import check_installed
 from protocols.sockets import AddressError, BoundRouter
 
@@ -26,7 +26,7 @@ SPARE_BYTES = 2**30
 PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
 
 
-def check(plan: Plan) -> None:
+def check(plan: Run) -> None:
     """All checks, the cheap ones first. Nothing is left behind.
 
     :raises KbrlError: the first thing that is wrong.
@@ -101,7 +101,7 @@ def check_disk(run_dir: Path, needed: int) -> None:
         raise refused(error, parent) from error
 
 
-def check_addresses(plan: Plan) -> None:
+def check_addresses(plan: Run) -> None:
     """Nobody else holds the broker's addresses: they are bound for a moment."""
     config, wanted = plan.config, bound(endpoints(plan.config, plan.path), os.environ)
     keys = Keyring(config.broker.keys).server() if config.broker.keys else None

@@ -14,7 +14,7 @@ from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
-from kbrl_async.runs.folder import Plan, is_finished, plan, prepare
+from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def conclude(run_dir: Path, ended: ProcessesEnded) -> int:
     raise gave_up(ended, "run", f"Read its last lines above and in {run_dir / 'logs'}, then {again}")
 
 
-def describe(todo: Plan) -> str:
+def describe(todo: Run) -> str:
     """The resolved configuration with, as comments, what follows from it."""
     layout = cpu_layout(todo.config, available_cores())
     processes = ", ".join(f"{name} × {count}" for name, count in process_counts(todo.config).items())

@@ -106,12 +106,12 @@ def show(result: Result, console: Console | None = None) -> None:
 
 
 def _run_folder(args: argparse.Namespace) -> int:
+    from kbrl_async.kernels.funnel import VerifyOptions
     from kbrl_async.kernels.kernelbench.formats import problems_root
     from kbrl_async.kernels.kernelbench.runs import RunFolder, RunOptions
 
-    options = RunOptions(
-        args.backend, args.device, args.timing, args.sanitize, args.workers, args.overwrite, precision=args.precision
-    )
+    verify = VerifyOptions(timing=args.timing, sanitize=args.sanitize)
+    options = RunOptions(args.backend, args.device, args.workers, args.overwrite, args.precision, verify)
     folder = RunFolder(args.run, problems_root(args.problems, os.environ), options)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.runs.config import Config
@@ -24,7 +24,7 @@ def select(config: Config) -> Chosen:
     :raises UserError: an id names no problem, or nothing is left.
     :raises ProblemError: a level is empty, or a file breaks the contract.
     """
-    shapes = "gpu" if config.backend in ON_GPU else "cpu"
+    shapes = "gpu" if runs_on_gpu(config.backend) else "cpu"
     wanted = config.evaluation
     levels = () if wanted.ids else config.levels
     found = load_problems(config.problems or "", levels=levels, shapes=shapes, precision=config.precision)

@@ -18,7 +18,7 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.evaluation.targets import Target
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
 from kbrl_async.weights import prove
@@ -51,12 +51,11 @@ def _loaded(target: Target, config: Config, told: Told) -> tuple[torch.nn.Module
         return _load_adapter(folder, config)
     if target.kind == "checkpoint":
         base = _base_of(target, config, told)
-        options = ModelOptions(base, lora_rank=config.lora_rank, adapters=checkpoints.adapters_in(folder))
-        model = load_model(options)
+        model = load_model(base, lora_rank=config.lora_rank, adapters=checkpoints.adapters_in(folder))
         checkpoints.load_weights(folder, model)
         return model, base
     base = str(origins.base_model(config, told)) if target.name == origins.SMALL else target.name
-    return load_model(ModelOptions(base)), base
+    return load_model(base), base
 
 
 def _base_of(target: Target, config: Config, told: Told) -> str:
@@ -73,7 +72,7 @@ def _load_adapter(folder: Path, config: Config) -> tuple[torch.nn.Module, str]:
     base = config.model_name if config.model_name != origins.SMALL else str(named or "")
     if not base:
         raise CheckpointError(f"{folder} does not say its base model", "Add model_name=… of the base")
-    plain = load_model(ModelOptions(base))
+    plain = load_model(base)
     with warnings.catch_warnings():
         # peft asks transformers for a property by its deprecated name.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)

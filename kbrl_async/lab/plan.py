@@ -40,11 +40,13 @@ import msgspec
 
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
+from protocols.messages import Stage
+from protocols.rollout import STAGES as WORKED
 
 MAX_GAP_S = 5.0
-STAGES = ("generate", "compile", "bench", "score")
+STAGES = (*WORKED, Stage.SCORE)
 """Stages that a rollout passes; `train` follows once a batch."""
-TRAIN = "train"
+TRAIN = Stage.TRAIN
 BROKER = "broker"
 
 
@@ -167,7 +169,7 @@ def _window(samples: Sequence[SystemSample]) -> Sequence[SystemSample]:
 
 
 def _measure(inside: Sequence[SystemSample]) -> RunObservation:
-    work = {stage: StageWork() for stage in (*STAGES, TRAIN)}
+    work: dict[str, StageWork] = {stage: StageWork() for stage in (*STAGES, TRAIN)}
     seconds = broker = 0.0
     for before, now in itertools.pairwise(inside):
         span = min(MAX_GAP_S, max(0.0, now.t - before.t))
@@ -175,7 +177,7 @@ def _measure(inside: Sequence[SystemSample]) -> RunObservation:
         broker += span * now.broker.busy
         work = {stage: _add(done, stage, before, now, span) for stage, done in work.items()}
     trained = work[TRAIN].tasks
-    scored = work["score"].tasks - trained  # the aggregator's other task: closing a trained batch
+    scored = work[Stage.SCORE].tasks - trained  # the aggregator's other task: closing a trained batch
     return RunObservation(seconds, scored, trained, work, broker)
 
 

@@ -24,12 +24,13 @@ import msgspec
 import torch
 
 from kbrl_async.errors import InfraError, UserError
-from kbrl_async.kernels.funnel.verifier import VerifyOptions, open_bench
-from kbrl_async.kernels.timing import Recipe, share_at
+from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.timing import share_at
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from kbrl_async.kernels.timing.methods import Function, methods, ratio
+from kbrl_async.kernels.timing.recipe import PLACEMENT
 from kbrl_async.kernels.timing.resolution import Report, Row, Trial, clock_range, summarise
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
 from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
 from protocols.records import BenchReport, Candidate, Problem, Timing
 
@@ -40,8 +41,6 @@ _MOST_BESIDE = 20
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BACKEND = "torch"
-"""No policy can choose it: its candidates are trusted and bring no kernel of their own."""
 BASE = 200
 SLOWER = {"0.5 %": 201, "1 %": 202, "2 %": 204, "5 %": 210, "20 %": 240}
 """Repetitions, by how much slower they are."""
@@ -81,7 +80,7 @@ class KnownKernel(msgspec.Struct, frozen=True):
 
     @property
     def itself(self) -> Candidate:
-        return Candidate(self.source("ModelNew"), BACKEND)
+        return Candidate(self.source("ModelNew"), LIBRARY.name)
 
 
 CPU_CASES = (
@@ -118,7 +117,7 @@ def slower_case(device: str) -> KnownKernel:
 
 def slower_candidate(case: KnownKernel, times: int) -> tuple[Candidate, float]:
     """`times` repetitions instead of `BASE`, and its true speedup."""
-    return Candidate(case.source("ModelNew", _REPEAT.replace("TIMES", str(times))), BACKEND), BASE / times
+    return Candidate(case.source("ModelNew", _REPEAT.replace("TIMES", str(times))), LIBRARY.name), BASE / times
 
 
 # ── measurements ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +203,7 @@ def measure(asked: SelfTest, bench_options: BenchOptions, tell: Tell) -> Report:
     device, chosen = bench_options.device, cases(bench_options.device)
     others: dict[str, dict[str, float]] = {}
     trials = Trials(hardware_of(device), asked.kept, asked.minutes)
-    with open_bench(device, VerifyOptions(bench=bench_options)) as bench:
+    with zygote_for(device) as zygote, contextlib.closing(Bench(zygote, bench_options)) as bench:
         if asked.aa:
             aa(bench, chosen, asked.pairs, tell, random.Random(), trials)
         if asked.ab:
@@ -329,7 +328,7 @@ def report(
 def _truth_row(name: str, found: list[Trial], known: Report) -> Row:
     """Widened as a reward would see it: by the resolution that A/A found at this length."""
     ms = statistics.median(trial.ms for trial in found)
-    return summarise(name, found, share_at(ms, known.points(), Recipe().placement))
+    return summarise(name, found, share_at(ms, known.points(), PLACEMENT))
 
 
 # ── what came of it ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,7 @@ from kbrl_async.durable import (
     write_folder,
 )
 from kbrl_async.errors import CheckpointError
-from kbrl_async.learning.policies.adapters import MAIN
+from kbrl_async.learning.policies.models import MAIN
 from kbrl_async.learning.trainer import Trainer
 
 PREFIX = "step-"

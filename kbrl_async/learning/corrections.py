@@ -4,7 +4,8 @@ A correction looks at ρ = exp(π_p − μ), the ratio between the learner befor
 the current learner's, where π_p is not computed), and returns one multiplier a token. Multipliers never carry a
 gradient, and several of them are multiplied.
 
-Adding a correction is one function and one line in `CORRECTIONS`.
+To add one: a function of `Ratios`, named by `corrections=package.module:function`, or an entry point of the group
+`kbrl_async.corrections`. Ours are named in `settings.CORRECTIONS`.
 """
 
 # ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes
@@ -13,30 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
-
-from kbrl_async.errors import ConfigError
 
 LOG_RATIO_CLAMP = 20.0
 """Bound on |log ρ| before the exponential: a ratio beyond e^20 is a broken sample, not information."""
-
-
-class CorrectionOptions(msgspec.Struct, frozen=True):
-    """Constants of all corrections; each reads its own."""
-
-    tis_cap: float = 2.0
-    tis_sequence_cap: float = 5.0
-    icepop: tuple[float, float] = (0.5, 2.0)
-    sequence: tuple[float, float] = (0.5, 2.0)
-    geometric: tuple[float, float] = (0.99, 1.01)
-    k3_limit: float = 0.1
-    """`k3_reject`: most mean k3 of a sequence."""
-    veto: float = 1e-4
-    """`veto`: smallest ratio of any token of a sequence."""
-    opsm_delta: float = 1e-4
-    m2po_tau: float = 0.04
-    """`m2po`: most mean square of log ρ over the tokens that stay."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +29,8 @@ class Ratios:
     sample_T: torch.Tensor
 
 
-Correction = Callable[[Ratios, CorrectionOptions], torch.Tensor]
+Correction = Callable[[Ratios], torch.Tensor]
+"""One multiplier a token [T]."""
 
 
 def safe_ratio(log_ratio_T: torch.Tensor) -> torch.Tensor:
@@ -72,86 +54,66 @@ def tis_weight(log_pi_T: torch.Tensor, log_mu_T: torch.Tensor, cap: float = 2.0)
     return safe_ratio(log_pi_T.detach() - log_mu_T).clamp(max=cap)
 
 
-def _tis(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
-    return safe_ratio(r.log_rho_T).clamp(max=options.tis_cap)
+def tis(r: Ratios, cap: float = 2.0) -> torch.Tensor:
+    """min(ρ, C), per token."""
+    return safe_ratio(r.log_rho_T).clamp(max=cap)
 
 
-def _tis_sequence(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def tis_sequence(r: Ratios, cap: float = 5.0) -> torch.Tensor:
     """min(Π ρ, C) with the log-sum clamped to ±20."""
-    return safe_ratio(sequence_sum(r.log_rho_T, r.sample_T)).clamp(max=options.tis_sequence_cap)
+    return safe_ratio(sequence_sum(r.log_rho_T, r.sample_T)).clamp(max=cap)
 
 
-def _within(ratio_T: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    return ((ratio_T >= bounds[0]) & (ratio_T <= bounds[1])).to(ratio_T.dtype)
+def _within(ratio_T: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return ((ratio_T >= low) & (ratio_T <= high)).to(ratio_T.dtype)
 
 
-def _icepop(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def icepop(r: Ratios, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
     """1 where low ≤ ρ ≤ high, else 0 (IcePop): tokens whose two policies disagree are dropped, not clipped."""
-    return _within(safe_ratio(r.log_rho_T), options.icepop)
+    return _within(safe_ratio(r.log_rho_T), low, high)
 
 
-def _sequence_mask(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def sequence_mask(r: Ratios, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
     """Keeps sequences whose whole ratio Π ρ lies within the bounds."""
-    return _within(safe_ratio(sequence_sum(r.log_rho_T, r.sample_T)), options.sequence)
+    return _within(safe_ratio(sequence_sum(r.log_rho_T, r.sample_T)), low, high)
 
 
-def _geometric_mask(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def geometric_mask(r: Ratios, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
     """Keeps sequences whose geometric mean ratio lies within the bounds."""
-    return _within(safe_ratio(sequence_mean(r.log_rho_T, r.sample_T)), options.geometric)
+    return _within(safe_ratio(sequence_mean(r.log_rho_T, r.sample_T)), low, high)
 
 
-def _k3_reject(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
-    """Drops sequences whose mean k3 estimate of KL(μ‖π_p) is above the limit."""
+def k3_reject(r: Ratios, limit: float = 0.1) -> torch.Tensor:
+    """Drops sequences whose mean k3 estimate of KL(μ‖π_p) is above `limit`."""
     k3_T = safe_ratio(r.log_rho_T) - 1 - r.log_rho_T
-    return (sequence_mean(k3_T, r.sample_T) <= options.k3_limit).to(r.log_rho_T.dtype)
+    return (sequence_mean(k3_T, r.sample_T) <= limit).to(r.log_rho_T.dtype)
 
 
-def _veto(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
-    """Drops sequences with a token that the learner finds all but impossible (ρ under 1e-4)."""
-    bad_T = (safe_ratio(r.log_rho_T) < options.veto).to(r.log_rho_T.dtype)
+def veto(r: Ratios, least: float = 1e-4) -> torch.Tensor:
+    """Drops sequences with a token that the learner finds all but impossible (ρ under `least`)."""
+    bad_T = (safe_ratio(r.log_rho_T) < least).to(r.log_rho_T.dtype)
     return (sequence_sum(bad_T, r.sample_T) == 0).to(r.log_rho_T.dtype)
 
 
-def _opsm(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def opsm(r: Ratios, delta: float = 1e-4) -> torch.Tensor:
     """Off-policy sequence masking (DeepSeek-V3.2): drops a sequence with A < 0 and mean(μ − π) > δ."""
     drift_T = sequence_mean(-r.log_rho_T, r.sample_T)
-    return 1.0 - ((r.advantage_T < 0) & (drift_T > options.opsm_delta)).to(r.log_rho_T.dtype)
+    return 1.0 - ((r.advantage_T < 0) & (drift_T > delta)).to(r.log_rho_T.dtype)
 
 
-def _m2po(r: Ratios, options: CorrectionOptions) -> torch.Tensor:
+def m2po(r: Ratios, tau: float = 0.04) -> torch.Tensor:
     """Masks the tokens with the largest (log ρ)² until the mean of the others is at most τ (M2PO)."""
     square_T = r.log_rho_T.square()
     order_T = square_T.argsort()
     mean_T = square_T[order_T].cumsum(0) / torch.arange(1, len(order_T) + 1, device=square_T.device)
     mask_T = torch.zeros_like(square_T)
-    mask_T[order_T] = (mean_T <= options.m2po_tau).to(square_T.dtype)
+    mask_T[order_T] = (mean_T <= tau).to(square_T.dtype)
     return mask_T
 
 
-CORRECTIONS: dict[str, Correction] = {
-    "tis": _tis,
-    "tis_sequence": _tis_sequence,
-    "icepop": _icepop,
-    "sequence_mask": _sequence_mask,
-    "geometric_mask": _geometric_mask,
-    "k3_reject": _k3_reject,
-    "veto": _veto,
-    "opsm": _opsm,
-    "m2po": _m2po,
-}
-
-
-def find_corrections(names: Sequence[str]) -> list[Correction]:
-    """The corrections called `names`; ConfigError names the known ones."""
-    for name in names:
-        if name not in CORRECTIONS:
-            raise ConfigError(f"unknown correction {name!r}", f"Known ones: {', '.join(CORRECTIONS)}")
-    return [CORRECTIONS[name] for name in names]
-
-
-def multiplier(ratios: Ratios, corrections: Sequence[Correction], options: CorrectionOptions) -> torch.Tensor:
+def multiplier(ratios: Ratios, corrections: Sequence[Correction]) -> torch.Tensor:
     """The product of all corrections [T]; ones where there are none."""
     product_T = torch.ones_like(ratios.log_rho_T)
     for correction in corrections:
-        product_T = product_T * correction(ratios, options)
+        product_T = product_T * correction(ratios)
     return product_T

@@ -50,10 +50,10 @@ def lora_flops_per_token(config: Any, rank: int, length: float, scored: float, r
     return float(4.0 * linear + 6.0 * adapters + 3.5 * attention + head + again)
 
 
-def measured_peak(device: torch.device, dtype: str, repeats: int = 5) -> float:
+def measured_peak(device: torch.device, bf16: bool, repeats: int = 5) -> float:
     """FLOP/s of a large matrix product here and now: the best of a few, under a second."""
     size = 768 if device.type == "cpu" else 8192
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    kind = torch.bfloat16 if bf16 else torch.float32
     a = torch.randn(size, size, device=device, dtype=kind)
     best = float("inf")
     for _ in range(repeats):

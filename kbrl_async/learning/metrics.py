@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kbrl_async.learning.corrections import safe_ratio
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.losses import Diagnostics, Tokens
 from protocols.records import TrainSample
 
@@ -49,7 +49,7 @@ class StepLog:
             self._diagnostics.setdefault(name, []).append(value_T.detach().float())
         self._inputs += inputs
 
-    def merge(self, team: ProcessGroup) -> None:
+    def merge(self, ranks: ProcessGroup) -> None:
         """Puts the other ranks' tokens of this minibatch beside this one's."""
         series: list[list[torch.Tensor]] = [self._log_ratios, self._entropies]
         series += [self._diagnostics[name] for name in sorted(self._diagnostics)]
@@ -57,10 +57,10 @@ class StepLog:
             series.append(self._fresh)
         new = [values[self._merged :] for values in series]
         mine_KT = torch.stack([torch.cat(values).float() for values in new]) if new[0] else torch.zeros(0, 0)
-        for values, merged_T in zip(series, team.gathered(mine_KT.to(team.device)), strict=False):
+        for values, merged_T in zip(series, ranks.gathered(mine_KT.to(ranks.device)), strict=False):
             values[self._merged :] = [merged_T.bool() if values is self._fresh else merged_T]
         self._merged += 1
-        self._inputs = self._inputs_merged + int(team.total(torch.tensor(self._inputs - self._inputs_merged)))
+        self._inputs = self._inputs_merged + int(ranks.total(torch.tensor(self._inputs - self._inputs_merged)))
         self._inputs_merged = self._inputs
 
     def optimizer(self, loss: float, norm: float, rate: float) -> None:
@@ -86,7 +86,7 @@ class StepLog:
             "lr": self._rate,
             "optimizer_step": float(optimizer_step),
             **_quantiles(ratio_T),
-            **{_SHARES[name]: float(torch.cat(values).mean()) for name, values in self._diagnostics.items()},
+            **{_SHARES.get(name, name): float(torch.cat(values).mean()) for name, values in self._diagnostics.items()},
             "mismatch_kl": k3(first_T),
             **self._mismatch_on_equal_weights(first_T),
             "mismatch_ratio_max": float(safe_ratio(first_T.abs()).max()),

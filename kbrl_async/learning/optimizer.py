@@ -9,17 +9,15 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 
-SCHEDULES = ("constant", "cosine")
+BETAS = (0.9, 0.95)
 
 
-def make_adamw(
-    parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
-    """AdamW over the trainable ones of `parameters`, fused (one pass over memory)."""
+def make_adamw(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    """AdamW without weight decay over the trainable ones of `parameters`, fused (one pass over memory)."""
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameters", "Wrap it in LoRA or unfreeze its weights")
-    return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, betas=betas, fused=True)
+    return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0, betas=BETAS, fused=True)
 
 
 def rate_at(step: int, peak: float, warmup: int, schedule: str, progress: float, floor: float = 0.1) -> float:
@@ -27,8 +25,6 @@ def rate_at(step: int, peak: float, warmup: int, schedule: str, progress: float,
 
     `progress` in [0, 1] is the share of the run that is done; a pure function, so that resume needs no state.
     """
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {schedule!r}", f"Known ones: {', '.join(SCHEDULES)}")
     warm = min(1.0, (step + 1) / warmup) if warmup > 0 else 1.0
     if schedule == "constant":
         return peak * warm

@@ -23,6 +23,9 @@ from typing import Protocol
 
 import torch
 
+TREE_TOKENS = 768
+"""Longest row in which samples share their prompt: attention in it costs its length squared."""
+
 
 class Packable(Protocol):
     """What `pack` needs of a sample: `protocols.records.TrainSample` fits."""
@@ -71,10 +74,10 @@ class _Row:
         return len(self.prompt) + sum(len(ids) for _, ids in self.responses)
 
 
-def pack(samples: Sequence[Packable], token_budget: int, tree_tokens: int = 768) -> list[Microbatch]:
+def pack(samples: Sequence[Packable], token_budget: int, tree_tokens: int = TREE_TOKENS) -> list[Microbatch]:
     """Microbatches of at most `token_budget` tokens, padding included (a single longer sequence stands alone).
 
-    `tree_tokens` bounds a tree row: attention in it costs its length squared. 0 packs every sample alone.
+    `tree_tokens` bounds a row in which samples share their prompt; 0 packs every sample alone.
     """
     rows = sorted(_rows(samples, min(tree_tokens, token_budget)), key=lambda row: row.length)
     batches: list[list[_Row]] = []

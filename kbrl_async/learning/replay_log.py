@@ -2,7 +2,7 @@
 
 ::
 
-    checkpoints/step-000040/      checkpoints/tail/000040.msgpack  000041.msgpack …     state = checkpoint + its tail
+    checkpoints/step-000040/      checkpoints/tail/000040.msgpack  000041.msgpack …     state = checkpoint + its log
 
 Invariants
 * A batch is on disk before the version that it made is published, so each can be made again from a checkpoint. One
@@ -21,7 +21,7 @@ from kbrl_async.durable import write_bytes
 from kbrl_async.errors import CheckpointError
 from protocols.records import TrainBatch, TrainGroup
 
-FOLDER = "tail"
+FOLDER = "tail"  # persisted: runs have it
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ _decode = msgspec.msgpack.Decoder(_Entry).decode
 
 
 class ReplayLog:
-    """`tail.add(…)` once a batch is trained, `tail.since(version)` after a restart."""
+    """`log.add(…)` once a batch is trained, `log.since(version)` after a restart."""
 
     def __init__(self, checkpoints: Path) -> None:
         self._folder = checkpoints / FOLDER

@@ -2,139 +2,87 @@
 
 ::
 
-    groups ─ flatten, shuffle ─▶ minibatches ─ engine ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
+    groups ─ flatten, shuffle ─▶ minibatches ─ pack ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
                  └─ × epochs                                  └─ π_p first, where the loss needs it
 
 Invariants
 * Nothing that isn't finite reaches the weights: inputs are checked before the first step, loss and gradient norm before
   each step.
-* The same state, groups and options give the same weights: order comes from the trainer's own generator.
+* The same state, groups and settings give the same weights: order comes from the trainer's own generator.
 * The temperature is that of the samples, so an unchanged policy has importance ratio 1.
 * The host waits for a GPU once an optimiser step, to see that it is finite, and never between microbatches.
 """
 
-# ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
+# ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
-from kbrl_async.learning.corrections import CorrectionOptions
-from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.distributed.sharding import ShardedModel
-from kbrl_async.learning.engines import Engine, EngineOptions, Plain, Scored, open_engine
+from kbrl_async.learning.distributed import ProcessGroup, ShardedModel
+from kbrl_async.learning.forward_backward import ForwardBackward, Plain, Scored, Tick, computes_bf16, forward_backward
 from kbrl_async.learning.fused.flat import to_device
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.losses import NEEDS_PROXIMAL, LossOptions, Tokens, token_weights
+from kbrl_async.learning.losses import Tokens, token_weights
 from kbrl_async.learning.objective import Objective
 from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
 from kbrl_async.learning.policies.models import causal_lm
-from kbrl_async.learning.token_classes import flat_advantages
+from kbrl_async.learning.settings import UpdateSettings
 from protocols.records import TrainGroup, TrainSample
-
-
-class TrainerOptions(msgspec.Struct, frozen=True):
-    """Everything that shapes an update. Defaults suit a small policy on a CPU."""
-
-    loss: str = "dppo_tv"
-    loss_options: LossOptions = LossOptions()
-    corrections: tuple[str, ...] = ()
-    correction_options: CorrectionOptions = CorrectionOptions()
-    kl: str = "none"
-    """Estimator of the KL divergence from the reference policy: none, k1, k2 or k3."""
-    kl_weight: float = 0.0
-    normalise: str = "token_mean"
-    dr_grpo_length: int = 256
-    """The constant of `normalise = "dr_grpo"`."""
-    negative_scale: float = 1.0
-    """Negative advantages are multiplied by this; below 1 keeps entropy up."""
-    learning_rate: float = 2e-4
-    warmup_steps: int = 8
-    """Optimiser steps, not batches."""
-    schedule: str = "constant"
-    total_steps: int = 0
-    """Optimiser steps of the whole run, for `cosine`."""
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    epochs: int = 2
-    minibatches: int = 2
-    token_budget: int = 2048
-    """Input tokens of one microbatch, padding included."""
-    tree_tokens: int = 768
-    """Longest row in which samples share their prompt; 0 switches sharing off."""
-    chunk_elements: int = 0
-    """Most logits that exist at once; 0: 2^24, and 2^27 on a GPU, whose matrix products want long chunks."""
-    dtype: str = "fp32"
-    """`"bf16"` runs forward and backward in autocast."""
-    seed: int = 0
-    kernels: str = "auto"
-    """`plain`, `fused`, or `auto`: fused on a GPU where the model allows it."""
-    share_prompts: bool = True
-    """Fused: compute the prompt of a group once, not once a sample."""
-    memory_gb: float = 0.0
-    """Fused: most memory (10^9 bytes) to hold on the GPU, weights included; 0: nine tenths of it."""
 
 
 class Trainer:
     """Owns optimizer, step counter and data order of one policy.
 
-    trainer = Trainer(model, TrainerOptions(), "cpu")
+    trainer = Trainer(model, config, "cpu")
     metrics = trainer.step(groups, temperature=1.0)
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        options: TrainerOptions,
+        settings: UpdateSettings,
         device: str | torch.device = "cpu",
-        clock: Callable[[], float] = time.perf_counter,
+        *,
         reference: torch.nn.Module | None = None,
-        team: ProcessGroup | None = None,
-        shard: bool = False,
+        process_group: ProcessGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`shard`: the team's ranks hold a share of the weights each, instead of all of them."""
-        if options.dtype not in ("fp32", "bf16"):
-            raise ConfigError(f"unknown training dtype {options.dtype!r}", "Use fp32 or bf16")
-        self.model = model
-        self.options = options
-        self.device = torch.device(device)
-        self._spread = ShardedModel(model, team) if shard and team is not None else None
+        """`reference`: of a KL penalty, where no LoRA base serves."""
+        learner = settings.learner
+        self.model, self.settings, self.device = model, settings, torch.device(device)
+        self.process_group = process_group
+        is_sharded = learner.shard and process_group is not None
+        self._sharded = ShardedModel(model, process_group) if is_sharded and process_group is not None else None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
-        self.optimizer = make_adamw(
-            self.parameters.values(), options.learning_rate, options.weight_decay, options.betas
-        )
+        self.optimizer = make_adamw(self.parameters.values(), settings.learning_rate)
         self.optimizer_step = 0
-        self.order = torch.Generator().manual_seed(options.seed)
-        self.objective = Objective(
-            options.loss,
-            options.loss_options,
-            options.corrections,
-            options.correction_options,
-            options.kl,
-            options.kl_weight,
-        )
+        self.order = torch.Generator().manual_seed(settings.seed)
+        self.objective = Objective(settings.loss, learner, settings.corrections)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
-        self._reference = reference
+        self.passes = forward_backward(model, learner, self.device, self._sharded)
+        self._reference = None if reference is None else Plain(reference, learner, self.device)
         self._clock = clock
-        self.team = team
-        self.engine = open_engine(
-            options.kernels, model, _engine_options(options, self.device), self.device, self._spread
-        )
+
+    @property
+    def bf16(self) -> bool:
+        """Forward and backward pass compute in bf16."""
+        return computes_bf16(self.settings.learner, self.device)
 
     def step(
         self,
         groups: Sequence[TrainGroup],
         temperature: float,
-        tick: Callable[[], None] = lambda: None,
+        tick: Tick = lambda: None,
         version: int | None = None,
     ) -> dict[str, float]:
         """`epochs` × `minibatches` optimiser steps on `groups`. `tick` is called after every microbatch.
@@ -142,34 +90,28 @@ class Trainer:
         With `version`, the policy version before this step, the metrics tell the samples' ages. Raises NonFiniteLoss
         before the optimiser step that would have been spoilt (earlier ones of this call have been taken).
         """
-        if self.team is not None:
-            self.team.lead(self, groups, temperature, version)
+        if self.process_group is not None:
+            self.process_group.lead(self, groups, temperature, version)
         return self.update(groups, temperature, tick, version)
 
     def update(
         self,
         groups: Sequence[TrainGroup],
         temperature: float,
-        tick: Callable[[], None] = lambda: None,
+        tick: Tick = lambda: None,
         version: int | None = None,
     ) -> dict[str, float]:
-        """`step`, on this rank of a team."""
+        """`step`, on this rank of a process group."""
         samples = [sample for group in groups for sample in group.samples if sample.token_ids]
         if not samples:
             raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
         _check_finite(samples)
         started = self._clock()
-        recorded = self._flatten(samples)
-        if self.options.loss in NEEDS_PROXIMAL:
-            recorded.log_prox_T = self._proximal(samples, temperature, tick)
-        if self.objective.needs_reference:
-            recorded.log_ref_T = self._reference_logprobs(samples, temperature, tick)
-        if version is not None:
-            recorded.lag_T = self._of_samples([float(max(0, version - s.policy_version)) for s in samples], samples)
+        batch = _Batch(samples, temperature, self._recorded(samples, temperature, tick, version), tick)
         log = m.StepLog(proximal_s=self._clock() - started)
-        for epoch in range(self.options.epochs):
+        for epoch in range(self.settings.learner.epochs):
             for chosen in self._minibatches(len(samples)):
-                self._minibatch(samples, chosen, recorded, temperature, log, tick)
+                self._minibatch(batch, chosen, log)
             if epoch == 0:
                 log.end_of_first_epoch()
         log.total_s = self._clock() - started
@@ -179,88 +121,74 @@ class Trainer:
     def _minibatches(self, n: int) -> list[list[int]]:
         """A partition of the samples into at most `minibatches` parts, in random order."""
         order: list[int] = torch.randperm(n, generator=self.order).tolist()
-        parts = min(self.options.minibatches, n)
+        parts = min(self.settings.learner.minibatches, n)
         # Sorted inside a part: neighbours share their prompt, and packing keys on that.
         return [sorted(order[i::parts]) for i in range(parts)]
 
-    def _minibatch(
-        self,
-        samples: list[TrainSample],
-        chosen: list[int],
-        recorded: _Flat,
-        temperature: float,
-        log: m.StepLog,
-        tick: Callable[[], None],
-    ) -> None:
+    def _minibatch(self, batch: _Batch, chosen: list[int], log: m.StepLog) -> None:
         started = self._clock()
-        losses: list[torch.Tensor] = []
-        self._gradients(samples, chosen, recorded, temperature, log, losses, tick)
+        losses = self._gradients(batch, chosen, log)
         summed = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
-        if self.team is not None:
-            summed = self.team.total(summed.to(self.device))
-            self.team.sum_gradients(self.parameters.values())
-            log.merge(self.team)
+        if self.process_group is not None:
+            summed = self.process_group.total(summed.to(self.device))
+            self.process_group.sum_gradients(self.parameters.values())
+            log.merge(self.process_group)
         total = float(summed)
         log.gradient_s += self._clock() - started
         rate = self._rate()
-        norm = guarded_step(self.optimizer, total, self.options.grad_clip, rate)
+        norm = guarded_step(self.optimizer, total, self.settings.learner.grad_clip, rate)
         self.optimizer_step += 1
         log.optimizer(total, norm, rate)
 
-    def _gradients(
-        self,
-        samples: list[TrainSample],
-        chosen: list[int],
-        recorded: _Flat,
-        temperature: float,
-        log: m.StepLog,
-        losses: list[torch.Tensor],
-        tick: Callable[[], None],
-    ) -> None:
-        """All microbatches of a minibatch: nothing here waits for the device."""
-        o = self.options
+    def _gradients(self, batch: _Batch, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
+        """All microbatches of a minibatch, and their losses: nothing here waits for the device."""
+        samples, recorded, losses = batch.samples, batch.recorded, list[torch.Tensor]()
         lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen])
-        weight_S = token_weights(lengths_S, torch.arange(len(chosen)), o.normalise, o.dr_grpo_length)
+        how, constant = self.settings.learner.normalise, self.settings.max_tokens
+        weight_S = token_weights(lengths_S, torch.arange(len(chosen)), how, constant)
         mine = self._share(samples, chosen)
         chosen, weight_S = [chosen[i] for i in mine], weight_S[mine]
         weight_S = to_device(weight_S, self.device)
         where_S = to_device(torch.tensor(chosen, dtype=torch.long), self.device)
 
         def visit(scored: Scored) -> torch.Tensor:
-            flat_T = recorded.start_S[where_S[scored.sample_T]] + scored.offset_T
-            tokens = self._tokens(scored, flat_T, recorded)
+            tokens = recorded.tokens(scored, where_S)
             loss_T, diagnostics = self.objective(tokens)
             loss = (loss_T * weight_S[scored.sample_T]).sum()
             log.microbatch(tokens, scored.entropy_T, diagnostics, scored.inputs)
             losses.append(loss.detach())
             return loss
 
-        self.engine.run([samples[i] for i in chosen], temperature, visit, tick)
-
-    def _tokens(self, scored: Scored, flat_T: torch.Tensor, recorded: _Flat) -> Tokens:
-        def part(values_T: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_T is None else values_T[flat_T]
-
-        advantage_T = recorded.advantage_T[flat_T]
-        return Tokens(
-            scored.log_pi_T,
-            recorded.log_mu_T[flat_T],
-            torch.where(advantage_T < 0, advantage_T * self.options.negative_scale, advantage_T),
-            part(recorded.log_prox_T),
-            scored.sample_T,
-            part(recorded.lag_T),
-            part(recorded.log_ref_T),
-        )
+        self.passes.run([samples[i] for i in chosen], batch.temperature, visit, batch.tick)
+        return losses
 
     def _rate(self) -> float:
-        o = self.options
-        progress = self.optimizer_step / o.total_steps if o.total_steps > 0 else 0.0
-        return rate_at(self.optimizer_step, o.learning_rate, o.warmup_steps, o.schedule, progress)
+        learner = self.settings.learner
+        total = self.settings.max_steps * learner.epochs * learner.minibatches
+        rate, warmup = self.settings.learning_rate, learner.warmup_steps
+        return rate_at(self.optimizer_step, rate, warmup, learner.schedule, self.optimizer_step / total)
+
+    def _recorded(self, samples: list[TrainSample], temperature: float, tick: Tick, version: int | None) -> _Recorded:
+        needs, log_mu_T = self.objective, torch.tensor([x for s in samples for x in s.logprobs])
+        log_mu_T, advantage_T = (to_device(part_T, self.device) for part_T in (log_mu_T, flat_advantages(samples)))
+        scale, lag_T = self.settings.learner.negative_scale, None
+        if version is not None:
+            ages = torch.tensor([float(max(0, version - s.policy_version)) for s in samples])
+            lag_T = to_device(ages.repeat_interleave(torch.tensor([len(s.token_ids) for s in samples])), self.device)
+        return _Recorded(
+            to_device(_starts(samples), self.device),
+            log_mu_T,
+            torch.where(advantage_T < 0, advantage_T * scale, advantage_T),
+            self._logprobs(self.passes, samples, temperature, tick) if needs.needs_proximal else None,
+            lag_T,
+            self._reference_logprobs(samples, temperature, tick) if needs.needs_reference else None,
+        )
 
     @torch.no_grad()
-    def _proximal(
-        self, samples: list[TrainSample], temperature: float, tick: Callable[[], None], engine: Engine | None = None
+    def _logprobs(
+        self, passes: ForwardBackward, samples: list[TrainSample], temperature: float, tick: Tick
     ) -> torch.Tensor:
+        """Of all response tokens [T], as `passes` computes them."""
         starts_S = to_device(_starts(samples), self.device)
         out_T = torch.zeros(sum(len(s.token_ids) for s in samples), device=self.device)
 
@@ -269,69 +197,60 @@ class Trainer:
 
         mine = self._share(samples, range(len(samples)))
         where_S = to_device(torch.tensor(mine, dtype=torch.long), self.device)
-        (engine or self.engine).run([samples[i] for i in mine], temperature, visit, tick)
-        return out_T if self.team is None else self.team.total(out_T)
+        passes.run([samples[i] for i in mine], temperature, visit, tick)
+        return out_T if self.process_group is None else self.process_group.total(out_T)
 
     def _share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
         """Places in `chosen` that this rank computes: all, where it is alone."""
-        if self.team is None:
+        if self.process_group is None:
             return list(range(len(chosen)))
-        return self.team.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
+        return self.process_group.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
 
-    def _reference_logprobs(
-        self, samples: list[TrainSample], temperature: float, tick: Callable[[], None]
-    ) -> torch.Tensor:
+    def _reference_logprobs(self, samples: list[TrainSample], temperature: float, tick: Tick) -> torch.Tensor:
         """Of the policy that training started from: its own module, or the base under the LoRA adapter."""
         if self._reference is not None:
-            options = _engine_options(self.options, self.device)
-            return self._proximal(samples, temperature, tick, Plain(self._reference, options, self.device))
+            return self._logprobs(self._reference, samples, temperature, tick)
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._proximal(samples, temperature, tick)
-
-    def _of_samples(self, values: list[float], samples: list[TrainSample]) -> torch.Tensor:
-        flat_T = torch.tensor(values).repeat_interleave(torch.tensor([len(s.token_ids) for s in samples]))
-        return to_device(flat_T, self.device)
+            return self._logprobs(self.passes, samples, temperature, tick)
 
     def sequence_logprobs(self, ids: list[int]) -> list[float]:
-        """`logprobs.sequence_logprobs` of the policy. The other ranks of a team need no telling."""
-        if self._spread is None or self.team is None:
+        """`logprobs.sequence_logprobs` of the policy. The other ranks need no telling."""
+        if self._sharded is None or self.process_group is None:
             return sequence_logprobs(causal_lm(self.model), ids)
-        if self.team.rank == 0:
-            self.team.probe(ids)
-        return self._spread(lambda lm: sequence_logprobs(lm, ids))
+        if self.process_group.rank == 0:
+            self.process_group.probe(ids)
+        return self._sharded(lambda lm: sequence_logprobs(lm, ids))
 
     def logprobs(self, samples: Sequence[TrainSample], temperature: float) -> list[list[float]]:
         """The learner's log-probs of each sample's response tokens: for tests, audits and references."""
-        flat_T = self._proximal(list(samples), temperature, lambda: None)
+        flat_T = self._logprobs(self.passes, list(samples), temperature, lambda: None)
         return [part.tolist() for part in torch.split(flat_T, [len(s.token_ids) for s in samples])]
 
-    def _flatten(self, samples: list[TrainSample]) -> _Flat:
-        recorded = _starts(samples), torch.tensor([x for s in samples for x in s.logprobs]), flat_advantages(samples)
-        return _Flat(*(to_device(part, self.device) for part in recorded))
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """The recorded side of a batch, flat over all response tokens [T], on the trainer's device."""
+
+    start_S: torch.Tensor
+    log_mu_T: torch.Tensor
+    advantage_T: torch.Tensor
+    log_prox_T: torch.Tensor | None
+    lag_T: torch.Tensor | None
+    log_ref_T: torch.Tensor | None
+
+    def tokens(self, scored: Scored, where_S: torch.Tensor) -> Tokens:
+        """Those of a microbatch, beside what the policy gives them now. `where_S`: its samples' places in the batch."""
+        flat_T = self.start_S[where_S[scored.sample_T]] + scored.offset_T
+        prox_T, lag_T, ref_T = (None if x is None else x[flat_T] for x in (self.log_prox_T, self.lag_T, self.log_ref_T))
+        advantage_T = self.advantage_T[flat_T]
+        return Tokens(scored.log_pi_T, self.log_mu_T[flat_T], advantage_T, prox_T, scored.sample_T, lag_T, ref_T)
 
 
-class _Flat:
-    """The recorded side of a batch, flat over all response tokens, on the trainer's device."""
-
-    def __init__(self, start_S: torch.Tensor, log_mu_T: torch.Tensor, advantage_T: torch.Tensor) -> None:
-        self.start_S = start_S
-        self.log_mu_T = log_mu_T
-        self.advantage_T = advantage_T
-        self.log_prox_T: torch.Tensor | None = None
-        self.lag_T: torch.Tensor | None = None
-        self.log_ref_T: torch.Tensor | None = None
-
-
-def _engine_options(options: TrainerOptions, device: torch.device) -> EngineOptions:
-    chunk = options.chunk_elements or (1 << 27 if device.type == "cuda" else 1 << 24)
-    return EngineOptions(
-        options.token_budget,
-        options.tree_tokens,
-        options.share_prompts,
-        chunk,
-        options.dtype == "bf16",
-        options.memory_gb * 1e9,
-    )
+class _Batch(NamedTuple):
+    samples: list[TrainSample]
+    temperature: float
+    recorded: _Recorded
+    tick: Tick
 
 
 def _starts(samples: list[TrainSample]) -> torch.Tensor:
@@ -350,3 +269,22 @@ def _check_finite(samples: list[TrainSample]) -> None:
             raise NonFiniteLoss(
                 f"{sample.rollout_id} carries an advantage or log-prob that is not finite", "Look at its sampler"
             )
+
+
+def token_advantages(sample: TrainSample) -> list[float]:
+    """`advantage` for the kernel's tokens and `plan_advantage` for all others; `advantage` for all where there is one
+    class only."""
+    n = len(sample.token_ids)
+    if not sample.has_plan:
+        return [sample.advantage] * n
+    start, end = min(sample.code_start, n), min(sample.code_end, n)
+    plan = sample.plan_advantage
+    return [plan] * start + [sample.advantage] * (end - start) + [plan] * (n - end)
+
+
+def flat_advantages(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """Of all response tokens of `samples`, in order [T]."""
+    if not any(sample.has_plan for sample in samples):  # no list of millions of equal numbers
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
+        return torch.tensor([sample.advantage for sample in samples]).repeat_interleave(lengths)
+    return torch.tensor([a for sample in samples for a in token_advantages(sample)])

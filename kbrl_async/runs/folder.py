@@ -40,19 +40,11 @@ FOLDERS = ("logs", "metrics", "tensorboard")
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A prepared run folder."""
+    """A run's folder: from `plan` before anything is on disk, from `prepare` as it lies there."""
 
     path: Path
     config: Config
     """As stored: `name` is the folder's."""
-    resumed: bool
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """What `prepare` would do: nothing is on disk yet."""
-
-    path: Path
-    config: Config
     resumed: bool
 
 
@@ -71,7 +63,7 @@ def load_run(run_dir: Path | str) -> Config:
     return load([stored])
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> Run:
     """Which folder this configuration runs in, and whether it continues a run there.
 
     :raises ConfigError: the unfinished run of that name is another experiment.
@@ -80,7 +72,7 @@ def plan(config: Config) -> Plan:
     return _plan_resume(config) if config.resume else _plan_named(config)
 
 
-def _plan_resume(config: Config) -> Plan:
+def _plan_resume(config: Config) -> Run:
     path = Path(config.resume or "")
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
@@ -93,10 +85,10 @@ def _plan_resume(config: Config) -> Plan:
     return _continued(path, replace(config, resume=None))
 
 
-def _plan_named(config: Config) -> Plan:
+def _plan_named(config: Config) -> Run:
     for path in _candidates(Path(config.log_path), config.run_name):
         if not path.exists():
-            return Plan(path=path, config=replace(config, name=path.name), resumed=False)
+            return Run(path=path, config=replace(config, name=path.name), resumed=False)
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} exists and is no run folder: it has no {CONFIG_FILE}", "Move it, or set name=…")
         if not is_finished(path):
@@ -110,10 +102,10 @@ def _candidates(root: Path, name: str) -> Iterator[Path]:
         yield root / f"{name}-{number}"
 
 
-def _continued(path: Path, config: Config) -> Plan:
+def _continued(path: Path, config: Config) -> Run:
     wanted = replace(config, name=path.name, log_path=str(path.parent))
     _refuse_another_experiment(path, load_run(path), wanted)
-    return Plan(path=path, config=wanted, resumed=True)
+    return Run(path=path, config=wanted, resumed=True)
 
 
 def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> None:
@@ -158,7 +150,7 @@ def ensure_run(env: Mapping[str, str] | None = None) -> Path:
             return _carry_out(plan(config) if is_named else _plan_latest(config, variables)).path.resolve()
 
 
-def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
+def _plan_latest(config: Config, variables: Mapping[str, str]) -> Run:
     latest = (Path(config.log_path) / LATEST).resolve()
     if not (latest / CONFIG_FILE).is_file() or is_finished(latest):
         return plan(config)
@@ -166,14 +158,14 @@ def _plan_latest(config: Config, variables: Mapping[str, str]) -> Plan:
     # Where it lies stays: services may see the folder by different paths.
     wanted = replace(asked, name=stored.name, log_path=stored.log_path)
     _refuse_another_experiment(latest, stored, wanted)
-    return Plan(path=latest, config=wanted, resumed=True)
+    return Run(path=latest, config=wanted, resumed=True)
 
 
 def _root(config: Config) -> Path:
     return Path(config.resume).parent if config.resume else Path(config.log_path)
 
 
-def _carry_out(todo: Plan) -> Run:
+def _carry_out(todo: Run) -> Run:
     if todo.resumed:
         write_atomically(todo.path / CONFIG_FILE, to_yaml(todo.config))
     else:
@@ -181,10 +173,10 @@ def _carry_out(todo: Plan) -> Run:
     for folder in FOLDERS:
         (todo.path / folder).mkdir(exist_ok=True)
     _point_latest(todo.path)
-    return Run(path=todo.path, config=todo.config, resumed=todo.resumed)
+    return todo
 
 
-def _create(todo: Plan) -> None:
+def _create(todo: Run) -> None:
     fresh = todo.path.with_name(f".{todo.path.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()

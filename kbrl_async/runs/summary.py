@@ -111,11 +111,6 @@ def by_versions(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in summary.items() if not name.endswith(("_first", "_last"))}
 
 
-def _rates(rollouts: Sequence[RolloutStats], fields: Sequence[str], prefix: str, suffix: str) -> Summary:
-    rates = outcome_rates(rollouts)
-    return {f"{prefix}{field}{suffix}": rates.get(field) for field in fields}
-
-
 def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
     """Rates, and of each share `[lo, hi]` under its name and `_95`; null of none."""
     answers = kernels(rollouts)
@@ -125,8 +120,9 @@ def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summ
         "fast_1": sum(r.fast for r in answers),
     }
     intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
+    rates = outcome_rates(answers)
     return {
-        **_rates(answers, HELDOUT_FIELDS, prefix, suffix),
+        **{f"{prefix}{name}{suffix}": rates.get(name) for name in HELDOUT_FIELDS},
         **{f"{prefix}{name}{suffix}_95": interval for name, interval in intervals.items()},
     }
 

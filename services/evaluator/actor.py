@@ -19,19 +19,20 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.funnel.records import result_of
 from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.rollouts.turns import split_turn_id, turn_id
 from kbrl_async.runs.telemetry.logs import bound
-from protocols.messages import Stage, Status, Task
-from protocols.records import Fault, Frame, Generation, Problem, Purpose, SamplingParams
+from protocols.messages import Stage, Task
+from protocols.records import Problem, Purpose, SamplingParams
+from protocols.rollout import Record
 from services.evaluator.course import Begun, Course, Ended, Entry, Expired, Tried
 from services.rollouts.archiving import TurnArchive
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.journal import EntryJournal
 from services.rollouts.manager import RolloutManager
-from services.rollouts.scoring import Scored, decode, lost_reason
+from services.rollouts.scoring import Scored, received
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
@@ -90,14 +91,14 @@ class Evaluator:
         return Outcome()
 
     async def _scored(self, task: Task, rollout_id: str, turn: int, frames: list[bytes]) -> None:
-        record = decode(frames)
-        scored = self._conductor.score(rollout_id, record, self._preset) if task.status == Status.OK else None
-        await self._archive.scored(task, rollout_id, frames, record, scored, self.now)
+        record = received(frames, task.status)
+        scored = self._conductor.score(rollout_id, record, self._preset)
+        await self._archive.scored(task, frames, record, scored, self.now)
         if rollout_id not in self._course.open_rollouts() or turn != self._course.turns(rollout_id):
             return  # its deadline passed, or a copy of it was taken, while the archive wrote
         if scored is None:
-            self._note(Ended(rollout_id, self.now, _reason(task, record)))
-            self._service.log.warning("no verdict", reason=_reason(task, record))
+            self._note(Ended(rollout_id, self.now, record.lost_because))
+            self._service.log.warning("no verdict", reason=record.lost_because)
             return
         tried = self._tried(rollout_id, scored, record)
         if self._conductor.goes_on(rollout_id, scored):
@@ -107,10 +108,9 @@ class Evaluator:
             self._note(tried, Ended(rollout_id, self.now))
         self._service.log.debug("scored", reward=round(scored.sample.reward, 3), fault=scored.fault, turn=turn)
 
-    def _tried(self, rollout_id: str, scored: Scored, record: list[Frame]) -> Tried:
-        source = scored.candidate.source if scored.candidate else ""
-        device = "cuda" if self._service.config.backend in ON_GPU else "cpu"
-        return Tried(rollout_id, scored.stats, result_of(record, device), source, self.now)
+    def _tried(self, rollout_id: str, scored: Scored, record: Record) -> Tried:
+        device = "cuda" if runs_on_gpu(self._service.config.backend) else "cpu"
+        return Tried(rollout_id, scored.stats, result_of(record, device), record.source, self.now)
 
     def _note(self, *entries: Entry) -> None:
         self._journal.append(entries)
@@ -178,13 +178,3 @@ class Evaluator:
 
 def _group(problem_id: str) -> str:
     return f"eval.{problem_id}"
-
-
-def _reason(task: Task, record: list[Frame]) -> str:
-    """Why a turn has no verdict: what the broker says, or the stage that failed."""
-    if task.status != Status.OK:
-        return str(task.status)
-    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    if generation is None or generation.fault in (Fault.OK, Fault.INFRA_ERROR):
-        return lost_reason(record)
-    return str(generation.fault)

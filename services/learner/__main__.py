@@ -36,8 +36,7 @@ async def main(stop: asyncio.Event) -> None:
     others = ranks.start(service.config.learner.processes)
     watching = asyncio.create_task(ranks.watch(others, service.log))
     pool = ThreadPoolExecutor(1)
-    opening = loop.run_in_executor(pool, Learning.open, service, stop.is_set)
-    learning = await opening
+    learning = await loop.run_in_executor(pool, Learning.open, service, stop.is_set)
     if learning is None:
         return
     batches = msgspec.msgpack.Decoder(TrainBatch)

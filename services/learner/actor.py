@@ -11,19 +11,18 @@ import torch
 
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
 from kbrl_async.learning import checkpoints, efficiency, kept
-from kbrl_async.learning.distributed.process_group import ProcessGroup
-from kbrl_async.learning.losses import LossOptions
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, causal_lm, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import causal_lm, load_tokenizer
 from kbrl_async.learning.policies.remote import RemotePolicies, open_remote
 from kbrl_async.learning.replay_log import ReplayLog
 from kbrl_async.learning.sft import without_behaviour
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
-from kbrl_async.runs.config import Config, learner_threads
+from kbrl_async.runs.config import learner_threads
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
-from protocols.records import CORRECTOR, VERIFIER, TrainBatch, TrainGroup, UpdateReport
+from protocols.records import TrainBatch, TrainGroup, UpdateReport
 from services.learner import ranks
+from services.learner.policy import base_model, make_trainer
 from services.runtime.service import Service
 
 KEPT_VERSIONS = 4
@@ -49,7 +48,7 @@ class Learning:
         self._texts = texts
         self._progress = checkpoints.Progress()
         self._remote = open_remote(service.config.policy_url)
-        self._tail = ReplayLog(self._checkpoints)
+        self._replay_log = ReplayLog(self._checkpoints)
         self._trained_again = 0
 
     @classmethod
@@ -63,18 +62,18 @@ class Learning:
         if base is None:
             return None
         torch.set_num_threads(learner_threads(config, service.layout))
-        team = ranks.join(service.device)
-        if team is not None:
-            team.tell(str(base))
-        trainer = make_trainer(config, base, service.device, team)
+        process_group = ranks.join(service.device)
+        if process_group is not None:
+            process_group.send_text(str(base))
+        trainer = make_trainer(config, base, service.device, process_group)
         learning = cls(service, trainer, base, *origins.canaries(config, load_tokenizer(str(base))))
         learning._resume()
         return learning
 
     def close(self) -> None:
         """Lets the other ranks go."""
-        if self._trainer.team is not None:
-            self._trainer.team.close()
+        if self._trainer.process_group is not None:
+            self._trainer.process_group.close()
 
     @property
     def version(self) -> int:
@@ -102,7 +101,7 @@ class Learning:
         for note in resumed.notes:
             self._service.log.warning("checkpoint passed over", note=note)
         self._progress = resumed.progress
-        for batch, groups in self._tail.since(self.version):
+        for batch, groups in self._replay_log.since(self.version):
             self._step(batch, groups, tick)
         self._trained_again = self.version - resumed.progress.version
         about = {"checkpoint": resumed.folder.name, "trained_again": self._trained_again}
@@ -123,7 +122,7 @@ class Learning:
             metrics = self._step(batch, groups, tick)
         except NonFiniteLoss as error:
             return self._refuse(batch, error, started, tick)
-        self._tail.add(batch, groups)
+        self._replay_log.add(batch, groups)
         if self.version % self._service.config.learner.checkpoint_every == 0:
             self._checkpoint()
         self._publish()
@@ -155,8 +154,8 @@ class Learning:
     def _use_of_hardware(self, metrics: dict[str, float]) -> dict[str, float]:
         trainer = self._trainer
         model = causal_lm(trainer.model)
-        ranks_at_work = 1 if trainer.team is None else trainer.team.size
-        passes = trainer.options.epochs  # `input_tokens` counts every pass already
+        ranks_at_work = 1 if trainer.process_group is None else trainer.process_group.size
+        passes = trainer.settings.learner.epochs  # `input_tokens` counts every pass already
         length = metrics["input_tokens"] / passes / max(1.0, metrics["samples"])
         flops = efficiency.flops_per_token(model, length) * metrics["input_tokens"]
         return {
@@ -168,7 +167,7 @@ class Learning:
     def _peak(self) -> float:
         """FLOP/s that `mfu` is a share of."""
         tera = self._service.config.learner.peak_tflops
-        return tera * 1e12 if tera else efficiency.measured_peak(self._trainer.device, self._trainer.options.dtype)
+        return tera * 1e12 if tera else efficiency.measured_peak(self._trainer.device, self._trainer.bf16)
 
     def _refuse(
         self, batch: TrainBatch, error: NonFiniteLoss, started: float, tick: Callable[[], None]
@@ -183,7 +182,7 @@ class Learning:
     def _checkpoint(self) -> None:
         keep = self._service.config.learner.keep_checkpoints
         checkpoints.save(self._checkpoints, self._trainer, self._progress, keep)
-        self._tail.forget(before=checkpoints.oldest(self._checkpoints))
+        self._replay_log.forget(before=checkpoints.oldest(self._checkpoints))
 
     def _publish(self) -> None:
         parent = self.version - 1 if self.version else None
@@ -212,99 +211,3 @@ class Learning:
             remote.collect_garbage(keep, needed)
         except InfraError as error:
             self._service.log.error("policy not uploaded", policy_version=self.version, reason=str(error))
-
-
-def make_trainer(config: Config, base: Path | str, device: str, team: ProcessGroup | None = None) -> Trainer:
-    """The trainer before its first batch: a function of the base model, the configuration and its seed."""
-    torch.manual_seed(config.seed)
-    computed = trainer_options(config, device)
-    place = device if team is None else str(team.device)
-    shard = config.learner.shard and team is not None
-    options = ModelOptions(
-        str(base),
-        held_precision(config, computed, place),
-        "cpu" if shard else place,  # what is spread need not fit on one device
-        lora_rank=config.lora_rank,
-        gradient_checkpointing=shard,
-        adapters=role_adapters(config),
-        quantisation=config.learner.base_quantisation,
-    )
-    reference = reference_model(config, base, place)
-    return Trainer(load_model(options), computed, place, reference=reference, team=team, shard=shard)
-
-
-def held_precision(config: Config, computed: TrainerOptions, place: str) -> str:
-    """Of the base's weights: frozen ones are held as they are computed with, and adapters always in fp32.
-
-    The transformers engine holds fp32, and proves each version to 1e-3 by log-probs: with it, so does the learner.
-    """
-    is_frozen = bool(config.lora_rank) and place.startswith("cuda")
-    return computed.dtype if is_frozen and config.sampler.engine != "transformers" else "fp32"
-
-
-def role_adapters(config: Config) -> tuple[str, ...]:
-    """Roles with an adapter of their own; the solver's is the main one."""
-    return (VERIFIER, CORRECTOR) if config.agents.adapters else ()
-
-
-def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.Module | None:
-    """The frozen policy that a KL penalty is taken against; None where there is none, or the LoRA base serves."""
-    if config.learner.kl == "none" or config.learner.kl_weight == 0 or config.lora_rank:
-        return None
-    return load_model(ModelOptions(str(base), device=device)).requires_grad_(False).eval()
-
-
-def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
-    """The model that training starts from; None when the run is stopped while it is made."""
-    shown = -1.0
-
-    def progress(line: str, share: float) -> None:
-        nonlocal shown
-        if is_stopped():
-            raise InterruptedError
-        if share >= shown + 0.1 or shown < 0:
-            shown = share
-            service.log.info("making the small policy", done=f"{share:.0%}", now=line)
-
-    try:
-        return origins.base_model(service.config, progress)
-    except InterruptedError:
-        return None
-
-
-def arithmetic(setting: str, device: str) -> str:
-    """`auto` is bf16 on a GPU and fp32 on a CPU, where sampler and learner then agree to 1e-3 in every ratio."""
-    names = {"float32": "fp32", "bfloat16": "bf16", "auto": "fp32" if device == "cpu" else "bf16"}
-    return names[setting]
-
-
-def trainer_options(config: Config, device: str) -> TrainerOptions:
-    learner = config.learner
-    return TrainerOptions(
-        loss=config.loss,
-        loss_options=LossOptions(
-            clip_low=learner.clip_low,
-            clip_high=learner.clip_high,
-            dual_clip=learner.dual_clip,
-            tv_delta=learner.dppo_delta,
-        ),
-        corrections=tuple(config.corrections),
-        kl=learner.kl,
-        kl_weight=learner.kl_weight,
-        normalise=learner.normalise,
-        dr_grpo_length=config.max_tokens,
-        schedule=learner.schedule,
-        total_steps=config.max_steps * learner.epochs * learner.minibatches,
-        negative_scale=learner.negative_scale,
-        learning_rate=config.learning_rate,
-        warmup_steps=learner.warmup_steps,
-        grad_clip=learner.grad_clip,
-        epochs=learner.epochs,
-        minibatches=learner.minibatches,
-        dtype=arithmetic(learner.dtype, device),
-        seed=config.seed,
-        kernels=learner.kernels,
-        share_prompts=learner.share_prompts,
-        memory_gb=learner.memory_gb,
-        token_budget=learner.token_budget or TrainerOptions().token_budget,
-    )

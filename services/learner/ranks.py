@@ -29,7 +29,7 @@ from services.runtime.nanny import CHILD_MARK
 if TYPE_CHECKING:
     import torch
 
-    from kbrl_async.learning.distributed.process_group import ProcessGroup
+    from kbrl_async.learning.distributed import ProcessGroup
 
 LOOK_S = 0.5
 END_S = 3.0
@@ -94,7 +94,7 @@ async def watch(ranks: list[subprocess.Popen[bytes]], log: Any) -> None:
 
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """After the team was closed."""
+    """After the process group was closed."""
     for rank in ranks:
         try:
             rank.wait(END_S)
@@ -104,10 +104,10 @@ def end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def join(device: str) -> ProcessGroup | None:
-    """The team that the environment names, on this rank's device; None for a process that is alone."""
+    """The process group that the environment names, on this rank's device; None for a process that is alone."""
     if "RANK" not in os.environ:
         return None
-    from kbrl_async.learning.distributed.process_group import ProcessGroup
+    from kbrl_async.learning.distributed import ProcessGroup
 
     return ProcessGroup(place(device))
 
@@ -145,13 +145,13 @@ def _follow() -> None:
     import torch
 
     from kbrl_async.runs.config import learner_threads
-    from services.learner.actor import make_trainer
+    from services.learner.policy import make_trainer
 
     service.pin(service.layout.learner)
     torch.set_num_threads(learner_threads(service.config, service.layout))
-    team = join(service.device)
-    assert team is not None
-    base = team.told()
-    service.log.info("follows", rank=team.rank, of=team.size)
-    team.follow(make_trainer(service.config, base, service.device, team))
-    team.close()
+    process_group = join(service.device)
+    assert process_group is not None
+    base = process_group.receive_text()
+    service.log.info("follows", rank=process_group.rank, of=process_group.size)
+    process_group.follow(make_trainer(service.config, base, service.device, process_group))
+    process_group.close()

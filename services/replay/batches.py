@@ -10,7 +10,7 @@ from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import kept
 from kbrl_async.runs.archive.archive import FILE, Archive, Row
 from kbrl_async.runs.folder import load_run
-from protocols.records import Generation, RolloutRequest, TrainBatch, TrainGroup, TrainSample
+from protocols.records import TrainBatch, TrainGroup, TrainSample
 from services.replay.updates import again, trainer_at
 
 
@@ -83,9 +83,7 @@ def from_archive(archive: Archive, batch_id: str, temperature: float) -> tuple[T
 
 def _sample(archive: Archive, row: Row) -> TrainSample:
     record = archive.record(row.task_id)
-    request = next((frame for frame in record if isinstance(frame, RolloutRequest)), None)
-    written = next((frame for frame in record if isinstance(frame, Generation)), None)
-    if request is None or written is None:
+    if record is None or (written := record.generation) is None:
         raise CheckpointError(
             f"the archive no longer holds the record of {row.task_id}", "Raise archive.max_bytes in the next run"
         )
@@ -98,7 +96,7 @@ def _sample(archive: Archive, row: Row) -> TrainSample:
         row.turn_return or 0.0,
         written.policy_version,
         row.turn,
-        request.role,
+        record.request.role,
     )
 
 

@@ -31,9 +31,10 @@ from kbrl_async.rollouts.buffer.events import (
 from kbrl_async.rollouts.buffer.events import Scored as BookScored
 from kbrl_async.rollouts.rewards.presets import Preset
 from kbrl_async.rollouts.turns import turn_id, with_returns
-from kbrl_async.runs.archive.rows import Outcome
+from kbrl_async.runs.archive.rows import TurnOutcome
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import Frame, TrainGroup, TrainSample
+from protocols.records import TrainGroup, TrainSample
+from protocols.rollout import Record
 from services.reward_aggregator.planning import preset_for
 from services.reward_aggregator.rounds import RoundBegun
 from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded, RunState, Watched, without_tokens
@@ -59,7 +60,7 @@ class Diverged(Exception):  # noqa: N818 - it is an outcome, not an error
 class Records(Protocol):
     """What is read of the archive."""
 
-    def record(self, task_id: str) -> list[Frame]: ...
+    def record(self, task_id: str) -> Record | None: ...
 
 
 class MadeBatch(msgspec.Struct, frozen=True):
@@ -70,11 +71,11 @@ class MadeBatch(msgspec.Struct, frozen=True):
     is_whole: bool
     """All its tokens are still in the archive."""
 
-    def outcomes(self) -> dict[str, Outcome]:
+    def outcomes(self) -> dict[str, TurnOutcome]:
         """As the archive has them, by task."""
         e = self.event
         made = [
-            Outcome(turn_id(s.rollout_id, s.turn), e.batch_id, e.index, s.reward, s.advantage)
+            TurnOutcome(turn_id(s.rollout_id, s.turn), e.batch_id, e.index, s.reward, s.advantage)
             for group in self.groups
             for s in group.samples
         ]
@@ -174,13 +175,13 @@ class Decisions:
             best = _with_file(best, entry.stats)
         return Evaluated(entry.phase, entry.rollout_id, best, entry.at)
 
-    def _scored(self, group_id: str, rollout_id: str) -> tuple[Scored, list[Frame]] | None:
+    def _scored(self, group_id: str, rollout_id: str) -> tuple[Scored, Record] | None:
         """The newest turn, scored again; None where its record is gone or infrastructure failed."""
         turn = len(self.campaign.dialogues.turns(rollout_id))
         record = self._records.record(turn_id(rollout_id, turn))
         preset = preset_for(group_id, self._presets, self.campaign)
-        scored = self._conductor.score(rollout_id, record, preset) if record else None
-        if scored is None:
+        scored = self._conductor.score(rollout_id, record, preset) if record is not None else None
+        if record is None or scored is None:
             return None
         self.rescored += 1
         return scored, record

@@ -25,7 +25,7 @@ from kbrl_async.runs.archive.rows import Update
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.layout import available_cores, cpu_layout
 from protocols.records import PolicyVersion, TrainGroup
-from services.learner.actor import make_trainer
+from services.learner.policy import make_trainer
 from services.replay.decisions import Diverged
 
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}

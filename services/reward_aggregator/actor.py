@@ -28,15 +28,14 @@ from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
-    Frame,
     Problem,
     Purpose,
-    RolloutRequest,
     SamplingParams,
     TrainBatch,
     TrainSample,
     UpdateReport,
 )
+from protocols.rollout import Record
 from services.reward_aggregator.ageing import REMEMBERED, ages_by_stage
 from services.reward_aggregator.alarming import AlarmAction, watched
 from services.reward_aggregator.archiving import Archiving
@@ -58,7 +57,7 @@ from services.reward_aggregator.run_state import (
 from services.reward_aggregator.sft_dataset import SftDataset
 from services.rollouts.examples import FirstPrompts
 from services.rollouts.manager import RolloutManager
-from services.rollouts.scoring import Scored, decode, lost_reason
+from services.rollouts.scoring import Scored, received
 from services.rollouts.trajectories import best_turn
 from services.runtime.producer import Producer
 from services.runtime.service import Service
@@ -131,21 +130,21 @@ class Aggregator:
         rollout_id, turn = split_turn_id(task.task_id)
         if turn != len(self._campaign.dialogues.turns(rollout_id)):
             return  # a late copy of a turn that was taken long ago
-        record = decode(frames)
+        record = received(frames, task.status)
         preset = preset_for(task.group_id, self._presets, self._campaign)
-        scored = self._conductor.score(rollout_id, record, preset) if task.status == Status.OK else None
+        scored = self._conductor.score(rollout_id, record, preset)
         stats = self._board.keep_kernel(scored) if scored is not None else None
         if stats is not None:
             stats = msgspec.structs.replace(stats, ages=ages_by_stage(record, self._published))
         is_best = stats is not None and bool(stats.file)
-        await self._archive.scored(task, rollout_id, frames, record, scored, self.now, is_best=is_best)
+        await self._archive.scored(task, frames, record, scored, self.now, is_best=is_best)
         self._board.trace(record, scored)
         if not self._awaits(task.group_id, rollout_id, turn):
             return  # while the archive wrote, the group ended, or a copy of the turn was taken
         if scored is None or stats is None:
             self._broken_off(task, rollout_id, record)
             return
-        self._conductor.prompts.learn(next(frame for frame in record if isinstance(frame, RolloutRequest)), scored)
+        self._conductor.prompts.learn(record.request, scored)
         if self._conductor.goes_on(rollout_id, scored):
             self._take_turn(task.group_id, scored, stats, record)
         elif is_evaluation(task.group_id):
@@ -158,12 +157,11 @@ class Aggregator:
         is_open = is_evaluation(group_id) or self._campaign.book.group_version(group_id) is not None
         return is_open and turn == len(self._campaign.dialogues.turns(rollout_id))
 
-    def _take_turn(self, group_id: str, scored: Scored, stats: RolloutStats, record: list[Frame]) -> None:
+    def _take_turn(self, group_id: str, scored: Scored, stats: RolloutStats, record: Record) -> None:
         entry = self._conductor.taken(group_id, scored, stats, record, self.now)
-        request = next(frame for frame in record if isinstance(frame, RolloutRequest))
         self._campaign.apply(entry)
         self._journal.append([entry])
-        self._generate(entry.rollout_id, group_id, request.problem, request.purpose)
+        self._generate(entry.rollout_id, group_id, record.request.problem, record.request.purpose)
 
     def _evaluated(self, phase: str, rollout_id: str, last: RolloutStats | None) -> None:
         """A held-out rollout ended; with several turns its best one counts."""
@@ -184,15 +182,14 @@ class Aggregator:
         change = self._campaign.book.scored(group_id, rollout_id, samples, self.now)
         self._change(change, *([RolloutEnded(rollout_id, group_id, stats)] if stats else []))
 
-    def _broken_off(self, task: Task, rollout_id: str, record: list[Frame]) -> None:
+    def _broken_off(self, task: Task, rollout_id: str, record: Record) -> None:
         """Infrastructure failed (I4): the turns before this one count, the rollout goes no further."""
         if is_evaluation(task.group_id):
             self._evaluated(task.group_id, rollout_id, None)
         elif self._campaign.dialogues.turns(rollout_id):
             self._end_rollout(task.group_id, rollout_id, [])
         else:
-            reason = task.status if task.status != Status.OK else lost_reason(record)
-            self._change(self._campaign.book.lost(task.group_id, rollout_id, reason, self.now))
+            self._change(self._campaign.book.lost(task.group_id, rollout_id, record.lost_because, self.now))
 
     async def _trained(self, task: Task, frames: list[bytes]) -> None:
         if task.status != Status.OK:

@@ -5,23 +5,21 @@ Versions are dated by the learner's clock and stages by their workers'; between 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from protocols.records import BenchReport, BuildReport, Frame, Generation
+from protocols.rollout import Record
 
 REMEMBERED = 1024
 """Versions whose time of making is kept."""
-STAGES = {Generation: "generate", BuildReport: "compile", BenchReport: "bench"}
 
 
-def ages_by_stage(record: Sequence[Frame], published: Iterable[tuple[float, int]]) -> dict[str, int]:
+def ages_by_stage(record: Record, published: Iterable[tuple[float, int]]) -> dict[str, int]:
     """By stage: the newest version at its end, minus the one that wrote the answer. `published`: (time, version)."""
     known = list(published)
-    written = next((frame.policy_version for frame in record if isinstance(frame, Generation)), None)
-    if written is None or not known:
+    if record.generation is None or not known:
         return {}
+    written = record.generation.policy_version
     return {
-        STAGES[type(frame)]: max([written, *(version for at, version in known if at <= frame.finished_at)]) - written
-        for frame in record
-        if isinstance(frame, Generation | BuildReport | BenchReport)
+        span.stage: max([written, *(version for at, version in known if at <= span.finished)]) - written
+        for span in record.spans
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kbrl_async.rollouts.buffer.events import BatchMade, Closed
 from kbrl_async.rollouts.turns import turn_id
-from kbrl_async.runs.archive.archive import GroupEnd, Outcome, Update
+from kbrl_async.runs.archive.archive import GroupEnd, TurnOutcome, Update
 from kbrl_async.runs.archive.rows import AFTER as ROW_AFTER
 from kbrl_async.runs.archive.rows import BEFORE as ROW_BEFORE
 from kbrl_async.runs.config import Config
@@ -33,7 +33,7 @@ class Archiving(TurnArchive):
     async def batch(self, batch: BatchMade, groups: Sequence[TrainGroup]) -> None:
         """What a batch is made of; called when it is submitted, and again after a restart."""
         outcomes = [
-            Outcome(turn_id(s.rollout_id, s.turn), batch.batch_id, batch.index, s.reward, s.advantage)
+            TurnOutcome(turn_id(s.rollout_id, s.turn), batch.batch_id, batch.index, s.reward, s.advantage)
             for group in groups
             for s in group.samples
         ]

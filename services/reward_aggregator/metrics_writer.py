@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
@@ -16,13 +15,13 @@ from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import Frame, UpdateReport
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
+from protocols.records import UpdateReport
+from protocols.rollout import Record
 from services.reward_aggregator import sft_dataset as lessons
 from services.reward_aggregator.rounds import Round
 from services.reward_aggregator.run_state import AFTER, BEFORE, RunState
@@ -69,7 +68,7 @@ class MetricsWriter:
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
 
-    def trace(self, record: Sequence[Frame], scored: Scored | None) -> None:
+    def trace(self, record: Record, scored: Scored | None) -> None:
         """The way of one turn, if the run is traced."""
         if self._traces is not None:
             self._traces.add(record, scored.sample.reward if scored else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems import load_problems, usable
 from kbrl_async.rollouts.alarms import AlarmOptions
 from kbrl_async.rollouts.buffer.buffer import BufferOptions
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 def plan_of(config: Config) -> Plan:
     """Raises `ProblemError` and `ConfigError`."""
-    shapes = "gpu" if config.backend in ON_GPU else "cpu"
+    shapes = "gpu" if runs_on_gpu(config.backend) else "cpu"
     problems = load_problems(config.problems or "", levels=config.levels, shapes=shapes, precision=config.precision)
     learnable = usable(problems) if config.exclude_audited else problems
     return Plan(

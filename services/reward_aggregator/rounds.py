@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 from protocols.records import Problem
 
 PREFIX = "eval-v"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.runs.config import Config
-from protocols.messages import Status, Task
-from protocols.records import Fault, Frame
+from protocols.messages import Task
+from protocols.rollout import Record
 from services.rollouts.scoring import Scored
 
 
@@ -35,9 +35,8 @@ class TurnArchive:
     async def scored(
         self,
         task: Task,
-        rollout_id: str,
         frames: list[bytes],
-        record: Sequence[Frame],
+        record: Record,
         scored: Scored | None,
         clock: float,
         *,
@@ -48,21 +47,11 @@ class TurnArchive:
             return
         row = make_row(
             task.task_id,
-            task.group_id,
-            rollout_id,
             record,
             at=time.time(),
             clock=clock,
             purpose=self._purposes.get(task.group_id, ""),
-            status=_status(task, scored),
-            fault=scored.fault if scored else "",
             reward=scored.sample.reward if scored else None,
         )
-        kept = frames if self._keep == "all" or is_best else []
+        kept = frames[: 1 + len(record.work)] if self._keep == "all" or is_best else []
         await asyncio.wrap_future(self._writer.add(row, kept, keep=is_best))
-
-
-def _status(task: Task, scored: Scored | None) -> str:
-    if task.status != Status.OK:
-        return str(task.status)
-    return "ok" if scored is not None else str(Fault.INFRA_ERROR)

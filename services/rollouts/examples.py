@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.durable import write_atomically
-from kbrl_async.kernels.backends.launch.devices import ON_GPU
+from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import Feedback, TokenBudget, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, UNLIMITED
@@ -206,7 +206,7 @@ def told_hardware(config: Config, run_dir: Path, *, may_ask: bool = True) -> str
         return ""
     path = run_dir / HARDWARE_FILE
     if may_ask and not path.is_file():
-        write_atomically(path, facts_for(config.backend in ON_GPU))
+        write_atomically(path, facts_for(runs_on_gpu(config.backend)))
     return path.read_text() if path.is_file() else ""
 
 

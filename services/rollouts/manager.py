@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,7 +19,8 @@ from kbrl_async.rollouts.rewards.presets import Preset
 from kbrl_async.rollouts.turns import goes_on
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import SOLVER, VERIFIER, Frame, Problem, Purpose, RolloutRequest, SamplingParams
+from protocols.records import SOLVER, VERIFIER, Problem, Purpose, RolloutRequest, SamplingParams
+from protocols.rollout import Record
 from services.rollouts import trajectories as turns_between
 from services.rollouts.examples import FirstPrompt, FirstPrompts
 from services.rollouts.scoring import Scored, score, score_prediction, turn_options
@@ -63,7 +64,7 @@ class RolloutManager:
             index_version=first.version,
         )
 
-    def score(self, rollout_id: str, record: Sequence[Frame], preset: Preset) -> Scored | None:
+    def score(self, rollout_id: str, record: Record, preset: Preset) -> Scored | None:
         """What the newest turn is worth; None where infrastructure failed (I4)."""
         taken = self._dialogues.turns(rollout_id)
         is_prediction = self._config.mode == "agents" and role_of(len(taken)) == VERIFIER
@@ -73,12 +74,10 @@ class RolloutManager:
         scores = [*(turn.score for turn in self._dialogues.turns(rollout_id)), scored.turn_score]
         return goes_on(scores, self.options)
 
-    def taken(
-        self, group_id: str, scored: Scored, stats: RolloutStats, record: Sequence[Frame], now: float
-    ) -> TurnTaken:
+    def taken(self, group_id: str, scored: Scored, stats: RolloutStats, record: Record, now: float) -> TurnTaken:
         """The entry that a turn leaves when another one follows."""
-        request = next(frame for frame in record if isinstance(frame, RolloutRequest))
-        feedback = feedback_of(record, self._config.backend)
+        request, backend = record.request, self._config.backend
+        feedback = feedback_of(record.verdict, record.timing, record.source, backend)
         refined = self.prompts.refined(request.problem, feedback)
         entry = TurnTaken(
             request.rollout_id, group_id, scored.sample, stats, scored.turn_score, refined, now, feedback.category

@@ -5,7 +5,6 @@ This is the only place where a reward is computed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -14,25 +13,11 @@ from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards.parts import RewardParts, parts_of
 from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
 from kbrl_async.rollouts.turns import TurnOptions, TurnScore
-from kbrl_async.runs.archive.funnel import STEPS, Step
+from kbrl_async.runs.archive.funnel import steps_of
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import (
-    INFRASTRUCTURE_FAULTS,
-    BenchReport,
-    BuildReport,
-    Candidate,
-    Fault,
-    Frame,
-    Generation,
-    RolloutRequest,
-    Timing,
-    TrainSample,
-)
-
-PROMPT_TOO_LONG = "prompt_too_long"
-"""Why a rollout is lost whose prompt the policy's context can't hold."""
-_FRAMES: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+from protocols.records import Candidate, Fault, Timing, TrainSample
+from protocols.rollout import Record, RecordError
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -59,53 +44,38 @@ def turn_options(config: Config) -> TurnOptions:
     return TurnOptions(config.max_turns, config.gamma, t.returns, t.stop, t.stop_speedup, t.patience)
 
 
-def decode(frames: Sequence[bytes]) -> list[Frame]:
-    """The record's frames, one per stage that worked on it."""
-    return [_FRAMES.decode(frame) for frame in frames]
+def received(frames: Sequence[bytes], status: str) -> Record:
+    """What came back of a rollout; where its frames are no record a worker failed: its request alone, as lost (I4)."""
+    try:
+        return Record.decode(frames, status)
+    except RecordError:
+        return Record.decode(frames[:1], Fault.INFRA_ERROR)
 
 
-def lost_reason(record: Sequence[Frame]) -> str:
-    """Why a record has no reward though the broker calls it complete."""
-    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    is_named = generation is not None and generation.message.startswith(f"{PROMPT_TOO_LONG}:")
-    return PROMPT_TOO_LONG if is_named else str(Fault.INFRA_ERROR)
-
-
-def score(record: Sequence[Frame], preset: Preset) -> Scored | None:
+def score(record: Record, preset: Preset) -> Scored | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
     parts = parts_of(record)
     if parts is None:
         return None
-    by_type = {type(frame): frame for frame in record}
-    request, generation = by_type[RolloutRequest], by_type[Generation]
-    bench = by_type.get(BenchReport)
-    assert isinstance(request, RolloutRequest)
-    assert isinstance(generation, Generation)
-    timing = bench.timing if isinstance(bench, BenchReport) else None
-    reward = reward_of(parts, preset)
-    return Scored(
-        sample=_with_classes(_sample(request, generation, reward), generation, parts, preset),
-        stats=_stats(request, generation, parts, timing, reward, stage_seconds(record), steps_of(record)),
-        fault=parts.fault,
-        candidate=generation.candidate,
-        timing=timing,
-    )
+    sample = _sample(record, reward_of(parts, preset))
+    if preset.plan_weight:
+        sample = _with_classes(sample, record, parts, preset)
+    return Scored(sample, _stats(record, sample, parts), parts.fault, record.candidate, record.timing)
 
 
-def score_prediction(record: Sequence[Frame], actual: str) -> Scored | None:
+def score_prediction(record: Record, actual: str) -> Scored | None:
     """The reward of a verifier's turn: how well it foresaw the real verdict of the turn before, `actual`."""
-    request = next(frame for frame in record if isinstance(frame, RolloutRequest))
-    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    if generation is None or generation.fault in INFRASTRUCTURE_FAULTS:
+    if record.generation is None or not record.is_scorable:
         return None
-    guess = predicted(generation.text)
-    reward = prediction_reward(guess, actual)
-    parts = RewardParts(Fault.OK, format=float(bool(guess)))
-    stats = _stats(request, generation, parts, None, reward, stage_seconds(record), steps_of(record))
-    return Scored(_sample(request, generation, reward), stats, Fault.OK, None, None)
+    guess = predicted(record.generation.text)
+    sample = _sample(record, prediction_reward(guess, actual))
+    stats = _stats(record, sample, RewardParts(Fault.OK, format=float(bool(guess))))
+    return Scored(sample, stats, Fault.OK, None, None)
 
 
-def _sample(request: RolloutRequest, generation: Generation, reward: float) -> TrainSample:
+def _sample(record: Record, reward: float) -> TrainSample:
+    request, generation = record.request, record.generation
+    assert generation is not None, "what is scored was written"
     return TrainSample(
         request.rollout_id,
         generation.prompt_ids,
@@ -119,10 +89,10 @@ def _sample(request: RolloutRequest, generation: Generation, reward: float) -> T
     )
 
 
-def _with_classes(sample: TrainSample, generation: Generation, parts: RewardParts, preset: Preset) -> TrainSample:
-    """The sample with a reward for the tokens around its kernel, where the preset has one."""
-    if not preset.plan_weight:
-        return sample
+def _with_classes(sample: TrainSample, record: Record, parts: RewardParts, preset: Preset) -> TrainSample:
+    """The sample with a reward for the tokens around its kernel."""
+    generation = record.generation
+    assert generation is not None
     return msgspec.structs.replace(
         sample,
         code_start=generation.code_start,
@@ -132,20 +102,13 @@ def _with_classes(sample: TrainSample, generation: Generation, parts: RewardPart
     )
 
 
-def _stats(
-    request: RolloutRequest,
-    generation: Generation,
-    parts: RewardParts,
-    timing: Timing | None,
-    reward: float,
-    seconds: dict[str, float],
-    steps: tuple[Step, ...],
-) -> RolloutStats:
+def _stats(record: Record, sample: TrainSample, parts: RewardParts) -> RolloutStats:
+    request, generation, timing = record.request, record.generation, record.timing
     return RolloutStats(
         problem_id=request.problem.problem_id,
         level=request.problem.level,
         flagged=bool(request.problem.flags),
-        reward=reward,
+        reward=sample.reward,
         format=parts.format > 0,
         compiled=parts.compile > 0,
         correct=parts.correct > 0,
@@ -154,37 +117,13 @@ def _stats(
         speedup=timing.speedup if timing else None,
         speedup_lo=timing.lo if timing else None,
         speedup_hi=timing.hi if timing else None,
-        completion_fraction=float(generation.finish_reason == "stop"),
+        completion_fraction=float(generation is not None and generation.finish_reason == "stop"),
         turn=request.turn,
-        tokens=len(generation.token_ids),
-        policy_version=generation.policy_version,
-        seconds=seconds,
-        funnel=steps,
+        tokens=len(sample.token_ids),
+        policy_version=sample.policy_version,
+        seconds=record.seconds,
+        funnel=steps_of(record),
         rollout_id=request.rollout_id,
         fault=parts.fault.value,
         role=request.role,
     )
-
-
-def steps_of(record: Sequence[Frame]) -> tuple[Step, ...]:
-    """The steps of the funnel that the rollout came to, in order."""
-    steps = []
-    for frame in record:
-        if isinstance(frame, Generation):
-            steps.append(Step("format", frame.candidate is not None))
-        elif isinstance(frame, BuildReport | BenchReport):
-            steps += [Step(stage.name, stage.fault is Fault.OK, stage.seconds) for stage in frame.stages]
-    return tuple(step for step in steps if step.name in STEPS)
-
-
-def stage_seconds(record: Sequence[Frame]) -> dict[str, float]:
-    """Seconds of work by stage, and `queue`: what the rollout waited between its stages."""
-    names = {Generation: "generate", BuildReport: "compile", BenchReport: "bench"}
-    spans = [
-        (names[type(frame)], frame.started_at, frame.finished_at)
-        for frame in record
-        if isinstance(frame, Generation | BuildReport | BenchReport)
-    ]
-    seconds = {name: max(0.0, end - start) for name, start, end in spans}
-    waits = [max(0.0, later[1] - earlier[2]) for earlier, later in itertools.pairwise(spans)]
-    return {**seconds, "queue": sum(waits)}

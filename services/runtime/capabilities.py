@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from kbrl_async.errors import MissingTool
-from kbrl_async.kernels.backends.building import backend, backends
-from kbrl_async.kernels.backends.launch.devices import CPU_ONLY, ON_CPU, ON_GPU
+from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
 from protocols.messages import BACKENDS
 
 
-def farm_caps() -> tuple[dict[str, str], dict[str, str]]:
-    """Caps of a compile farm on this host, and by backend why it can't build the others."""
-    missing = {name: backend(name).missing() for name in backends()}
+def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Caps of a compile farm on this host, and by backend why it can't build the others. `chosen` is the run's."""
+    missing = {name: backend(name).missing() for name in dict.fromkeys((*backends(), chosen))}
     able = [name for name, reason in missing.items() if not reason]
     return {BACKENDS: ",".join(able)}, {name: reason for name, reason in missing.items() if reason}
 
 
-def bench_caps(device: str) -> dict[str, str]:
-    """Caps of a bench that runs kernels on `device`."""
-    runs_here = ON_GPU if device.startswith("cuda") else ON_CPU
-    able = [name for name in backends() if name in runs_here]
+def bench_caps(device: str, chosen: str) -> dict[str, str]:
+    """Caps of a bench that runs kernels on `device`. `chosen` is the run's backend."""
+    kind = device.partition(":")[0]
+    able = [name for name in dict.fromkeys((*backends(), chosen)) if kind in backend(name).runs_on]
     return {BACKENDS: ",".join(able)}
 
 
-def bench_device(wanted: str, backend: str, instance: int) -> str:
-    """`"cpu"` or `"cuda:N"` for a bench. `wanted`: `"auto"`, `"cpu"` or `"cuda"`.
+def bench_device(wanted: str, name: str, instance: int) -> str:
+    """`"cpu"` or `"cuda:N"` for a bench of backend `name`. `wanted`: `"auto"`, `"cpu"` or `"cuda"`.
 
     :raises MissingTool: a GPU is needed and there is none.
     """
     import torch
 
     count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and (backend in CPU_ONLY or (backend in ON_CPU and not count))):
+    kinds = backend(name).runs_on
+    if wanted == "cpu" or (wanted == "auto" and "cpu" in kinds and ("cuda" not in kinds or not count)):
         return "cpu"
     if not count:
-        raise MissingTool("this host has no GPU for the timing bench", f"Choose another backend than {backend}")
+        raise MissingTool("this host has no GPU for the timing bench", f"Choose another backend than {name}")
     return f"cuda:{instance % count}"
 
 

@@ -5,6 +5,7 @@ withholds beats once nobody has called `progress` for so long while work is in f
 
     handler returns Outcome ─▶ Result, again until its Ack      InfraError ─▶ Nack (tried elsewhere, never scored)
     handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
+    RecordError             ─▶ Nack: a worker before this one appended what is no frame
     any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
 
 A worker that fails task after task tells each failure later (`setbacks`), or it would use up all attempts there are.
@@ -32,6 +33,7 @@ import structlog
 from kbrl_async.errors import ConfigError, HostError, InfraError, KbrlError
 from protocols import messages as msg
 from protocols.prefetch import Prefetch
+from protocols.rollout import RecordError
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
 from protocols.sockets import ClientKeys
 from services.runtime.channel import Channel
@@ -343,7 +345,7 @@ class Worker:
                     self._prefetch.worked(self._clock() - begun)
             if outcome is not None:
                 await self._hand_over(outcome)
-        except InfraError as error:
+        except (InfraError, RecordError) as error:
             await asyncio.sleep(self._setbacks.failed())
             self.refuse(task, str(error))
         except Exception as error:  # the supervisor of handlers: the error ends the process, see the docstring

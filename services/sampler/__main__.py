@@ -23,35 +23,36 @@ WATCH_S = 0.1
 
 
 async def main(stop: asyncio.Event) -> None:
+    from protocols.messages import Stage, Task
     from services.runtime.service import Service
-    from services.runtime.worker import Worker
-    from services.sampler.actor import Sampling
+    from services.runtime.worker import Outcome, Worker
+    from services.sampler.actor import Sampling, start_engine
     from services.sampler.steering import steer
+
+    async def generate(task: Task, frames: list[bytes]) -> Outcome:
+        return await sampling.generate(task, frames)
 
     service = Service.start("sampler")
     service.pin(service.layout.sampler)
-    sampling = await Sampling.open(service, stop)
-    if sampling is None:
-        return
-    from protocols.messages import Stage
-
     worker = Worker(
         service.addresses.work,
         service.worker_id,
         [Stage.GENERATE],
         service.config.sampler.slots,
-        sampling.generate,
-        caps={} if sampling.is_remote else service.quiet_caps(),
+        generate,
+        caps=service.quiet_caps(),
         wedge_s=60.0,
         keys=service.keys,
     )
-    # `breathe` waits for its gate and so is for a thread of work; others work on this loop or in another process
-    sampling.progress = worker.breathe if sampling.has_thread else worker.progress
-    sampling.share(worker.gate)
+    engine = await start_engine(service, worker, stop)
+    if engine is None:
+        return
+    sampling = Sampling(service, engine, worker.gate, worker.progress)
+    await sampling.begin()
     service.watch(worker.meter)
     helpers = [
         asyncio.create_task(sampling.watch(WATCH_S)),
-        asyncio.create_task(sampling.stand_still(worker.gate)),
+        asyncio.create_task(sampling.stand_still()),
         asyncio.create_task(steer(service, worker, sampling.stats)),
     ]
     try:

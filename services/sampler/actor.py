@@ -8,26 +8,25 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
-from kbrl_async.rollouts.prompts import extract, kernel_span
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.runs.config import sampler_threads
 from kbrl_async.runs.telemetry.logs import bound
-from kbrl_async.sampling.engine import Completion, Computes, Engine, EngineStats
-from kbrl_async.sampling.spans import token_span
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.engine import Engine, EngineSetup, EngineStats
+from kbrl_async.sampling.settings import ENGINES
 from protocols.messages import Stage, Task
-from protocols.records import VERIFIER, Candidate, Fault, Generation, PolicyVersion, RolloutRequest
-from services.rollouts.scoring import PROMPT_TOO_LONG
+from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
+from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import Gate
 from services.runtime.service import Service
-from services.runtime.worker import Outcome
+from services.runtime.worker import Outcome, Worker
+from services.sampler.generation import kernel_tokens, to_generation
 
 _REQUESTS = msgspec.msgpack.Decoder(RolloutRequest)
 
@@ -47,103 +46,31 @@ class EngineLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
 class Sampling:
     """One engine and the folder of policies it follows."""
 
-    def __init__(self, service: Service, engine: Engine, *, follows: bool = True) -> None:
-        """`follows`: the engine serves what the learner publishes; else it answers as it is."""
-        self._service = service
-        self._engine = engine
-        self._follows = follows
+    def __init__(self, service: Service, engine: Engine, gate: Gate, progress: Callable[[], None]) -> None:
+        """`gate` of the worker; `progress` says that work moves on."""
+        self._service, self._engine, self._gate, self._progress = service, engine, gate, progress
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[None]] = set()
-        self._at_work: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._locate: Locate | None = None
-        self._chat = PLAIN
-        self.progress: Callable[[], None] = lambda: None
-
-    @property
-    def is_remote(self) -> bool:
-        """The engine computes elsewhere: nothing here needs to stand still for a bench."""
-        return self._service.config.sampler.engine == "openai"
+        builder, tokenizer = service.config.dataset_builder, engine.tokenizer
+        self._locate = functools.partial(kernel_tokens, tokenizer) if tokenizer and builder.pays_plan else None
+        options = service.config.prompt_option, builder.chat_template, builder.thinking
+        self._chat = PLAIN if tokenizer is None else chat_of(tokenizer, *options)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    @property
-    def has_thread(self) -> bool:
-        """The engine steps in a thread of this process."""
-        return self._service.config.sampler.engine == "transformers"
-
-    @classmethod
-    async def open(cls, service: Service, stop: asyncio.Event) -> Sampling | None:
-        """The engine that the configuration names, serving its first policy; None when the run stops before."""
-        if service.config.sampler.engine == "openai":
-            return await cls._open_endpoint(service)
-        if service.config.sampler.engine == "vllm":
-            from services.sampler.vllm import imported
-
-            first, _ = await asyncio.gather(first_policy(service, stop), imported(service))
-            return None if first is None else await cls._open_vllm(service, *first)
-        first = await first_policy(service, stop)
-        return None if first is None else await cls._open_model(service, *first)
-
-    @classmethod
-    async def _open_endpoint(cls, service: Service) -> Sampling:
-        from kbrl_async.sampling.openai.engine import OpenAIEngine  # httpx is for who asks for it
-        from kbrl_async.sampling.openai.options import options_of
-
-        settings = service.config.sampler
-        engine = OpenAIEngine(options_of(settings, service.config.model_name))
-        await engine.check()
-        sampling = cls(service, engine, follows=settings.train_logprobs)
-        await sampling.catch_up()
-        service.log.info("ready", endpoint=settings.base_url, model=service.config.model_name, slots=settings.slots)
-        return sampling
-
-    @classmethod
-    async def _open_vllm(cls, service: Service, manifest: PolicyVersion, folder: Path) -> Sampling:
-        from kbrl_async.sampling.vllm.start import start  # heavy, and an extra
-        from services.sampler.vllm import end_ids, options_of, rank_of
-
-        tokenizer = load_tokenizer(manifest.base_model)
-        sampling: Sampling
-        options = options_of(service, manifest, rank_of(folder))
-        ends = end_ids(manifest.base_model)
-        engine = await start(options, tokenizer, ends, tick=lambda: sampling.progress(), told=service.log.info)
-        sampling = cls(service, engine)
-        return await sampling._begin(tokenizer)
-
-    @classmethod
-    async def _open_model(cls, service: Service, manifest: PolicyVersion, _folder: Path) -> Sampling:
-        settings = service.config.sampler
-        quantisation = service.config.learner.base_quantisation  # or the canaries would be those of another base
-        model = load_model(ModelOptions(manifest.base_model, device=service.device, quantisation=quantisation))
-        options = TransformersOptions(
-            max_rows=settings.slots,
-            threads=sampler_threads(service.config, service.layout),
-            seed=service.config.seed + 1000 * service.instance,
-        )
-        tokenizer = load_tokenizer(manifest.base_model)
-        sampling: Sampling
-        engine = TransformersEngine(model, tokenizer, options, tick=lambda: sampling.progress())
-        sampling = cls(service, engine)
-        return await sampling._begin(tokenizer)
-
-    async def _begin(self, tokenizer: Any) -> Sampling:
+    async def begin(self) -> None:
         """Serves the first policy."""
-        service = self._service
-        if service.config.dataset_builder.pays_plan:
-            self._locate = functools.partial(kernel_tokens, tokenizer)
-        builder = service.config.dataset_builder
-        self._chat = chat_of(tokenizer, service.config.prompt_option, builder.chat_template, builder.thinking)
         await self.catch_up()
-        service.log.info("ready", policy_version=self._engine.policy_version, slots=service.config.sampler.slots)
-        return self
+        version, settings = self._engine.policy_version, self._service.config.sampler
+        self._service.log.info("ready", policy_version=version, engine=settings.engine, slots=settings.slots)
 
     async def catch_up(self) -> None:
         """Loads the newest published version unless it is served already.
 
         Who asks may be cancelled (a rollout is revoked); the load goes on, for all the others.
         """
-        if self._follows:
+        if self._engine.follows:
             await asyncio.shield(self._begin_load())
 
     def _begin_load(self) -> asyncio.Task[None]:
@@ -162,7 +89,7 @@ class Sampling:
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
                 try:
-                    with self._at_work():
+                    with contextlib.nullcontext() if self._engine.is_remote else self._gate.at_work():
                         await self._engine.load(*found)
                 except InfraError:
                     self.check()
@@ -174,11 +101,11 @@ class Sampling:
         told = self._engine.stats()
         while True:
             await asyncio.sleep(period_s)
-            if self._follows:
+            if self._engine.follows:
                 await self._keep_up(period_s)
             self.check()
-            if self.is_remote:
-                self.progress()
+            if self._engine.is_remote:
+                self._progress()
                 told = self._tell_spending(told)
 
     async def _keep_up(self, period_s: float) -> None:
@@ -250,14 +177,9 @@ class Sampling:
         )
         return Outcome(Stage.SCORE, [msgspec.msgpack.encode(refused)], version)
 
-    def share(self, gate: Gate) -> None:
-        """From now on loads compute between quiet windows only; before, nobody could have asked for one."""
-        if isinstance(self._engine, Computes):
-            self._engine.computing, self._at_work = gate.unstoppable, gate.at_work
-
-    async def stand_still(self, gate: Gate) -> None:
+    async def stand_still(self) -> None:
         """For an engine that computes in a process of its own: it stands still while a bench wants quiet."""
-        engine = self._engine
+        engine, gate = self._engine, self._gate
         if not isinstance(engine, StandsStill):
             return
         while True:
@@ -277,59 +199,49 @@ class Sampling:
         await self._engine.close()
         if loads:
             await asyncio.wait(loads, timeout=1.0)  # what a dead engine was asked has no end
-        if self.is_remote:
+        if self._engine.is_remote:
             self._log_spending(self._engine.stats())
 
 
-async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path] | None:
-    """The learner's newest version, waited for; None when the run stops before there is one."""
+async def start_engine(service: Service, worker: Worker, stop: asyncio.Event) -> Engine | None:
+    """The engine that `sampler.engine` names, without a policy yet; None when the run stops before there is one."""
+    config = service.config
+    # Held as the learner holds it, or the canaries would be those of another base.
+    quantisation = config.learner.base_quantisation
+    setup = EngineSetup(
+        settings=config.sampler,
+        model_name=config.model_name,
+        temperature=config.temperature,
+        max_staleness=config.max_staleness,
+        seed=config.seed + 1000 * service.instance,
+        device=service.device,
+        threads=sampler_threads(config, service.layout),
+        first_policy=functools.partial(first_policy, service, stop),
+        load_model=lambda base: load_model(base, service.device, base_quantisation=quantisation),
+        load_tokenizer=load_tokenizer,
+        breathe=worker.breathe,
+        progress=worker.progress,
+        computing=worker.gate.unstoppable,
+        told=service.log.info,
+    )
+    try:
+        engine: Engine = await ENGINES.load(config.sampler.engine)(setup)
+    except Stopped:
+        return None
+    return engine
+
+
+class Stopped(Exception):  # noqa: N818 - what has happened, not what is wrong
+    """The run has stopped before there was a policy."""
+
+
+async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path]:
+    """The learner's newest version, waited for.
+
+    :raises Stopped: the run stops before there is one.
+    """
     while (found := versions.newest(service.policies)) is None:
         if stop.is_set():
-            return None
+            raise Stopped
         await asyncio.sleep(0.2)
     return found
-
-
-Locate = Callable[[Completion, str], tuple[int, int]]
-"""Which tokens of a completion are the kernel with this source."""
-
-
-def kernel_tokens(tokenizer: Any, done: Completion, source: str) -> tuple[int, int]:
-    """(first token, first token behind) of the kernel; (0, 0) where it is not found in the text."""
-    start, end = kernel_span(done.text, source)
-    return token_span(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), done.token_ids, start, end)
-
-
-def to_generation(
-    done: Completion,
-    request: RolloutRequest,
-    worker_id: str,
-    locate: Locate | None = None,
-    *,
-    opened_thought: bool = False,
-) -> Generation:
-    """The sampler's frame: the completion and the candidate in it, if one was asked for and there is one."""
-    if request.role == VERIFIER:
-        candidate, problem, fault = None, "", Fault.OK
-    else:
-        found = extract(done.text, opened_thought=opened_thought)
-        candidate = Candidate(found.source, request.backend) if found.source else None
-        problem, fault = found.problem, Fault.OK if found.source else Fault.FORMAT_ERROR
-    span = locate(done, candidate.source) if locate is not None and candidate is not None else (0, 0)
-    return Generation(
-        policy_version=done.policy_version,
-        prompt_ids=done.prompt_ids,
-        token_ids=done.token_ids,
-        logprobs=done.logprobs,
-        text=done.text,
-        finish_reason=done.finish_reason,
-        candidate=candidate,
-        fault=fault,
-        message=problem,
-        worker_id=worker_id,
-        started_at=done.started_at,
-        finished_at=done.finished_at,
-        code_start=span[0],
-        code_end=span[1],
-        spans=done.spans if len(done.spans) > 1 else (),
-    )

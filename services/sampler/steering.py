@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.errors import KbrlError
-from kbrl_async.sampling.concurrency import ConcurrencyOptions, Controller, Signals
+from kbrl_async.sampling.concurrency import Controller, Signals
 from kbrl_async.sampling.engine import EngineStats
 from protocols.messages import Stage, StatusReport
 from services.runtime.service import Service
@@ -23,7 +23,7 @@ BEHIND = (Stage.COMPILE, Stage.BENCH)
 
 async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStats]) -> None:
     """Runs until it is cancelled."""
-    controller = Controller(ConcurrencyOptions(most=service.config.sampler.slots))
+    controller = Controller(service.config.sampler.slots)
     client = None if service.is_apart else _client(service)
     clock, said = asyncio.get_running_loop().time, ""
     asking: asyncio.Future[StatusReport | None] | None = None

@@ -27,12 +27,12 @@ from protocols.records import (
     RolloutRequest,
     SamplingParams,
 )
+from protocols.rollout import Record
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
 from services.runtime import Outcome, Producer, Worker
 from tests.brokers import endpoints, serving, until, working
 from tests.candidates import affine, elementwise
-from tests.records import packed
 
 PROBLEM = Problem("L1/01_double", 1, "double", affine(shape="64, 256"))
 CANDIDATE = Candidate(elementwise("2 * x[i] + 1"), "c")
@@ -112,4 +112,4 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
 def record() -> list[bytes]:
     request = RolloutRequest("g1.r0", "g1", PROBLEM, "prompt", "c", SamplingParams(64))
     written = Generation(0, [1], [2], [-0.5], "text", "stop", CANDIDATE)
-    return packed([request, written])
+    return Record.of(request, written).encode()

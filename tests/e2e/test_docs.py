@@ -115,7 +115,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Pa
     (run.path / "kernels" / "L1_13_softmax.py").write_text(SOFTMAX)
     steady = b"".join(msgspec.json.encode(sample) + b"\n" for sample in steady_run())
     (run.path / "metrics" / "system.jsonl").write_bytes(steady)
-    for name in ("configs", "deploy", "Procfile", "benchmarks"):
+    for name in ("configs", "deploy", "examples", "Procfile", "benchmarks"):
         (place / name).symlink_to(ROOT / name)
     _files_of_the_reader(place)
     return place
@@ -194,6 +194,8 @@ def execute(command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: py
     if program == "export":
         name, _, value = words[0].partition("=")
         monkeypatch.setenv(name, value)
+        if name == "PYTHONPATH":
+            monkeypatch.syspath_prepend(value)
         return
     assert program == "kbrl", f"{command.where}: {command.text!r} is not run here; list it in NOT_RUN with the reason"
     assert words[0] in READING or "--dry-run" in words, (
@@ -265,7 +267,10 @@ def _check_paths(command: Command, words: list[str]) -> None:
     """Files of the repository that a command names."""
     for word in words:
         path = word.rpartition("=")[2]
-        if re.match(r"(deploy|configs|benchmarks|scripts|kbrl_async|services)/", path) and "benchmark_eval" not in path:
+        if (
+            re.match(r"(deploy|configs|benchmarks|examples|scripts|kbrl_async|services)/", path)
+            and "benchmark_eval" not in path
+        ):
             assert (ROOT / path).exists(), f"{command.where}: there is no {path}"
 
 

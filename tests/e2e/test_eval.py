@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kbrl_async.runs.archive.archive import Archive
-from protocols.records import BenchReport, Timing
+from protocols.records import Timing
 from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run
 
@@ -86,8 +86,8 @@ class Evaluation(Run):
 
 def timings(path: Path) -> list[Timing]:
     with Archive(path) as archive:
-        records = [record for row in archive.rows() for record in archive.record(row.task_id)]
-    return [record.timing for record in records if isinstance(record, BenchReport) and record.timing]
+        records = [archive.record(row.task_id) for row in archive.rows()]
+    return [record.timing for record in records if record is not None and record.timing is not None]
 
 
 def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_path: Path, address: str) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
@@ -26,7 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def gpu_bench() -> Iterator[Bench]:
-    with zygote_for("cuda:0") as zygote, contextlib.closing(Bench(zygote, BenchOptions(device="cuda:0"))) as bench:
+    with (
+        zygote_for("cuda:0") as zygote,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(), device="cuda:0"))) as bench,
+    ):
         yield bench
 
 

@@ -18,7 +18,7 @@ def forge(driver):
     true = driver.elapsed_ns
     driver.elapsed_ns = lambda begin, end: true(begin, end) * (0.5 if true(begin, end) > 20_000 else 1)
 
-forge(sys.modules["kbrl_async.kernels.cuda_driver.sharing"].driver())
+forge(sys.modules["kbrl_async.kernels.cuda_driver"].driver())
 """
 TIMING = {
     "work on a side stream": (

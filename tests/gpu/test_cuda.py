@@ -11,12 +11,14 @@ import torch
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.making import SmallPolicyOptions, ensure_small_policy
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
+from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from protocols.records import Problem, SamplingParams, TrainGroup, TrainSample
+from tests.models import update_settings
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +33,9 @@ def sample(policy: Path, folder: Path, temperature: float) -> list[Completion]:
     """Sixteen answers of the published policy, generated on the GPU."""
 
     async def generate() -> list[Completion]:
-        model = load_model(ModelOptions(str(policy), device="cuda"))
+        model = load_model(str(policy), device="cuda")
         manifest = versions.publish(folder, model, 0, None, 0, [5, 6, 7, 8], str(policy))
-        engine = TransformersEngine(model, load_tokenizer(str(policy)), TransformersOptions())
+        engine = TransformersEngine(model, load_tokenizer(str(policy)), Sampler())
         try:
             await engine.load(manifest, versions.version_folder(folder, 0))
             prompts = [render_prompt("compact", problem) for problem in load_suite()[:16]]
@@ -48,9 +50,9 @@ def sample(policy: Path, folder: Path, temperature: float) -> list[Completion]:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_importance_ratios_are_one_for_an_unchanged_policy(policy: Path, tmp_path: Path, temperature: float) -> None:
     done = sample(policy, tmp_path, temperature)
-    model = load_model(ModelOptions(str(policy), device="cuda"))
+    model = load_model(str(policy), device="cuda")
     samples = [TrainSample(f"r{i}", c.prompt_ids, c.token_ids, c.logprobs, 0.0, 0.0, 0) for i, c in enumerate(done)]
-    learned = Trainer(model, TrainerOptions(), "cuda").logprobs(samples, temperature)
+    learned = Trainer(model, update_settings(dtype="float32"), "cuda").logprobs(samples, temperature)
     worst = max(
         abs(a - b) for s, row in zip(samples, learned, strict=True) for a, b in zip(s.logprobs, row, strict=True)
     )
@@ -60,8 +62,8 @@ def test_importance_ratios_are_one_for_an_unchanged_policy(policy: Path, tmp_pat
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_an_update_moves_the_policy_towards_what_was_rewarded(policy: Path, tmp_path: Path, lora_rank: int) -> None:
     done = sample(policy, tmp_path, 1.0)[:4]
-    model = load_model(ModelOptions(str(policy), device="cuda", lora_rank=lora_rank))
-    trainer = Trainer(model, TrainerOptions(learning_rate=1e-3, warmup_steps=0), "cuda")
+    model = load_model(str(policy), device="cuda", lora_rank=lora_rank)
+    trainer = Trainer(model, update_settings(dtype="float32", learning_rate=1e-3, warmup_steps=0), "cuda")
     samples = [
         TrainSample(f"r{i}", c.prompt_ids, c.token_ids, c.logprobs, 1.0 if i else -1.0, 0.0, 0)
         for i, c in enumerate(done)

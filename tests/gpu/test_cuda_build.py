@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.cuda_candidates import CUDA
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions, backend
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Fault
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +25,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     missing = backend("cuda").missing()
     if missing:
         pytest.skip(missing)
-    options = BuildOptions(deadline_s=60.0, arch="sm_90")
+    options = CompileFarm(deadline_s=60.0, arch="sm_90")
     with Builder(ArtifactStore(tmp_path_factory.mktemp("store")), options) as made:
         yield made
 

@@ -12,9 +12,9 @@ import torch
 from kbrl_async.learning import trainer as trainer_module
 from kbrl_async.learning.fused import elementwise as e
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
-from tests.models import tiny_model
+from tests.models import tiny_model, update_settings
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 1000
@@ -89,7 +89,7 @@ def gradients(
     """Metrics of an update, and its gradient as one vector."""
     found: list[torch.Tensor] = []
     step = trainer_module.guarded_step
-    trainer = Trainer(model, TrainerOptions(loss="reinforce", epochs=1, minibatches=1, **options), "cuda")  # type: ignore[arg-type]
+    trainer = Trainer(model, update_settings(loss="reinforce", epochs=1, minibatches=1, **options), "cuda")  # type: ignore[arg-type]
 
     def spy(*arguments: object) -> float:
         found.append(torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]))
@@ -101,13 +101,13 @@ def gradients(
     return metrics, found[0]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("share", [False, True])
 def test_the_fused_update_is_no_further_from_the_exact_one_than_the_models_own(
     groups: list[TrainGroup], monkeypatch: pytest.MonkeyPatch, dtype: str, share: bool
 ) -> None:
-    model = policy(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    _, exact = gradients(copy.deepcopy(model).float(), groups, monkeypatch, dtype="fp32", kernels="plain")
+    model = policy(torch.float32 if dtype == "float32" else torch.bfloat16)
+    _, exact = gradients(copy.deepcopy(model).float(), groups, monkeypatch, dtype="float32", kernels="plain")
     plain, theirs = gradients(copy.deepcopy(model), groups, monkeypatch, dtype=dtype, kernels="plain")
     fused, ours = gradients(model, groups, monkeypatch, dtype=dtype, kernels="fused", share_prompts=share)
     assert fused["loss"] == pytest.approx(plain["loss"], abs=2e-3)
@@ -121,16 +121,16 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_the_host_waits_for_nothing_between_microbatches(groups: list[TrainGroup], share: bool) -> None:
-    options = TrainerOptions(dtype="bf16", kernels="fused", share_prompts=share, token_budget=1100)
+    options = update_settings(dtype="bfloat16", kernels="fused", share_prompts=share, token_budget=1100)
     trainer = Trainer(policy(torch.bfloat16), options, "cuda")
     trainer.step(groups, 1.0)  # plans and compilations may wait
     gradients_of = trainer._gradients
 
-    def strict(*arguments: object) -> None:
+    def strict(*arguments: object) -> list[torch.Tensor]:
         with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            gradients_of(*arguments)  # type: ignore[arg-type]
+            return gradients_of(*arguments)  # type: ignore[arg-type]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

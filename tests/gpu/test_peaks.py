@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import roofline
 from kbrl_async.kernels.timing.roofline import Peaks
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import Candidate, Fault, Problem
 
@@ -38,7 +39,7 @@ ONCE = CHAIN.replace("Model(", "ModelNew(").replace("range(40)", "range(1)")
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    options = BenchOptions(device="cuda:0", peaks=DISTURBED)
+    options = bench_options(TimingBench(), device="cuda:0", peaks=DISTURBED)
     with zygote_for("cuda:0") as zygote, contextlib.closing(Bench(zygote, options)) as made:
         yield made
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.kernels.backends.building import Builder
 from kbrl_async.kernels.backends.launch import bundle
-from kbrl_async.kernels.backends.launch.plan import load
+from kbrl_async.kernels.backends.launch.plan_module import load
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
-from kbrl_async.kernels.cuda_driver.launching import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.launch import cuda_kernel
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
@@ -107,7 +107,7 @@ os.environ["TMPDIR"] = tempfile.mkdtemp()
 candidate, problem, artifact = (open(path).read() for path in sys.argv[1:3]), None, sys.argv[3]
 candidate, problem = list(candidate)
 import linecache, torch, types
-from kbrl_async.launch import triton_cache
+from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 triton_cache.preload()
 torch.zeros(1, device="cuda")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocols import messages as msg
-from protocols.auth import RIGHTS, Guard, Peer, PeerLimits, Role, Seal
+from protocols.auth import RIGHTS, Guard, Peer, PeerLimits, Role, Seal, TokenBucket
 from protocols.events import FromProducer, FromWorker
 from protocols.ledger import Ledger
-from protocols.rates import TokenBucket
 
 LEASE = "1.1:bench:t1"
 

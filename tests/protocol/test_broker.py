@@ -19,6 +19,7 @@ import zmq
 from kbrl_async.errors import AddressTaken, DiskFull, InfraError, KbrlError, PolicyMismatch
 from protocols import framing
 from protocols import messages as msg
+from protocols.rollout import RecordError
 from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
 from services.broker.server import Broker
@@ -164,22 +165,24 @@ async def test_work_that_reports_progress_is_not_wedged(run: Run) -> None:
 @scenario
 async def test_a_fault_of_ours_is_tried_elsewhere(run: Run) -> None:
     tried: list[str] = []
+    failures = [InfraError("the gpu is gone"), RecordError("a frame can't be read")]
 
     def by(name: str) -> Callable[[msg.Task, list[bytes]], Awaitable[Outcome]]:
         async def handler(_: msg.Task, __: list[bytes]) -> Outcome:
             tried.append(name)
-            if len(tried) == 1:
-                raise InfraError("the gpu is gone")
+            if failures:
+                raise failures.pop()
             return Outcome()
 
         return handler
 
-    async with run.running(run.worker("a", "bench", by("a")), run.worker("b", "bench", by("b"))):
-        await until(lambda: len(run.broker.ledger.pool.by_id) == 2)
+    workers = [run.worker(name, "bench", by(name)) for name in "abc"]
+    async with run.running(*workers):
+        await until(lambda: len(run.broker.ledger.pool.by_id) == 3)
         async with Producer(run.submit) as producer:
             await producer.submit("t1", "bench", [])
             await until(lambda: run.count("finished") == 1)
-    assert sorted(tried) == ["a", "b"]
+    assert sorted(tried) == ["a", "b", "c"]
 
 
 @scenario

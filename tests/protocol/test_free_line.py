@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from protocols.leases import FreeLine, LiveTask, Worker
+from protocols.leases import FreeLine, LiveTask, PoolWorker
 from protocols.queues import StageQueue
 
 
-def worker(name: str, backends: str = "c", hardware: str = "") -> Worker:
+def worker(name: str, backends: str = "c", hardware: str = "") -> PoolWorker:
     offered = frozenset(backends.split()) if backends else None
-    return Worker(name, "1", name.encode(), ("bench",), 1, 1, 0.0, backends=offered, hardware=hardware)
+    return PoolWorker(name, "1", name.encode(), ("bench",), 1, 1, 0.0, backends=offered, hardware=hardware)
 
 
 def names(line: FreeLine, lane: str) -> list[str]:

@@ -28,7 +28,8 @@ from kbrl_async.kernels.audit.probe import Probe, Task
 from kbrl_async.kernels.audit.wire import Options, Progress
 from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, Finding, ProblemAudit, problem_hash
 from kbrl_async.kernels.sandbox import Isolation, Zygote
-from kbrl_async.kernels.verify import ZYGOTE_PRELOAD, BenchOptions, zygote_for
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import ZYGOTE_PRELOAD, bench_options, zygote_for
 from protocols.records import Problem
 
 _GIB = 1 << 30
@@ -110,7 +111,9 @@ class Worker:
         if size * ours.COPIES > self.memory:
             needed = size * ours.COPIES / _GIB
             return msgspec.structs.replace(audit, ours=f"not tried: it would need about {needed:.1f} GiB")
-        options = BenchOptions(self.options.device, reference_deadline_s=self._left(), limits=self.limits)
+        options = bench_options(
+            TimingBench(), self.options.device, reference_deadline_s=self._left(), limits=self.limits
+        )
         try:
             made = ours.cheap_outputs(self.zygote, problem, options, secrets.SystemRandom())
         except ProblemError as error:

@@ -1,11 +1,11 @@
-"""The whole way of one candidate in one process: format → static → compile → small inputs → full inputs → timing.
+"""The whole way of one candidate: format → static → compile → small inputs → full inputs → timing.
 
-Joins the rooms `building` and `verifying` for whoever has no running services: `kbrl verify`, notebooks, and run
-folders of KernelBench.
+The one composition of building and verifying, in two halves. A farm calls the first, a bench the second; `Verifier`
+calls both in one process, for `kbrl verify`, `kbrl optimize`, notebooks, and run folders of KernelBench.
 
 ::
 
-    text ─read─▶ Candidate ─Builder─▶ artifacts ─Bench─▶ verdict, timing ─▶ Result
+    text ─read─▶ Candidate ─Builder─▶ BuildReport ─Judge─▶ BenchReport ─▶ Result
       └─ format_error   └─ static_violation, compile_error   └─ every other fault: the stages after it do not run
 
 Invariants
@@ -14,18 +14,21 @@ Invariants
 * Nothing stays behind: no process, no file outside the store that was asked for, no setting of the calling process.
 """
 
-from kbrl_async.kernels.funnel.reading import Reading, guess_backend, read_candidate
+from kbrl_async.kernels.funnel.build import Builder, artifact_paths
+from kbrl_async.kernels.funnel.judge import Judge, SpotChecks
+from kbrl_async.kernels.funnel.reading import Reading, read_candidate
 from kbrl_async.kernels.funnel.result import Result
-from kbrl_async.kernels.funnel.spot_checks import SpotChecks
 from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, verify
 
 __all__ = [
+    "Builder",
+    "Judge",
     "Reading",
     "Result",
     "SpotChecks",
     "Verifier",
     "VerifyOptions",
-    "guess_backend",
+    "artifact_paths",
     "read_candidate",
     "verify",
 ]

@@ -11,18 +11,10 @@ import re
 import msgspec
 
 from kbrl_async.kernels.answers.extraction import extract
+from kbrl_async.kernels.backends import guess_backend
 from protocols.records import Candidate
 
 _LOOKS_LIKE_A_RESPONSE = re.compile(r"^[ \t]*```|<KERNEL>|</think>", re.MULTILINE)
-_BY_TEXT = (
-    ("triton", re.compile(r"^\s*(import triton|from triton)\b", re.MULTILINE)),
-    ("cuda", re.compile(r"cuda_sources\s*=|\bCUDAExtension\b|\bload\([^)]*\.cu\b")),
-    ("cuda-nvrtc", re.compile(r"\b_compile_kernel\b|\b(?:cuda|nvrtc)_kernel\b")),
-    ("cuda-nvrtc", re.compile(r"\A(?=.*^PLAN\s*=).*__global__", re.DOTALL | re.MULTILINE)),
-    ("cpp", re.compile(r"\bload_inline\b|\bCppExtension\b|\bcpp_sources\s*=")),
-    ("c", re.compile(r"\bc_kernel\b")),
-)
-FALLBACK = "c"
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -48,11 +40,6 @@ def read_candidate(text: str, backend: str | None = None, *, response: bool | No
             return Reading(problem=found.problem, origin=origin)
         source = found.source
     return Reading(Candidate(source, backend or guess_backend(source)), origin=origin)
-
-
-def guess_backend(source: str) -> str:
-    """The backend whose launcher or extension `source` names; `c` where it names none: static checks then explain."""
-    return next((name for name, pattern in _BY_TEXT if pattern.search(source)), FALLBACK)
 
 
 def _parses(text: str) -> bool:

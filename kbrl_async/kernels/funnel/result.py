@@ -11,7 +11,6 @@ from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized
 from protocols.records import Fault, StageReport, Timing, Verdict
 
-STAGES = ("format", "static", "compile", "reference", "small_inputs", "full_inputs", "timing", "sanitize")
 DOCUMENT_VERSION = 1
 _SANITIZER_HINT = "The results were right by luck: stay inside every buffer and inside what the language defines."
 

@@ -2,7 +2,7 @@
 
 ::
 
-    Verifier ── __enter__ ─▶ store, Builder (starts at once), a zygote (starts while the first candidate compiles)
+    Verifier ── __enter__ ─▶ store, Builder (starts at once), a Judge (its zygote starts while the first compiles)
         verify(problem, candidate) ─▶ Result      (any number of times, one at a time)
     Verifier ── __exit__ ─▶ all of it ends
 """
@@ -14,25 +14,28 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from kbrl_async.errors import InfraError, MissingTool, UserError
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
-from kbrl_async.kernels.backends.launch.devices import GPU_ONLY, ON_GPU
-from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer
+from kbrl_async.kernels.backends import backend as load_backend
+from kbrl_async.kernels.backends import modules_of
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel.build import Builder
+from kbrl_async.kernels.funnel.judge import Judge
 from kbrl_async.kernels.funnel.reading import read_candidate
 from kbrl_async.kernels.funnel.result import Result, early, with_findings
 from kbrl_async.kernels.problems import find_problem, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
 from kbrl_async.kernels.stages import StageClock
-from kbrl_async.kernels.timing import resolution, roofline
-from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
-from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, StageReport
+from kbrl_async.kernels.timing import Recipe, resolution, roofline
+from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
+from protocols.records import Candidate, Fault, Problem, StageReport
 
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 _CPU_S = 600
@@ -47,8 +50,8 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     """Children, and the calling thread while it times, are pinned to these."""
     store: str = ""
     """Folder of built artifacts that later calls find again; empty: one of its own, gone afterwards."""
-    store_bytes: int = 2 << 30
-    build: BuildOptions = BuildOptions(deadline_s=30.0)
+    farm: CompileFarm = CompileFarm(nice=0)
+    """Nobody times while it compiles here."""
     bench: BenchOptions | None = None
     """None: made for this host, with half of the free memory for a candidate."""
 
@@ -59,19 +62,18 @@ class Verifier:
     def __init__(self, device: str | None = None, options: VerifyOptions | None = None) -> None:
         self.options = options or VerifyOptions()
         self._device = device
-        self._bench: dict[str, Bench] = {}
-        self._zygotes: dict[str, Zygote] = {}
+        self._judges: dict[tuple[str, ...], Judge] = {}
+        self._zygotes: dict[tuple[str, ...], Zygote] = {}
         self._stack = contextlib.ExitStack()
         self._builder: Builder | None = None
-        self._sanitizer: Sanitizer | None = None
 
     def __enter__(self) -> Verifier:
         with contextlib.ExitStack() as stack:
             folder = self.options.store or tempfile.mkdtemp(prefix="kbrl-verify-")
             if not self.options.store:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            store = ArtifactStore(Path(folder), self.options.store_bytes)
-            self._builder = stack.enter_context(Builder(store, self.options.build))
+            store = ArtifactStore(Path(folder), self.options.farm.store_max_bytes)
+            self._builder = stack.enter_context(Builder(store, self.options.farm, self.options.cores))
             self._stack = stack.pop_all()
         return self
 
@@ -79,7 +81,7 @@ class Verifier:
         self.close()
 
     def close(self) -> None:
-        self._bench, self._zygotes, self._builder, self._sanitizer = {}, {}, None, None
+        self._judges, self._zygotes, self._builder = {}, {}, None
         self._stack.close()
 
     def restart(self) -> None:
@@ -87,20 +89,25 @@ class Verifier:
         self.close()
         self.__enter__()
 
-    def bench(self, device: str) -> Bench:
-        """The bench of `device`, started if it is not yet: for what is timed beside a candidate in the same session."""
-        if device not in self._bench:
-            self._start_ahead(device)
-            opened = open_bench(device, self.options, self._zygotes.get(device))
-            self._bench[device] = self._stack.enter_context(opened)
-        return self._bench[device]
+    def judge(self, device: str, backend: str = "c") -> Judge:
+        """The bench half on `device`, started if it is not yet: for what is timed in the same session, too."""
+        key = (device, *modules_of(backend))
+        if key not in self._judges:
+            assert self._builder is not None, "a Verifier is used inside its with block"
+            check_device(device)
+            self._start_ahead(device, backend)
+            options = msgspec.structs.replace(self.options.bench or default_bench(self.options.cores), device=device)
+            made = Judge(self._builder.store, options, self._zygotes[key], probe=prober(options))
+            self._judges[key] = self._stack.enter_context(made)
+        return self._judges[key]
 
-    def _start_ahead(self, device: str) -> None:
+    def _start_ahead(self, device: str, backend: str) -> None:
         """Python and torch of the sandbox start while compilers run."""
-        if device in self._zygotes or not has_device(device):
+        key = (device, *modules_of(backend))
+        if key in self._zygotes or not has_device(device):
             return
-        zygote = self._stack.enter_context(contextlib.closing(zygote_for(device)))
-        self._zygotes[device] = zygote
+        zygote = self._stack.enter_context(contextlib.closing(zygote_for(device, backend)))
+        self._zygotes[key] = zygote
         threading.Thread(target=_start, args=(zygote,), daemon=True).start()
 
     def verify(
@@ -134,7 +141,7 @@ class Verifier:
     ) -> Result:
         assert self._builder is not None
         device = choose_device(candidate.backend, self._device)
-        self._start_ahead(device)
+        self._start_ahead(device, candidate.backend)
         build = self._builder.build(candidate, problem)
         result = Result(
             problem.problem_id,
@@ -148,34 +155,17 @@ class Verifier:
         )
         if build.fault is not Fault.OK:
             return result
-        bench = self._evaluate(problem, candidate, build, device, timing)
+        judge = self.judge(device, candidate.backend)
+        bench = judge.judge(problem, candidate, build, timing=timing)
         all_stages = (*result.stages, *bench.stages)
         result = msgspec.structs.replace(result, verdict=bench.verdict, timing=bench.timing, stages=all_stages)
-        return self._sanitized(result, problem, candidate, build) if self.options.sanitize else result
-
-    def _sanitized(self, result: Result, problem: Problem, candidate: Candidate, build: BuildReport) -> Result:
-        assert self._builder is not None
-        if self._sanitizer is None:
-            self._sanitizer = self._stack.enter_context(Sanitizer(self._builder.store))
+        if not self.options.sanitize:
+            return result
         clock = StageClock()
-        found = self._sanitizer.run(problem, candidate, self._paths(build), result.device)
+        found = judge.sanitize(problem, candidate, build)
         fault = found.findings[0].fault if found.findings else Fault.OK
         clock.ends("sanitize", fault, f"{len(found.findings)} findings by {', '.join(found.ran) or 'nothing that ran'}")
         return with_findings(result, found, clock.reports)
-
-    def _evaluate(
-        self, problem: Problem, candidate: Candidate, build: BuildReport, device: str, timing: bool
-    ) -> BenchReport:
-        assert self._builder is not None
-        return self.bench(device).evaluate(problem, candidate, self._paths(build), timing=timing)
-
-    def _paths(self, build: BuildReport) -> dict[str, Path]:
-        assert self._builder is not None
-        paths = {key: self._builder.store.path(address) for key, address in build.artifacts.items()}
-        found = {key: path for key, path in paths.items() if path is not None}
-        if len(found) < len(paths):
-            raise InfraError("an artifact is no longer in the store", "Give the store more room")
-        return found
 
 
 def choose_device(backend: str, wanted: str | None) -> str:
@@ -187,9 +177,8 @@ def choose_device(backend: str, wanted: str | None) -> str:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
             raise UserError(f"{wanted!r} is no device", "Choose cpu, cuda or cuda:N")
         return "cuda:0" if wanted == "cuda" else str(wanted)
-    if backend in GPU_ONLY or (backend in ON_GPU and _NVIDIA_DEVICE.exists()):
-        return "cuda:0"
-    return "cpu"
+    kinds = load_backend(backend).runs_on if backend else frozenset({"cpu"})
+    return "cuda:0" if "cuda" in kinds and ("cpu" not in kinds or _NVIDIA_DEVICE.exists()) else "cpu"
 
 
 def shapes_for(device: str) -> str:
@@ -197,22 +186,19 @@ def shapes_for(device: str) -> str:
     return "gpu" if device.startswith("cuda") else "cpu"
 
 
-@contextlib.contextmanager
-def open_bench(device: str, options: VerifyOptions, zygote: Zygote | None = None) -> Iterator[Bench]:
-    """A bench for `device`, with a zygote of its own where none is given.
-
-    :raises MissingTool: the host has no such device.
-    """
+def check_device(device: str) -> None:
+    """:raises MissingTool: the host has no such device."""
     if not has_device(device):
         cure = "Verify on a GPU host, or use --device cpu"
         raise MissingTool("this host has no NVIDIA GPU to run the kernel on", cure)
-    chosen = msgspec.structs.replace(options.bench or default_bench(options.cores), device=device)
-    with contextlib.ExitStack() as stack:
-        used = zygote or stack.enter_context(zygote_for(device))
-        bench = stack.enter_context(contextlib.closing(Bench(used, chosen)))
-        if peaks := chosen.peaks:
-            bench.probe = lambda: roofline.peaks_of(device, resolution.cache_folder(), peaks.hardware, again=True)
-        yield bench
+
+
+def prober(options: BenchOptions) -> Callable[[], roofline.Peaks | None] | None:
+    """Measures the peaks of the options' device again; None where none are known."""
+    peaks = options.peaks
+    if peaks is None:
+        return None
+    return lambda: roofline.peaks_of(options.device, resolution.cache_folder(), peaks.hardware, again=True)
 
 
 def has_device(device: str) -> bool:
@@ -225,11 +211,11 @@ def _start(zygote: Zygote) -> None:
         zygote.start()
 
 
-def default_bench(cores: tuple[int, ...]) -> BenchOptions:
-    """Deadlines as in a run, but with room for large problems: half of the memory that is free now."""
+def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None) -> BenchOptions:
+    """As in a run, but with room for large problems: half of the memory that is free now."""
     memory = max(Limits().memory_bytes, psutil.virtual_memory().available // 2)
     limits = Limits(cores=cores, cpu_s=_CPU_S, memory_bytes=memory, file_bytes=memory)
-    return BenchOptions(cores=cores, limits=limits)
+    return bench_options(TimingBench(), cores=cores, recipe=recipe, limits=limits)
 
 
 def verify(

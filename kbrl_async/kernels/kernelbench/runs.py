@@ -48,8 +48,6 @@ class RunResults(msgspec.Struct, frozen=True):
 class RunOptions(msgspec.Struct, frozen=True):
     backend: str | None = None
     device: str | None = None
-    timing: bool = True
-    sanitize: bool = False
     workers: int = 1
     overwrite: bool = False
     precision: str = "fp32"
@@ -119,9 +117,7 @@ class RunFolder:
         stop: threading.Event,
         cores: tuple[int, ...],
     ) -> None:
-        options = msgspec.structs.replace(
-            self.options.verify, cores=cores, timing=self.options.timing, sanitize=self.options.sanitize
-        )
+        options = msgspec.structs.replace(self.options.verify, cores=cores)
         try:
             with contextlib.ExitStack() as stack:
                 verifier = stack.enter_context(Verifier(self.options.device, options))
@@ -168,7 +164,7 @@ class RunFolder:
             problem = self._problem(sample).source
         except KbrlError:
             problem = ""
-        asked = f"{options.backend} {options.device} {options.timing} {options.sanitize} {VERSION}"
+        asked = f"{options.backend} {options.device} {options.verify.timing} {options.verify.sanitize} {VERSION}"
         parts = (read_text(Path(sample.path)), problem, asked)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -1,34 +1,28 @@
-"""Finds and reads problems: folders `level{L}/{NN}_{name}.py`, single files, task files, data sets of the hub.
+"""Reads problems from wherever a setting says: folders, files, task files, data sets of the hub, a user's own source.
 
 ::
 
-    ""  ─▶ the project's own suite          kernelbench ─▶ KERNELBENCH_ROOT        owner/name ─▶ the hub
-    folder with level*/, or with KernelBench/level*/          file.py          tasks.jsonl
+    ""  ─▶ suite      a path: folder with level*/, file.py, tasks.jsonl      owner/name ─▶ the hub
+    suite, kernelbench, package.module:object ─door─▶ source(shapes) ─▶ [Problem], or the path of what to read
 
 Everything is parsed, nothing is run.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems import audit_file
 from kbrl_async.kernels.problems.contract import REQUIRED, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.problems.sources import hub, tasks
+from kbrl_async.kernels.problems.sources.folder import SUITE, load_file, load_folder, root_of
+from kbrl_async.kernels.settings import PROBLEM_SOURCES
 from protocols.records import Problem
 
 __all__ = ["REQUIRED", "load_file", "load_folder", "load_problems", "load_suite", "parse_problem"]
-
-SUITE = Path(__file__).parent / "suite"
-KERNELBENCH = "kernelbench"
-ROOT_VARIABLE = "KERNELBENCH_ROOT"
 
 
 def load_problems(
@@ -39,11 +33,12 @@ def load_problems(
     shapes: str = "cpu",
     precision: str = "fp32",
 ) -> list[Problem]:
-    """The problems of `source`: empty for the project's own suite, else a folder, a file, a hub name or `kernelbench`.
+    """The problems of `source`: empty for the project's own suite, else a folder, a file, a hub name, or a name of the
+    door of problem sources.
 
     `levels` and `split` select; nothing selected is a `ProblemError`. What an audit of them says is in their `flags`.
     """
-    problems, folder = _read(source, shapes)
+    problems, folder = _read(source or "suite", shapes)
     problems = audit_file.with_flags(problems, map(audit_file.read, audit_file.find(folder, shapes)))
     wanted = set(levels)
     chosen = [p for p in problems if (not wanted or p.level in wanted) and split in (None, p.split)]
@@ -56,65 +51,28 @@ def load_problems(
 
 def _read(source: str, shapes: str) -> tuple[list[Problem], Path | None]:
     """All problems, and the folder whose audit belongs to them (None: the suite's own)."""
-    if not source:
-        return load_folder(SUITE, shapes=shapes), None
-    path = root_folder(source, os.environ)
+    path = Path(source).expanduser()
+    if not path.exists() and PROBLEM_SOURCES.knows(source):
+        found = PROBLEM_SOURCES.load(source)(shapes)
+        if not isinstance(found, Path):
+            return _checked(found, source), path
+        path = found
+    path = root_of(path)
     if path.is_file():
-        found = tasks.load_tasks(path) if path.suffix == ".jsonl" else [load_file(path, shapes=shapes)]
-        return found, None if path.is_relative_to(SUITE) else path.parent
+        problems = tasks.load_tasks(path) if path.suffix == ".jsonl" else [load_file(path, shapes=shapes)]
+        return problems, None if path.is_relative_to(SUITE) else path.parent
     if not path.exists() and hub.looks_like_name(source):
         return hub.load_hub(source), path
     return load_folder(path, shapes=shapes), None if path == SUITE else path
 
 
-def root_folder(source: str, environment: Mapping[str, str]) -> Path:
-    """The file or folder that `source` names: `kernelbench` is KERNELBENCH_ROOT, a checkout its folder of problems.
-
-    :raises ProblemError: `kernelbench`, and the variable is not set.
-    """
-    if source == KERNELBENCH and not Path(source).exists():
-        if not environment.get(ROOT_VARIABLE):
-            cure = f"Set {ROOT_VARIABLE} to a KernelBench checkout, or name its folder"
-            raise ProblemError(f"problems=kernelbench needs {ROOT_VARIABLE}", cure)
-        source = environment[ROOT_VARIABLE]
-    path = Path(source).expanduser()
-    inner = path / "KernelBench"
-    return inner if not any(path.glob("level*/*.py")) and any(inner.glob("level*/*.py")) else path
+def _checked(found: object, source: str) -> list[Problem]:
+    problems = list(found) if isinstance(found, Iterable) else []
+    if not problems or not all(isinstance(problem, Problem) for problem in problems):
+        raise ProblemError(f"{source} gave no problems", "Return problems.parse_problem(…) of each source, or a path")
+    return problems
 
 
 def load_suite(*, levels: Iterable[int] = (), split: str | None = None, shapes: str = "cpu") -> list[Problem]:
     """The project's own suite, in order."""
     return load_problems(levels=levels, split=split, shapes=shapes)
-
-
-def load_folder(folder: Path, *, shapes: str = "cpu") -> list[Problem]:
-    """Every `level*/*.py` below `folder`; `index.toml` there may give `difficulty` and `split` by problem id."""
-    if not folder.is_dir():
-        raise ProblemError(f"{folder} is no folder", "Give a folder with level1/, level2/ … or one problem file")
-    index = _read_index(folder / "index.toml")
-    paths = sorted(folder.glob("level*/*.py"), key=_natural)
-    if not paths:
-        raise ProblemError(f"{folder} holds no level*/*.py", "Point `problems` at a KernelBench folder")
-    return [load_file(path, index=index, shapes=shapes) for path in paths]
-
-
-def load_file(path: Path, *, index: dict[str, dict[str, Any]] | None = None, shapes: str = "cpu") -> Problem:
-    """One problem file; its level is its folder's number, 0 where it has none."""
-    match = re.search(r"level(\d+)$", path.parent.name)
-    level = int(match.group(1)) if match else 0
-    problem_id = f"L{level}/{path.stem}"
-    facts = (index or {}).get(problem_id, {})
-    return parse_problem(path.read_text(), problem_id, level=level, origin=str(path), shapes=shapes, **facts)
-
-
-def _read_index(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.is_file():
-        return {}
-    try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ProblemError(f"{path} does not parse: {error}", "Mend the file or take it out") from None
-
-
-def _natural(path: Path) -> list[int | str]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]

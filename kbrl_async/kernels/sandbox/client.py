@@ -7,6 +7,7 @@ caller's caller, because nothing is known about what the dead process did.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import select
@@ -216,7 +217,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=None,
-                env=_environment(self._threads),
+                env=_environment(self._threads, self._preload),
                 start_new_session=True,
             )
         try:
@@ -237,7 +238,20 @@ class Zygote:
             self._process = None
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _folders_of(modules: tuple[str, ...]) -> list[str]:
+    """Where modules lie that neither are ours nor installed: a user's own file, on this process's path only."""
+    folders = []
+    for name in dict.fromkeys(module.partition(".")[0] for module in modules):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin:
+            continue
+        folder = Path(spec.origin).parent.parent if spec.submodule_search_locations else Path(spec.origin).parent
+        if not any(folder.resolve().is_relative_to(known) for known in interpreter_paths()):
+            folders.append(str(folder))
+    return folders
+
+
+def _environment(threads: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     count = str(threads)
     pools = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT"), count)
@@ -246,7 +260,7 @@ def _environment(threads: int) -> dict[str, str]:
         kept
         | pools
         | {
-            "PYTHONPATH": root,
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *_folders_of(modules)])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "passive",
             "HOME": "/",

@@ -20,11 +20,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.statistics import Interval, Sequential, stop_reason, widened
 
+PLACEMENT = 0.02
 CAREFUL_PAIRS_A_PLACE = 4
 """`Recipe.pairs_a_place` of a careful measurement: a move costs about as much as a pair or two."""
 
@@ -36,16 +39,18 @@ class Point(msgspec.Struct, frozen=True):
     share: float
 
 
-class Recipe(msgspec.Struct, frozen=True):
-    """Defaults are tuned for training throughput; an evaluation wants `max_pairs=200, cap_s=5, resolution=0.01`."""
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Made by `of`; what has a default here is no setting. Tuned for training throughput; an evaluation wants
+    `max_pairs=200, cap_s=5, resolution=0.01`.
+    """
 
     warmup: int = 2
     """Pairs thrown away at the start, at least."""
     warmup_s: float = 0.0
     """… and for at least so long; §5 of a careful timing asks for 0.025. Never more than half of `cap_s`."""
-    min_pairs: int = 10
-    max_pairs: int = 30
-    cap_s: float = 0.15
+    min_pairs: int
+    max_pairs: int
+    cap_s: float
     """Of the clock, for one measurement; `min_pairs` are taken even so, unless four times the cap is used up."""
     resolution: float = 0.03
     """Stop when the interval's relative half width is at most this."""
@@ -53,11 +58,11 @@ class Recipe(msgspec.Struct, frozen=True):
     """… or when the interval is this far away from 1 and at most three times as wide."""
     confidence: float = 0.98
     """Of all looks together, two-sided: a speedup that is not there is claimed in at most 1 %."""
-    placement: float = 0.02
+    placement: float = PLACEMENT
     """What two processes of the same code differ by, because of where their memory lies, where `resolved` is empty."""
     resolved: tuple[Point, ...] = ()
     """The same as measured on this host, by length; see `timing.resolution` and `kbrl bench --aa`."""
-    flush_bytes: int = 0
+    flush_bytes: int
     """0: twice the L2 cache."""
     suspicious: float = 10.0
     """A speedup above this is measured a second time, independently, and the lower one counts."""
@@ -70,6 +75,12 @@ class Recipe(msgspec.Struct, frozen=True):
     """How long disturbed pairs may wait, in all, until others leave the core; not charged to `cap_s`."""
     reject_cap: int = 4
     """Sampling ends after `reject_cap × max_pairs` pairs, polluted ones included, and after `reject_cap × cap_s`."""
+
+    @classmethod
+    def of(cls, settings: TimingBench, **more: Any) -> Recipe:
+        """The recipe that the settings ask for. `more` are fields that are no settings."""
+        named = {name: getattr(settings, name) for name in ("min_pairs", "max_pairs", "cap_s", "flush_bytes")}
+        return cls(**named, **more)
 
 
 class Pair(msgspec.Struct, frozen=True):

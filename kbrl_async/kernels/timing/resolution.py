@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.kernels.timing.recipe import Point, Recipe
+from kbrl_async.kernels.timing.recipe import PLACEMENT, Point
 
 RUN_FILE = "bench-resolution.json"
 """The copy in a run's folder: what its rewards were widened by."""
@@ -94,9 +94,8 @@ class Report(msgspec.Struct, frozen=True):
 
     def points(self) -> tuple[Point, ...]:
         """For `Recipe.resolved`. Few runs can widen what is assumed without any, but not narrow it."""
-        least = Recipe().placement
         return tuple(
-            Point(row.ms, row.share if row.runs >= MIN_RUNS else max(row.share, least))
+            Point(row.ms, row.share if row.runs >= MIN_RUNS else max(row.share, PLACEMENT))
             for row in sorted(self.rows, key=lambda row: row.ms)
         )
 

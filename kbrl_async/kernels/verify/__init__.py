@@ -17,6 +17,6 @@ Invariants
 """
 
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD, Bench, zygote_for
-from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.options import BenchOptions, bench_options
 
-__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions", "zygote_for"]
+__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions", "bench_options", "zygote_for"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.sandbox import Access, Limits, Zygote
 from kbrl_async.kernels.timing import Interval
 from kbrl_async.kernels.timing.baselines import Made, Order, over, wrapper
@@ -18,8 +19,6 @@ from kbrl_async.kernels.verify.bench import Bench
 from protocols.records import Candidate, Fault, Problem, Timing
 
 _ENTRY = "kbrl_async.kernels.timing.baselines:compile_child"
-BACKEND = "torch"
-"""A backend that no policy can choose: its candidates need no kernel of their own."""
 
 
 class _Library(msgspec.Struct, frozen=True):
@@ -80,7 +79,7 @@ class Baselines:
         library = self._library(problem, name)
         if isinstance(library, str):
             return library
-        candidate = Candidate(self._runs(problem, library), BACKEND)
+        candidate = Candidate(self._runs(problem, library), LIBRARY.name)
         report = self._bench.evaluate(problem, candidate, {f"aoti:{name}": library.path})
         if report.timing is None or report.verdict.fault is not Fault.OK:
             return f"the compiled reference ends {report.verdict.fault.value}: {report.verdict.message[:200]}"

@@ -10,12 +10,11 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends.launch import entry as launch
+from kbrl_async.kernels.backends import backend, modules_of, preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import ready
@@ -44,27 +43,37 @@ ZYGOTE_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner")
 CUDA_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
 
 
-def zygote_for(device: str) -> Zygote:
-    """A zygote whose children can run on `device` (`"cpu"`, `"cuda"`, `"cuda:N"`)."""
+def zygote_for(device: str, backend: str = "c") -> Zygote:
+    """A zygote whose children can run kernels of any backend of ours, and of `backend`, on `device` (`"cpu"`, `"cuda"`,
+    `"cuda:N"`).
+    """
     if device == "cpu":
-        return Zygote(ZYGOTE_PRELOAD)
-    triton = ("kbrl_async.kernels.backends.triton.preload",) if find_spec("triton") else ()
-    return Zygote((*CUDA_PRELOAD, *triton), profile="gpu")
+        return Zygote((*ZYGOTE_PRELOAD, *modules_of(backend)))
+    return Zygote((*CUDA_PRELOAD, *preloads(), *modules_of(backend)), profile="gpu")
 
 
 class Bench:
     """Verifies and times one candidate at a time::
 
-        with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote)) as bench:
+        options = bench_options(TimingBench())
+        with zygote_for("cpu") as zygote, contextlib.closing(Bench(zygote, options)) as bench:
             report = bench.evaluate(problem, candidate, {source_key: path_of_so})
 
     `seeds` is where secrets come from: `secrets` by default; a test may pass a seeded `random.Random`.
     Raises `ProblemError` where the problem's reference fails, `InfraError` where the host does; neither is a verdict.
     """
 
-    def __init__(self, zygote: Zygote, options: BenchOptions | None = None, seeds: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        options: BenchOptions,
+        seeds: random.Random | None = None,
+        *,
+        quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+        probe: Callable[[], Peaks | None] | None = None,
+    ) -> None:
         self._zygote = zygote
-        self._options = options or BenchOptions()
+        self._options = options
         if self._options.device != "cpu":
             self._options = options_for_gpu(self._options)
         self._rng = seeds or secrets.SystemRandom()
@@ -72,9 +81,9 @@ class Bench:
         self._surplus = Surplus()
         self._generation = zygote.generation
         self._health = _health(self._options.device)
-        self.quiet: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
-        self.probe: Callable[[], Peaks | None] | None = None
+        self.probe = probe
         """Measures the host's peaks, see `timing.roofline.peaks_of`: before the first timing where none are known, and
         once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
         fast kernels would seem impossible.
@@ -111,9 +120,9 @@ class Bench:
         """
         started = time.time()
         clock = StageClock()
-        if launch.is_interpreted(candidate.backend, self._options.device):
+        if backend(candidate.backend).is_interpreted(self._options.device):
             timing = False
-            launch.refuse_what_is_not_interpreted(candidate.source, problem.source)
+            backend(candidate.backend).refuse(candidate.source, problem.source)
         self._surplus.check()
         self._notice_restart()
         if self._health is not None:
@@ -149,7 +158,7 @@ class Bench:
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
         options = self._options
-        if launch.is_interpreted(candidate.backend, options.device):
+        if backend(candidate.backend).is_interpreted(options.device):
             options = options_for_interpreter(options)
         checker = Checker(self._zygote, reference, options, self._rng)
 

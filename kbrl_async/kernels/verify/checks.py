@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
@@ -49,7 +50,7 @@ class Checker:
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
-        self._backend = ""
+        self._backend: Backend = LIBRARY
         self._is_recorded = False
         self._trace: wire.Trace | None = None
         self.isolation: tuple[str, tuple[str, ...]] = ("none", ("the candidate was not started",))
@@ -71,7 +72,8 @@ class Checker:
         """Fork, confine and build the candidate."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         is_asked = self.options.device == "cpu" and not plan.is_plan(candidate.source)
-        self._backend, self._is_recorded = candidate.backend, is_asked and candidate.backend in proof.RECORDED
+        self._backend = backend(candidate.backend)
+        self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())
         paths = {key: str(path) for key, path in artifacts.items()}
         self._began = time.monotonic()
@@ -79,7 +81,7 @@ class Checker:
         reference, source, limit_s = self.reference, candidate.source, self.options.deadline_s
         try:
             self._refuse_copied(candidate)
-            self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s)
+            self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s, candidate.backend)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             reference.attach(self.session)
         except CandidateFault as fault:
@@ -116,7 +118,7 @@ class Checker:
             self.accuse(fault)
         self._compare_repeated()
         if self._trace is not None:
-            self._refuse(proof.of_recorded(self._trace, backend=self._backend))
+            self._refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
 
     def _wait(self, tick: Callable[[], None]) -> None:
         """Whoever shares the device may hold us here: that is no time of the candidate's."""
@@ -218,7 +220,7 @@ class Checker:
         return max(found, key=lambda d: (d.wrong, d.worst), default=compare.Difference(0, 0, 0.0, 0.0))
 
     def _refuse_copied(self, candidate: Candidate) -> None:
-        if candidate.backend not in proof.OWN_KERNELS:
+        if not backend(candidate.backend).needs_own_kernels:
             return
         evidence = similarity.copied_reference(self.reference.problem.source, candidate.source)
         if evidence:

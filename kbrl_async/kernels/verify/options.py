@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.roofline import Peaks
 
@@ -22,14 +24,16 @@ def no_tick() -> None:
     """Nobody waits."""
 
 
-class BenchOptions(msgspec.Struct, frozen=True):
-    device: str = "cpu"
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Made by `bench_options`; what has a default here is no setting."""
+
+    device: str
     """`"cpu"` or `"cuda:N"`; the zygote's profile must fit: see `bench.zygote_for`."""
-    cores: tuple[int, ...] = ()
+    cores: tuple[int, ...]
     """Children, and the calling thread while it times, are pinned to these. One core: candidates get no
     threads at all.
     """
-    deadline_s: float = 2.0
+    deadline_s: float
     """For one candidate, from its fork to the last correctness call."""
     call_floor_s: float = 0.25
     call_factor: float = 50.0
@@ -54,8 +58,28 @@ class BenchOptions(msgspec.Struct, frozen=True):
     """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating. None: see
     `Bench.probe`.
     """
-    recipe: Recipe = msgspec.field(default_factory=Recipe)
-    limits: Limits = msgspec.field(default_factory=Limits)
+    recipe: Recipe
+    limits: Limits
+
+
+def bench_options(
+    settings: TimingBench,
+    device: str = "cpu",
+    cores: tuple[int, ...] = (),
+    *,
+    recipe: Recipe | None = None,
+    limits: Limits | None = None,
+    **more: Any,
+) -> BenchOptions:
+    """The options of a bench on `device`. `more` are fields of `BenchOptions` that are no settings."""
+    return BenchOptions(
+        device=device,
+        cores=cores,
+        deadline_s=settings.deadline_s,
+        recipe=recipe or Recipe.of(settings),
+        limits=limits or Limits(cores=cores),
+        **more,
+    )
 
 
 def options_for_gpu(options: BenchOptions) -> BenchOptions:

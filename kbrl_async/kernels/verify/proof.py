@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kbrl_async.kernels.backends.launch.devices import ON_CPU, ON_GPU
 from kbrl_async.kernels.verify.operators import computes
 from kbrl_async.kernels.verify.wire import Trace
 
-RECORDED = frozenset({"c", "triton"})
-"""Backends whose launches all go through `launch.proof.RECORDER`."""
-OWN_KERNELS = ON_CPU | ON_GPU
-"""Backends whose candidates must bring kernels of their own."""
 MIN_SHARE = 0.002
 MIN_LIBRARY_NS = 300_000
 """Under this, times are those of calling, not of computing, and a share says nothing."""
@@ -34,10 +29,10 @@ class Finding(msgspec.Struct, frozen=True):
     evidence: str
 
 
-def of_recorded(trace: Trace, device: str = "cpu", backend: str = "") -> Finding | None:
+def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> Finding | None:
     """What a run says by itself; None where the own kernels may well do the work.
 
-    Shares of time are asked for on the CPU only: on a GPU the host's time says nothing.
+    Shares of time are asked for on the CPU only: on a GPU the host's time says nothing. `is_closed`: as `Backend` says.
     """
     if trace.tampered:
         text = f"the candidate replaced {trace.tampered}"
@@ -46,7 +41,7 @@ def of_recorded(trace: Trace, device: str = "cpu", backend: str = "") -> Finding
         text = "forward launched none of the candidate's own kernels: the result comes from the library"
         return Finding("no_own_kernel", text, f"own launches: none; {_library(trace)}")
     calls = [name for name in trace.inside if computes(name)]
-    if calls and backend == "c":
+    if calls and is_closed:
         text = f"an own kernel calls {calls[0]}: C code that reaches into the library"
         return Finding("decoy_kernel", text, evidence(trace))
     own, library = own_ns(trace), library_ns(trace)

@@ -84,14 +84,24 @@ class Reference:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def setup(self, source: str, entry: str, artifacts: dict[str, str]) -> wire.Setup:
+    def setup(self, source: str, entry: str, artifacts: dict[str, str], backend: str = "") -> wire.Setup:
         """For a child that gets this reference's seed, constructor arguments and weights."""
         ready = self.ready
-        return wire.Setup(source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights)
+        return wire.Setup(
+            source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights, backend=backend
+        )
 
-    def open(self, zygote: Zygote, source: str, entry: str, artifacts: dict[str, str], deadline_s: float) -> Session:
+    def open(
+        self,
+        zygote: Zygote,
+        source: str,
+        entry: str,
+        artifacts: dict[str, str],
+        deadline_s: float,
+        backend: str = "",
+    ) -> Session:
         """A child with this reference's weights; `attach` gives it its arena."""
-        setup = self.setup(source, entry, artifacts)
+        setup = self.setup(source, entry, artifacts, backend)
         return Session(zygote, setup, (self.weights_fd,), self._options.limits, deadline_s)
 
     def attach(self, session: Session) -> None:

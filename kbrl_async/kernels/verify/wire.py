@@ -56,6 +56,8 @@ class Setup(msgspec.Struct, frozen=True):
     device: str = "cpu"
     weights_bytes: int = 0
     """On a GPU: size of the arena whose descriptor travels along."""
+    backend: str = ""
+    """Of a candidate: whose artifacts they are."""
 
 
 class Confined(msgspec.Struct, frozen=True, tag="confined"):

@@ -29,7 +29,7 @@ from kbrl_async.lab.optimize.tree import Attempt, Judgement
 from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.examples import Worked, render_with_examples
 from kbrl_async.sampling.engine import Completion
-from protocols.records import BenchReport, Candidate, Generation, Problem, Purpose, SamplingParams
+from protocols.records import Candidate, Problem, Purpose, SamplingParams
 
 _ALL_ASKED = ("", "attempts", "tokens")
 """After these, what was asked for is still waited for; after the others, time above all, it is not."""
@@ -84,7 +84,7 @@ class PromptMaker:
         return self._first
 
     def turn(self, result: Result, source: str) -> str:
-        feedback = feedback_of(record_of(result, source), self._backend)
+        feedback = feedback_of(result.verdict, result.timing, source, self._backend)
         return render_turn(self._option, self._problem, feedback, self._backend, self._budget)
 
 
@@ -219,18 +219,12 @@ class SearchDriver:
             return self._verifier.verify(self._target.problem, candidate)
 
 
-def record_of(result: Result, source: str) -> list[Generation | BenchReport]:
-    """The frames that feedback is made from."""
-    written = Generation(0, [], [], [], "", "stop", Candidate(source, result.backend))
-    return [written, BenchReport(result.verdict, result.timing)]
-
-
 def judgement(result: Result) -> Judgement:
     """What the search needs of a result."""
     v, t = result.verdict, result.timing
     return Judgement(
         fault=v.fault,
-        category=feedback_of(record_of(result, ""), result.backend).category,
+        category=feedback_of(v, t, "", result.backend).category,
         message=v.message,
         rule=v.rule,
         passed=v.passed,

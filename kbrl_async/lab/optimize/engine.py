@@ -15,7 +15,7 @@ from kbrl_async.evaluation import publishing, targets
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
 from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
@@ -76,7 +76,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         async with _endpoint(config) as opened:
             yield opened
         return
-    from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+    from kbrl_async.sampling.transformers.engine import TransformersEngine
 
     with tempfile.TemporaryDirectory(prefix="kbrl-optimize-") as folder:
         publishing.publish(policy, Path(folder), config, told)
@@ -84,9 +84,9 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         assert found is not None, "a policy was published"
         manifest, place = found
         tokenizer = load_tokenizer(manifest.base_model)
-        model = load_model(ModelOptions(manifest.base_model, device=_device(config)))
-        options = TransformersOptions(max_rows=LOCAL_SLOTS, threads=threads, seed=config.seed)
-        engine = TransformersEngine(model, tokenizer, options)
+        model = load_model(manifest.base_model, device=_device(config))
+        settings = msgspec.structs.replace(config.sampler, slots=LOCAL_SLOTS)
+        engine = TransformersEngine(model, tokenizer, settings, threads=threads, seed=config.seed)
         try:
             await engine.load(manifest, place)
             limit = getattr(model.config, "max_position_embeddings", None)
@@ -102,9 +102,8 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
 @contextlib.asynccontextmanager
 async def _endpoint(config: Config) -> AsyncIterator[Opened]:
     from kbrl_async.sampling.openai.engine import OpenAIEngine
-    from kbrl_async.sampling.openai.options import options_of
 
-    engine = OpenAIEngine(options_of(config.sampler, config.model_name))
+    engine = OpenAIEngine(config.sampler, config.model_name)
     try:
         await engine.check()
         # four characters a token is what providers tell people to reckon with

@@ -20,6 +20,7 @@ import msgspec
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import default_bench
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
 from kbrl_async.lab.optimize.driver import Verifies
@@ -27,11 +28,9 @@ from kbrl_async.lab.optimize.targets import UserModule
 from protocols.records import Candidate, Problem
 
 FINALISTS = 3
-CAREFUL = Recipe(
+CAREFUL = Recipe.of(
+    TimingBench(min_pairs=20, max_pairs=200, cap_s=1.5),
     warmup_s=0.025,
-    min_pairs=20,
-    max_pairs=200,
-    cap_s=1.5,
     resolution=0.01,
     margin=0.02,
     pairs_a_place=CAREFUL_PAIRS_A_PLACE,

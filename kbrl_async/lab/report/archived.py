@@ -1,4 +1,4 @@
-"""What the archive adds to a run: when each stage of a turn began and ended, which rule fired, and whole records."""
+"""What the archive adds to a run: when each stage of a turn began and ended, and which rule fired."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import Frame, GroupOutcome
+from protocols.records import GroupOutcome
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 """What the archive calls them; rows of other purposes are no part of this report."""
@@ -48,12 +48,6 @@ def read_archive(path: Path) -> Archived | None:
             return Archived(list(opened.rows()), opened.updates(), opened.groups(), path)
     except (KbrlError, sqlite3.Error, msgspec.MsgspecError):
         return None
-
-
-def records(path: Path, task_ids: Sequence[str]) -> dict[str, list[Frame]]:
-    """Whole records of a few turns."""
-    with Archive(path) as opened:
-        return {task_id: opened.record(task_id) for task_id in task_ids}
 
 
 def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
@@ -130,7 +124,7 @@ def _turn(row: Row) -> ScoredTurn:
         policy_version=row.policy_version,
         staleness=_age(row),
         advantage=row.advantage,
-        seconds={span.stage: max(0.0, span.finished - span.started) for span in row.spans},
+        seconds={span.stage: span.seconds for span in row.spans},
         rollout_id=row.rollout_id,
         fault=row.fault,
         role=row.role,

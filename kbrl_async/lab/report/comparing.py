@@ -15,8 +15,8 @@ from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
 from kbrl_async.runs import summary
-from kbrl_async.runs.telemetry import turn_metrics
 from kbrl_async.runs.telemetry.by_version import FIELDS, Part, points, settled
+from kbrl_async.runs.telemetry.training_metrics import turn_scalars
 
 VERSION = "version/"
 """Begins the tags of curves by policy version, which are read from a run's journal."""
@@ -104,7 +104,7 @@ def version_curves(run: Path) -> dict[str, list[tuple[float, float]]]:
 def _values(part: Part) -> dict[str, float]:
     values = {name: figure.value for name, figure in part.figures().items()}
     has_turns = any(stats.turn for stats in part.stats)
-    return values | ({SOLVED: turn_metrics.scalars(part.stats)["trajectory/success_rate"]} if has_turns else {})
+    return values | ({SOLVED: turn_scalars(part.stats)["trajectory/success_rate"]} if has_turns else {})
 
 
 def curve(run: Path, tag: str) -> list[tuple[float, float]]:

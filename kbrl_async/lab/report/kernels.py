@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import msgspec
 
 from kbrl_async.errors import KbrlError
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.report import archived
 from kbrl_async.lab.report.model import BestKernel, ScoredTurn
-from protocols.records import BenchReport, Candidate, Frame, Generation, RolloutRequest, Timing
+from kbrl_async.runs.archive.archive import Archive
+from protocols.rollout import Record
 
 MOST_SOURCES = 24
 """Kernels shown with their source; the others are a line of the table."""
@@ -41,12 +42,11 @@ def read_kernels(
     project's own suite)."""
     best = best_turns(turns)
     references = _references(problems)
-    shown = [turn.task_id for turn in best[:MOST_SOURCES] if turn.task_id]
-    records = archived.records(archive_path, shown) if archive_path is not None and shown else {}
-    return [
-        _kernel(turn, _sources(turn, run, records.get(turn.task_id, ()), references) if number < MOST_SOURCES else {})
-        for number, turn in enumerate(best)
-    ]
+    shown, others = best[:MOST_SOURCES], best[MOST_SOURCES:]
+    with Archive(archive_path) if archive_path is not None else nullcontext() as archive:
+        records = [archive.record(turn.task_id) if archive is not None else None for turn in shown]
+    known = [_sources(turn, run, record, references) for turn, record in zip(shown, records, strict=True)]
+    return [*map(_kernel, shown, known), *(_kernel(turn, {}) for turn in others)]
 
 
 def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
@@ -59,7 +59,7 @@ def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
     return msgspec.structs.replace(made, policy_version=stats.policy_version, turn=stats.turn, **known)
 
 
-def _sources(turn: ScoredTurn, run: Path, record: Sequence[Frame], references: Mapping[str, str]) -> dict[str, Any]:
+def _sources(turn: ScoredTurn, run: Path, record: Record | None, references: Mapping[str, str]) -> dict[str, Any]:
     problem_id = turn.stats.problem_id
     file = turn.stats.file or f"kernels/{problem_id.replace('/', '_')}.py"
     kept = _text(run, file)
@@ -67,17 +67,15 @@ def _sources(turn: ScoredTurn, run: Path, record: Sequence[Frame], references: M
     return {**own, **_from_record(record)}
 
 
-def _from_record(record: Sequence[Frame]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for frame in record:
-        match frame:
-            case RolloutRequest():
-                found["reference"] = frame.problem.source
-            case Generation(candidate=Candidate() as candidate):
-                found["source"] = candidate.source
-            case BenchReport(timing=Timing() as timing):
-                found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
-                found |= {"baselines": timing.baselines, "pairs": timing.n}
+def _from_record(record: Record | None) -> dict[str, Any]:
+    if record is None:
+        return {}
+    found: dict[str, Any] = {"reference": record.request.problem.source}
+    if record.source:
+        found["source"] = record.source
+    if (timing := record.timing) is not None:
+        found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
+        found |= {"baselines": timing.baselines, "pairs": timing.n}
     return found
 
 

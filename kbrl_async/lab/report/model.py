@@ -19,11 +19,13 @@ import msgspec
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from protocols.messages import Stage
+from protocols.rollout import STAGES as ROLLOUT_STAGES
 
 TRAIN, BEFORE, AFTER = "train", "eval-before", "eval-after"
 ROUND = "eval-v"
 """Begins the phase of an evaluation during training; the policy version follows."""
-STAGES = ("generate", "compile", "bench", "score", "train")
+STAGES: tuple[str, ...] = (*ROLLOUT_STAGES, Stage.SCORE, Stage.TRAIN)
 
 
 class StageSpan(msgspec.Struct, frozen=True):

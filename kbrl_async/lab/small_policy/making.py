@@ -25,10 +25,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import kbrl_async.lab.small_policy
-from kbrl_async.kernels.problems.loading import SUITE
+from kbrl_async.kernels.problems.sources.folder import SUITE
 from kbrl_async.lab.small_policy.author import Habits
 from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
-from kbrl_async.learning.sft import SftOptions, SftReport, train_sft
+from kbrl_async.learning.packing import TREE_TOKENS
+from kbrl_async.learning.settings import Sft
+from kbrl_async.learning.sft import SftReport, train_sft
 
 PAD, EOS = "<pad>", "<eos>"
 READY = "sft.json"
@@ -107,18 +109,16 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device:
     tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
     pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
     model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options).to(device)
-    sft = SftOptions(
-        steps=options.steps,
-        epochs=0,
-        max_seconds=options.max_seconds,
-        batch_tokens=options.batch_tokens,
-        token_budget=2 * options.batch_tokens,
-        learning_rate=options.learning_rate,
-        tree_tokens=768 if device == "cpu" else 0,
-    )
+    taken = {name: getattr(options, name) for name in ("steps", "max_seconds", "batch_tokens")}
+    sft = Sft(**taken, lr=options.learning_rate)
+    tree_tokens = TREE_TOKENS if device == "cpu" else 0
     with _without_plans(device):
         report = train_sft(
-            model, pairs, sft, lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share)
+            model,
+            pairs,
+            sft,
+            lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share),
+            tree_tokens=tree_tokens,
         )
     model.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)

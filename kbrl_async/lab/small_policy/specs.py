@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from kbrl_async.kernels.problems.loading import SUITE
+from kbrl_async.kernels.problems.sources.folder import SUITE
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise

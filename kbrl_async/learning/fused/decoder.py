@@ -18,21 +18,19 @@ Invariants
 * `refresh` copies the adapters into the joint matrices: after every optimiser step, before the next forward pass.
 """
 
-# ruff: noqa: N802, N803, N806 - capital suffixes of names give tensor shapes
+# ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning.fused import elementwise as e
 from kbrl_async.learning.fused.attention import KeysValues, attend
+from kbrl_async.learning.fused.flat import FlatBatch
 
-JOINT_OUTPUTS = False
-"""The adapter's narrow product as further columns of the wide one, where it shares its input; else a product of its
-own: a few columns more can cost a whole wave of tiles."""
 FAMILIES = frozenset({"llama", "mistral", "qwen2"})
 Prefix = Sequence[KeysValues]
 """Of a shared prompt, one pair a layer."""
@@ -86,13 +84,9 @@ class _Joint:
         self, gradient_TO: torch.Tensor, h_TI: torch.Tensor, middle_TR: torch.Tensor, input_needed: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         r, n = self.rank, self.inputs
-        dh_TI: torch.Tensor | None
-        if input_needed and JOINT_OUTPUTS:
-            both_TX = gradient_TO @ self.weight
-            dh_TI, to_middle_TR = both_TX[:, :n], both_TX[:, n:]
-        else:
-            to_middle_TR = gradient_TO @ self.weight[:, n:]
-            dh_TI = gradient_TO @ self.weight[:, :n] if input_needed else None
+        # Products of their own: a few columns more in the wide ones can cost a whole wave of tiles.
+        to_middle_TR = gradient_TO @ self.weight[:, n:]
+        dh_TI = gradient_TO @ self.weight[:, :n] if input_needed else None
         a = list(torch.split(to_middle_TR.t() @ h_TI, r))
         # One product over all layers' gradients; the blocks off the diagonal are nobody's.
         b_OR = gradient_TO.t() @ middle_TR
@@ -103,12 +97,8 @@ class _Joint:
 
     def narrow(self, a_TI: torch.Tensor, residual_TO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + y [T, outputs] and aA [T, r]."""
-        if JOINT_OUTPUTS:
-            both_TX = a_TI @ self.weight.t()
-            out_TO, middle_TR = both_TX[:, : self.outputs] + residual_TO, both_TX[:, self.outputs :].contiguous()
-        else:
-            middle_TR = a_TI @ self.weight[self.outputs :].t()
-            out_TO = (a_TI @ self.weight[: self.outputs].t()).add_(residual_TO)
+        middle_TR = a_TI @ self.weight[self.outputs :].t()
+        out_TO = (a_TI @ self.weight[: self.outputs].t()).add_(residual_TO)
         if self.bias is not None:
             out_TO += self.bias
         return out_TO.addmm_(middle_TR, self.small.t()), middle_TR
@@ -223,17 +213,6 @@ class _Mlp(torch.autograd.Function):
         return dx_TH, None, None, *gate_up, *down
 
 
-class Rows(Protocol):
-    """What the decoder needs of a microbatch: `flat.FlatBatch` fits."""
-
-    @property
-    def input_T(self) -> torch.Tensor: ...
-    @property
-    def position_T(self) -> torch.Tensor: ...
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-
-
 class FusedDecoder:
     """The decoder stack of a peft-wrapped causal LM; takes its frozen weights over (see the module's invariants)."""
 
@@ -262,7 +241,7 @@ class FusedDecoder:
 
     def __call__(
         self,
-        rows: Rows,
+        rows: FlatBatch,
         prefix: Prefix | None = None,
         kept: int | None = None,
         whole: int | None = None,

@@ -27,8 +27,7 @@ from kbrl_async.durable import MARKER, file_sha256, write_folder
 from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.adapters import MAIN
-from kbrl_async.learning.policies.models import DTYPES, ModelOptions, causal_lm, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import DTYPES, MAIN, causal_lm, load_model, load_tokenizer
 from kbrl_async.weights import FILES, prove
 from protocols.records import PolicyVersion
 
@@ -106,13 +105,13 @@ def _check(manifest: PolicyVersion, target: Path, merge: bool, dtype: str, role:
 def _whole(policy: Path, manifest: PolicyVersion, dtype: str, role: str) -> torch.nn.Module:
     """The model with the adapter added in fp32, converted last."""
     if manifest.kind == "full":
-        model = load_model(ModelOptions(str(policy)))
+        model = load_model(str(policy))
     else:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             from peft import PeftModel
 
-            base = load_model(ModelOptions(manifest.base_model))
+            base = load_model(manifest.base_model)
             model = PeftModel.from_pretrained(base, str(policy if role == MAIN else policy / role)).merge_and_unload()
     return model.to(DTYPES[dtype])
 

@@ -1,72 +1,100 @@
-"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA."""
+"""Loads policies: a Hugging Face folder or hub name into a causal LM with its tokenizer, optionally wrapped in LoRA.
+
+A model may have several LoRA adapters on one base, one a role; with none, or with one, it has only `MAIN`. Exactly one
+is active at a time: whoever switches, switches back to `MAIN`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from kbrl_async.errors import ConfigError
-from kbrl_async.learning.policies.adapters import add_adapters
-from kbrl_async.learning.policies.quantising import loading_options
+from kbrl_async.errors import ConfigError, MissingTool
 
+MAIN = "default"
+"""peft's own name of the first adapter; the solver's."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ModelOptions(msgspec.Struct, frozen=True):
-    path: str
-    """A folder with `config.json` and safetensors, or a hub name."""
-    dtype: str = "fp32"
-    """Of the stored weights; `TrainerOptions.dtype` is that of the arithmetic."""
-    device: str = "cpu"
-    attention: str = "sdpa"
-    revision: str | None = None
-    lora_rank: int = 0
-    """0 trains all weights."""
-    lora_alpha: float = 0.0
-    """0 means twice the rank."""
-    gradient_checkpointing: bool = False
-    adapters: tuple[str, ...] = ()
-    """More LoRA adapters beside the main one."""
-    quantisation: str = "none"
-    """Of a frozen base that an adapter goes on top of: `none`, `nf4` or `int8`."""
+def load_model(
+    path: str,
+    device: str = "cpu",
+    *,
+    dtype: str = "fp32",
+    lora_rank: int = 0,
+    adapters: Sequence[str] = (),
+    gradient_checkpointing: bool = False,
+    base_quantisation: str = "none",
+) -> torch.nn.Module:
+    """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for.
 
+    `path` is a folder with `config.json` and safetensors, or a hub name; `dtype` that of the stored weights, a key of
+    `DTYPES`; `adapters` are more LoRA adapters beside the main one.
 
-def load_model(options: ModelOptions) -> torch.nn.Module:
-    """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for."""
+    :raises ConfigError: it can't be loaded.
+    :raises MissingTool: bitsandbytes is asked for, and not there.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
 
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {options.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}")
-    _check_path(options.path)
-    quantised = loading_options(options.quantisation, options.device)
+    _check_path(path)
+    quantised = _quantised(base_quantisation, device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            options.path,
-            dtype=DTYPES[options.dtype],
-            attn_implementation=options.attention,
-            revision=options.revision,
-            use_safetensors=True,
-            **quantised,
+            path, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True, **quantised
         )
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", options.path, error) from error
-    model = (model if quantised else model.to(options.device)).eval()
-    if options.gradient_checkpointing:
+        raise _cannot_load("model", path, error) from error
+    model = (model if quantised else model.to(device)).eval()
+    if gradient_checkpointing:
         enable_checkpointing(model)
         model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
-    if options.lora_rank == 0:
-        plain: torch.nn.Module = model
-        return plain
-    wrapped = wrap_lora(model, options.lora_rank, options.lora_alpha)
-    add_adapters(wrapped, options.adapters)
-    return wrapped
+    if lora_rank:
+        model = wrap_lora(model, lora_rank)
+        add_adapters(model, adapters)
+    loaded: torch.nn.Module = model
+    return loaded
+
+
+def _quantised(kind: str, device: str) -> dict[str, Any]:
+    """What `from_pretrained` is given so that it loads the frozen base in 4 or 8 bits (QLoRA); nothing for `none`.
+
+    :raises ConfigError: what is asked for can't be computed.
+    :raises MissingTool: bitsandbytes is not there, or does not load.
+    """
+    if kind == "none":
+        return {}
+    asked = f"learner.base_quantisation={kind}"
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise ConfigError(f"{asked} needs a GPU, and the learner is on {device}", "Use device=cuda, or none")
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        cure = "Install it (pip install bitsandbytes), or use learner.base_quantisation=none"
+        raise MissingTool(f"{asked} needs bitsandbytes, which can't be loaded: {error}", cure) from error
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        settings = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    # Placed while it is loaded: a quantised model can't be moved afterwards.
+    return {"quantization_config": settings, "device_map": {"": place.index or 0}}
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -76,7 +104,7 @@ def enable_checkpointing(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def load_tokenizer(path: str, revision: str | None = None) -> Any:
+def load_tokenizer(path: str) -> Any:
     """The tokenizer beside the model; must know its end-of-text token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -84,7 +112,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     # By a model's type alone, AutoTokenizer would put that family's own word splitting over a custom tokenizer.json.
     chosen = PreTrainedTokenizerFast if _is_plain_tokenizer(path) else AutoTokenizer
     try:
-        tokenizer = chosen.from_pretrained(path, revision=revision)
+        tokenizer = chosen.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", path, error) from error
     if tokenizer.eos_token_id is None:
@@ -101,13 +129,13 @@ def _is_plain_tokenizer(path: str) -> bool:
     return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn.Module:
+def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
     """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha or 2 * rank,
+        lora_alpha=2 * rank,
         lora_dropout=0.0,
         target_modules="all-linear",
         bias="none",
@@ -118,6 +146,40 @@ def wrap_lora(model: torch.nn.Module, rank: int, alpha: float = 0.0) -> torch.nn
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def add_adapters(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Adds adapters like the first one to a peft model, all trainable; `MAIN` stays active."""
+    for name in names:
+        model.add_adapter(name, model.peft_config[MAIN])  # type: ignore[operator, index]
+    model.set_adapter(MAIN)  # type: ignore[operator]
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.requires_grad_(True)
+
+
+def adapter_names(model: torch.nn.Module) -> tuple[str, ...]:
+    """`MAIN` first."""
+    found: dict[str, object] = getattr(model, "peft_config", {})
+    return (MAIN, *(name for name in found if name != MAIN))
+
+
+def adapter_of(role: str, names: Sequence[str]) -> str:
+    """The adapter that a role's samples belong to: its own, else the main one."""
+    return role if role in names else MAIN
+
+
+@contextlib.contextmanager
+def active(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """With adapter `name` in use; nothing happens for a model without several."""
+    several = len(adapter_names(model)) > 1
+    if several:
+        model.set_adapter(name)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if several:
+            model.set_adapter(MAIN)  # type: ignore[operator]
 
 
 def causal_lm(model: torch.nn.Module) -> torch.nn.Module:

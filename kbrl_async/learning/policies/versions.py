@@ -32,8 +32,7 @@ from kbrl_async.durable import (
 )
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.policies.adapters import active, adapter_names
-from kbrl_async.learning.policies.models import causal_lm, is_lora
+from kbrl_async.learning.policies.models import active, adapter_names, causal_lm, is_lora
 from kbrl_async.weights import FILES, prove
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 

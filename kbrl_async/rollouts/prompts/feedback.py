@@ -2,7 +2,7 @@
 
 ::
 
-    record of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
+    verdict of a turn ─ feedback_of ─▶ Feedback ─ render_turn ─▶ prompt of the next turn
 
 Invariants
 * Thoughts are dropped: only the extracted kernel goes on, whole or not at all.
@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
 from kbrl_async.rollouts.prompts.templates import prompt_forms
-from protocols.records import BenchReport, BuildReport, Fault, Frame, Generation, Problem, Timing
+from protocols.records import Fault, Problem, Timing, Verdict
 
 KERNEL_CHARACTERS = 20_000
 """Of a kernel that is shown again; a longer one is not shown."""
@@ -67,42 +68,18 @@ _HINTS = {
     "slow": "It is right. Now make it faster: pass over memory once, fuse loops, vectorise.",
     "fast": "It is right and faster than PyTorch. Keep it right and make it faster still.",
 }
-_BACKEND_HINTS = {
-    ("c", "slow"): (
-        'It is right. Make it faster: `#pragma GCC optimize("Ofast")` before math.h gives vector math, `restrict` and '
-        "one pass over memory let loops vectorise."
-    ),
-    ("c", "compile"): "Fix the first error; declare what you use, end statements with a semicolon, include math.h.",
-    ("triton", "mismatch"): "Check masks, strides and the reduction axis; accumulate in float32.",
-    ("triton", "slow"): "It is right. Make it faster: larger blocks, more warps, fewer passes over memory.",
-    ("cuda", "slow"): "It is right. Make it faster: coalesced 16-byte loads, fewer launches, shared memory for reuse.",
-    ("cuda", "runtime"): "Check grid and block sizes, bounds in the kernel, and shared memory sizes.",
-}
 
 
-def feedback_of(record: Sequence[Frame], backend: str) -> Feedback:
-    """From a finished record without infrastructure faults."""
-    kernel, reports = "", []
-    bench: BenchReport | None = None
-    for frame in record:
-        if isinstance(frame, Generation):
-            kernel = frame.candidate.source if frame.candidate else ""
-            reports.append((frame.fault, frame.message, ""))
-        elif isinstance(frame, BuildReport):
-            reports.append((frame.fault, frame.message, frame.hint))
-        elif isinstance(frame, BenchReport):
-            bench = frame
-            reports.append((frame.verdict.fault, frame.verdict.message, frame.verdict.hint))
-    fault, message, hint = next((r for r in reports if r[0] is not Fault.OK), (Fault.OK, "", ""))
-    timing = bench.timing if bench else None
-    category = CATEGORIES.get(fault) or ("fast" if timing is not None and timing.is_faster else "slow")
+def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: str) -> Feedback:
+    """Of a kernel that was verified, or failed before; never of what infrastructure lost."""
+    category = CATEGORIES.get(verdict.fault) or ("fast" if timing is not None and timing.is_faster else "slow")
     return Feedback(
-        fault,
+        verdict.fault,
         category,
-        shortened(message),
-        hint or _BACKEND_HINTS.get((backend, category), _HINTS[category]),
-        bench.verdict.passed if bench else 0,
-        bench.verdict.total if bench else 0,
+        shortened(verdict.message),
+        verdict.hint or load_backend(backend).hints.get(category, _HINTS[category]),
+        verdict.passed,
+        verdict.total,
         timing.speedup if timing else None,
         _limits(timing),
         kernel,

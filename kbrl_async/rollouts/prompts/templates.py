@@ -4,7 +4,7 @@
 |---|---|
 | `compact` | the problem's classes: for the project's small policy, which reads nothing else |
 | `zero_shot` | the backend's contract with an example of its form, the machine, the problem |
-| `one_shot`, `few_shot` | worked examples of the backend (`shots`), then the same |
+| `one_shot`, `few_shot` | worked examples of the backend, then the same |
 | `custom:FILE` | what a TOML file says (`custom`) |
 
 To add one: one entry in `TEMPLATES`. `{source}` is the problem file, `{contract}` the backend's contract, `{hardware}`
@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.kernels.backends import Shot, backend
 from kbrl_async.rollouts.prompts import custom
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
-from kbrl_async.rollouts.prompts.contracts import CONTRACTS
-from kbrl_async.rollouts.prompts.shots import COUNTS, SHOTS, Shot
 from protocols.records import Problem
 
 TEMPLATES = {
@@ -30,6 +29,7 @@ TEMPLATES = {
     "one_shot": "{examples}{contract}",
     "zero_shot": "{contract}",
 }
+COUNTS = {"zero_shot": 0, "one_shot": 1, "few_shot": 3}
 INTRODUCTION = """Worked examples: modules and kernels that replaced them. They are other problems than yours; take
 over what helps and nothing else.
 """
@@ -39,7 +39,7 @@ _PROBLEM = "\nThe module to replace:\n"
 def render_prompt(
     option: str, problem: Problem, contract: str = "c", hardware: str = "", budget: TokenBudget = UNBOUNDED
 ) -> str:
-    """The prompt of `problem` in template `option`. `contract` is a key of `CONTRACTS`, as a backend's name."""
+    """The prompt of `problem` in template `option`. `contract` is a backend's name, or as `"c plan"`."""
     return budget.first_fitting(prompt_forms(option, problem, contract, hardware))
 
 
@@ -51,16 +51,27 @@ def prompt_forms(option: str, problem: Problem, contract: str = "c", hardware: s
         template, count = TEMPLATES[option], COUNTS.get(option, 0)
     else:
         raise ConfigError(f"no prompt option {option!r}", f"Take one of {', '.join(sorted(TEMPLATES))}")
-    if contract not in CONTRACTS:
-        raise ConfigError(f"no contract {contract!r} for prompts", f"Take one of {', '.join(CONTRACTS)}")
-    shots = SHOTS.get(contract, ()) if "{examples}" in template else ()
+    told = contract_of(contract)
+    shots = backend(contract).shots if "{examples}" in template and " " not in contract else ()
     source = _body(problem.source) if option == "compact" else problem.source
     for shown in range(min(count, len(shots)), -1, -1):
-        yield _filled(template, contract, hardware, _examples(shots[:shown]), source)
+        yield _filled(template, told, hardware, _examples(shots[:shown]), source)
 
 
-def _filled(template: str, contract: str, hardware: str, examples: str, source: str) -> str:
-    told = CONTRACTS[contract]
+def contract_of(name: str) -> str:
+    """What the candidates of a backend look like. `name` is a backend's, or `"c plan"` for its contract named `plan`.
+
+    :raises ConfigError: there is no such backend, or it has no such contract.
+    """
+    language, _, kind = name.partition(" ")
+    contracts = backend(language).contracts
+    if kind not in contracts:
+        known = ", ".join(f"{language} {other}".strip() for other in contracts) or "none"
+        raise ConfigError(f"no contract {name!r} for prompts", f"Backend {language} has {known}")
+    return contracts[kind]
+
+
+def _filled(template: str, told: str, hardware: str, examples: str, source: str) -> str:
     if hardware and "{hardware}" not in template:
         told = told.replace(_PROBLEM, f"\n{hardware}\n{_PROBLEM}")
     for name, text in (("contract", told), ("examples", examples), ("hardware", hardware)):

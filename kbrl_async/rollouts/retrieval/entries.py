@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 
 import msgspec
 
@@ -67,16 +66,3 @@ def checked(entry: Entry) -> Entry:
 def digest(*texts: str) -> str:
     """Sixteen hex digits that name a content."""
     return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-_MARKS = (
-    ("triton", re.compile(r"@triton\.(jit|autotune)|\btl\.load\b")),
-    ("cuda", re.compile(r"__global__|load_inline|\bcuda_kernel\(")),
-    ("cpp", re.compile(r"\bcpp_kernel\(|torch/extension\.h|cpp_extension")),
-    ("c", re.compile(r"\bc_kernel\(")),
-)
-
-
-def backend_of(kernel: str) -> str:
-    """What a kernel is written in, by its marks."""
-    return next((name for name, mark in _MARKS if mark.search(kernel)), "other")

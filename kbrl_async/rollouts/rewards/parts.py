@@ -2,7 +2,7 @@
 
 ::
 
-    [RolloutRequest, Generation, BuildReport, BenchReport] ─ parts_of ─▶ RewardParts | None
+    Record ─ parts_of ─▶ RewardParts | None
 
 Invariants
 * Infrastructure's faults, and records that end without a reason of the candidate's own, give None: never a reward (I4).
@@ -15,19 +15,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 import msgspec
 
-from protocols.records import (
-    INFRASTRUCTURE_FAULTS,
-    BenchReport,
-    BuildReport,
-    Fault,
-    Frame,
-    Generation,
-    RolloutRequest,
-)
+from protocols.records import VERIFIER, Fault, Timing, Verdict
+from protocols.rollout import Record
 
 _THOUGHT = re.compile(r"<think>\s*\S.*?</think>", re.DOTALL)
 
@@ -69,31 +61,30 @@ class RewardParts(msgspec.Struct, frozen=True):
 PART_NAMES = tuple(name for name in RewardParts.__struct_fields__ if name != "fault")
 
 
-def parts_of(record: Sequence[Frame], options: PartOptions | None = None) -> RewardParts | None:
-    """The parts of a finished record, or None where infrastructure failed."""
+def parts_of(record: Record, options: PartOptions | None = None) -> RewardParts | None:
+    """The parts of a finished record; None where infrastructure failed, or no kernel was asked for."""
     o = options or PartOptions()
-    request, generation, build, bench = _frames(record)
-    fault = _fault(generation, build, bench)
-    if generation is None or fault is None:
+    generation, build, fault = record.generation, record.build, record.fault
+    if generation is None or not record.is_scorable or record.request.role == VERIFIER:
         return None
     if fault is Fault.CHEATING:
         return RewardParts(fault)
     written = generation.fault is Fault.OK
     clean = written and build is not None and build.fault is not Fault.STATIC_VIOLATION
     built = clean and build is not None and build.fault is Fault.OK
-    lo = _speedup(bench)
+    lo = _speedup(record.timing)
     return RewardParts(
         fault=fault,
         format=float(written),
         static=float(clean),
         compile=float(built),
         valid=float(built),
-        correctness=_correctness(bench),
+        correctness=_correctness(record.verdict),
         correct=float(fault is Fault.OK),
         speed=speed_part(lo, o.speed_floor, o.speed_cap),
         speedup=min(lo, o.speedup_cap),
         speedup_gain=max(0.0, min(lo, o.speedup_cap) - 1.0),
-        length=_length(request, generation, o.length_buffer),
+        length=_length(record, o.length_buffer),
         thinking=float(_THOUGHT.search(generation.text) is not None),
     )
 
@@ -107,37 +98,7 @@ def speed_part(lo: float, floor: float, cap: float) -> float:
     return max(0.0, math.log(min(max(lo, floor), cap) / floor) / math.log(cap / floor))
 
 
-def _frames(
-    record: Sequence[Frame],
-) -> tuple[RolloutRequest | None, Generation | None, BuildReport | None, BenchReport | None]:
-    request = next((f for f in record if isinstance(f, RolloutRequest)), None)
-    generation = next((f for f in record if isinstance(f, Generation)), None)
-    build = next((f for f in record if isinstance(f, BuildReport)), None)
-    bench = next((f for f in record if isinstance(f, BenchReport)), None)
-    return request, generation, build, bench
-
-
-def _fault(generation: Generation | None, build: BuildReport | None, bench: BenchReport | None) -> Fault | None:
-    """The record's one fault; None where it is infrastructure's, or a stage is missing without a reason."""
-    if generation is None:
-        return None
-    stages = [generation.fault]
-    if build is not None:
-        stages.append(build.fault)
-    if bench is not None:
-        stages.append(bench.verdict.fault)
-    if any(fault in INFRASTRUCTURE_FAULTS for fault in stages):
-        return None
-    first_bad = next((fault for fault in stages if fault is not Fault.OK), None)
-    if first_bad is None:
-        return Fault.OK if bench is not None else None
-    return first_bad
-
-
-def _correctness(bench: BenchReport | None) -> float:
-    if bench is None:
-        return 0.0
-    verdict = bench.verdict
+def _correctness(verdict: Verdict) -> float:
     if verdict.fault is Fault.OK:
         return 1.0
     if verdict.total < 1:
@@ -146,17 +107,14 @@ def _correctness(bench: BenchReport | None) -> float:
     return max(0, min(verdict.passed, verdict.total - 1)) / verdict.total
 
 
-def _speedup(bench: BenchReport | None) -> float:
-    if bench is None or bench.verdict.fault is not Fault.OK or bench.timing is None:
-        return 0.0
-    return max(0.0, bench.timing.lo) if math.isfinite(bench.timing.lo) else 0.0
+def _speedup(timing: Timing | None) -> float:
+    return max(0.0, timing.lo) if timing is not None and math.isfinite(timing.lo) else 0.0
 
 
-def _length(request: RolloutRequest | None, generation: Generation, buffer: float) -> float:
-    if generation.finish_reason == "length":
+def _length(record: Record, buffer: float) -> float:
+    generation = record.generation
+    if generation is None or generation.finish_reason == "length":
         return 0.0
-    if request is None:
-        return 1.0
-    limit = request.sampling.max_tokens
+    limit = record.request.sampling.max_tokens
     exceeded = len(generation.token_ids) - limit * (1.0 - buffer)
     return min(1.0, max(0.0, 1.0 - exceeded / max(1.0, limit * buffer)))

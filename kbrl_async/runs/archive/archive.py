@@ -29,10 +29,11 @@ import msgspec
 
 from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
-from kbrl_async.runs.archive.rows import GroupEnd, Outcome, Row, Span, Update, make_row, spans_of
-from protocols.records import Frame
+from kbrl_async.runs.archive.history import open_read_only
+from kbrl_async.runs.archive.rows import GroupEnd, Row, TurnOutcome, Update, make_row
+from protocols.rollout import Record, RecordError, StageSpan
 
-__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Outcome", "Row", "Span", "Update", "make_row", "spans_of"]
+__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Row", "TurnOutcome", "Update", "make_row"]
 
 FILE = "rollouts.sqlite"
 FORMAT = 1
@@ -74,10 +75,9 @@ _SELECT = (
     f"SELECT {', '.join('r.' + name for name in _OWN)}, o.batch_id, o.trained_on, o.return, o.advantage "  # noqa: S608
     "FROM rollouts r LEFT JOIN outcomes o ON o.task_id = r.task_id"
 )
-_SPANS = msgspec.msgpack.Decoder(tuple[Span, ...])
+_SPANS = msgspec.msgpack.Decoder(tuple[StageSpan, ...])
 _METRICS = msgspec.msgpack.Decoder(dict[str, float])
 _BLOBS = msgspec.msgpack.Decoder(list[bytes])
-_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 Work = Callable[[sqlite3.Connection], None]
 
@@ -119,7 +119,7 @@ class ArchiveWriter:
         held = list(frames)
         return self._later(lambda db: self._insert(db, row, held, keep))
 
-    def outcomes(self, outcomes: Sequence[Outcome]) -> Future[None]:
+    def outcomes(self, outcomes: Sequence[TurnOutcome]) -> Future[None]:
         """What a batch was made of."""
         rows = [(o.task_id, o.batch_id, o.trained_on, o.turn_return, o.advantage) for o in outcomes]
         return self._many("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)", rows)
@@ -215,7 +215,7 @@ class Archive:
         if not path.is_file():
             raise CheckpointError(f"{path.parent} has no {path.name}", "Train with archive.keep=all (the default)")
         self._path = path
-        self._db = _open_read_only(path)
+        self._db = open_read_only(path)
         _check_format(path, self._db)
 
     def __enter__(self) -> Archive:
@@ -264,16 +264,17 @@ class Archive:
         for found in self._db.execute(f"{_SELECT}{where} ORDER BY r.id", values):
             yield _row(found)
 
-    def record(self, task_id: str) -> list[Frame]:
-        """The frames of a turn; none where they were never kept or have been evicted."""
-        return [_FRAME.decode(blob) for blob in self.frames(task_id)]
-
-    def frames(self, task_id: str) -> list[bytes]:
-        """The same, as they came."""
+    def record(self, task_id: str) -> Record | None:
+        """Of a turn; None where it was never kept or has been evicted. CheckpointError where it can't be read."""
         found = self._db.execute(
-            "SELECT f.frames FROM frames f JOIN rollouts r ON r.id = f.id WHERE r.task_id = ?", (task_id,)
+            "SELECT f.frames, r.status FROM frames f JOIN rollouts r ON r.id = f.id WHERE r.task_id = ?", (task_id,)
         ).fetchone()
-        return _BLOBS.decode(zlib.decompress(found[0])) if found else []
+        if found is None:
+            return None
+        try:
+            return Record.decode(_BLOBS.decode(zlib.decompress(found[0])), found[1])
+        except RecordError as error:
+            raise CheckpointError(f"{self._path} holds no record of {task_id} that can be read: {error}") from None
 
     def groups(self) -> dict[str, GroupEnd]:
         """How groups ended, by id."""
@@ -301,17 +302,6 @@ def _stored_bytes(db: sqlite3.Connection) -> int:
 
 def _execute_many(db: sqlite3.Connection, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
     db.executemany(statement, rows)
-
-
-def _open_read_only(path: Path) -> sqlite3.Connection:
-    uri = path.resolve().as_uri()
-    try:
-        db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=10.0)
-        db.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        # A folder that can't be written has no room for the shared memory of a WAL; then nobody writes it either.
-        db = sqlite3.connect(f"{uri}?immutable=1", uri=True)
-    return db
 
 
 def _check_format(path: Path, db: sqlite3.Connection) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-STEPS = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
+from protocols.records import Fault
+from protocols.rollout import STEPS, Record
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +22,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     name: str
     passed: bool
     seconds: float = 0.0
+
+
+def steps_of(record: Record) -> tuple[Step, ...]:
+    """Those that the rollout's candidate came to, in order."""
+    return tuple(Step(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
 
 
 def funnel(candidates: Iterable[Sequence[Step]]) -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
@@ -76,20 +77,20 @@ def _packed(path: Path, before: int | None) -> Iterator[bytes]:
 
 
 def _fetch(path: Path, question: str) -> list[tuple[int, bytes]]:
+    with contextlib.closing(open_read_only(path)) as db:
+        return db.execute(question).fetchall()
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """Of a database that a run may be writing. Raises `sqlite3.Error`."""
     uri = path.resolve().as_uri()
     try:
-        return _ask(f"{uri}?mode=ro", question)
+        db = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=10.0)
+        db.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
-        # a folder that can't be written has no room for a WAL's shared memory; then nobody writes it either
-        return _ask(f"{uri}?immutable=1", question)
-
-
-def _ask(uri: str, question: str) -> list[tuple[int, bytes]]:
-    db = sqlite3.connect(uri, uri=True, timeout=10.0)
-    try:
-        return db.execute(question).fetchall()
-    finally:
-        db.close()
+        # A folder that can't be written has no room for the shared memory of a WAL; then nobody writes it either.
+        db = sqlite3.connect(f"{uri}?immutable=1", uri=True)
+    return db
 
 
 def explain(error: sqlite3.Error, path: Path) -> HostError:

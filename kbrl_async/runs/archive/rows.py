@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from protocols.records import SOLVER, BenchReport, BuildReport, Frame, Generation, Purpose, RolloutRequest
+from protocols.messages import Stage, Status
+from protocols.records import SOLVER, Fault, Purpose
+from protocols.rollout import Record, StageSpan
 
 BEFORE, AFTER, EVAL, TRAIN = "before", "after", "eval", "train"
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One stage of a turn, in epoch seconds: queued ≤ started ≤ finished."""
-
-    stage: str
-    queued: float
-    started: float
-    finished: float
-    worker: str = ""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +43,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hi: float | None = None
     tokens: int = 0
     """Length of the answer."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StageSpan, ...] = ()
+    """The last is `score`."""
     bytes: int = 0
     """Size of its record as stored."""
     batch_id: str = ""
@@ -64,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TurnOutcome(msgspec.Struct, frozen=True):
     """What a turn became in a batch."""
 
     task_id: str
@@ -96,61 +87,38 @@ class Update(msgspec.Struct, frozen=True):
 
 
 def make_row(
-    task_id: str,
-    group_id: str,
-    rollout_id: str,
-    record: Sequence[Frame],
-    *,
-    at: float,
-    clock: float = 0.0,
-    purpose: str = "",
-    status: str = "ok",
-    fault: str = "",
-    reward: float | None = None,
+    task_id: str, record: Record, *, at: float, clock: float = 0.0, purpose: str = "", reward: float | None = None
 ) -> Row:
-    """The columns of a record. `purpose`: left out, the request's own."""
-    by_type = {type(frame): frame for frame in record}
-    request, generation = by_type.get(RolloutRequest), by_type.get(Generation)
-    build, bench = by_type.get(BuildReport), by_type.get(BenchReport)
-    asked = request if isinstance(request, RolloutRequest) else None
-    written = generation if isinstance(generation, Generation) else None
-    verdict = bench.verdict if isinstance(bench, BenchReport) else None
-    timing = bench.timing if isinstance(bench, BenchReport) else None
-    built = build if isinstance(build, BuildReport) else None
+    """The columns of a record. `purpose`: left out, the request's own. `reward`: None where infrastructure failed."""
+    request, generation, timing = record.request, record.generation, record.timing
+    is_lost = record.status == Status.OK and not record.is_scorable
     return Row(
         task_id=task_id,
-        group_id=group_id,
-        rollout_id=rollout_id,
-        turn=asked.turn if asked else 0,
-        role=asked.role if asked else SOLVER,
-        problem_id=asked.problem.problem_id if asked else "",
-        level=asked.problem.level if asked else 0,
-        purpose=purpose or (EVAL if asked and asked.purpose is Purpose.EVAL else TRAIN),
-        policy_version=written.policy_version if written else -1,
+        group_id=request.group_id,
+        rollout_id=request.rollout_id,
+        turn=request.turn,
+        role=request.role,
+        problem_id=request.problem.problem_id,
+        level=request.problem.level,
+        purpose=purpose or (EVAL if request.purpose is Purpose.EVAL else TRAIN),
+        policy_version=generation.policy_version if generation is not None else -1,
         clock=clock,
         at=at,
-        status=str(status),
-        fault=str(fault),
-        rule=(verdict.rule if verdict else "") or (built.rule if built else ""),
+        status=Fault.INFRA_ERROR.value if is_lost else record.status,
+        fault=record.fault.value if record.is_scorable else "",
+        rule=record.verdict.rule,
         reward=reward,
-        compiled=built is not None and built.fault == "ok",
-        correct=verdict is not None and verdict.fault == "ok",
+        compiled=record.build is not None and record.build.fault is Fault.OK,
+        correct=record.bench is not None and record.bench.verdict.fault is Fault.OK,
         speedup=timing.speedup if timing else None,
         lo=timing.lo if timing else None,
         hi=timing.hi if timing else None,
-        tokens=len(written.token_ids) if written else 0,
-        spans=spans_of(record, at),
+        tokens=len(generation.token_ids) if generation is not None else 0,
+        spans=(*record.spans, _scoring(record, at)),
     )
 
 
-def spans_of(record: Sequence[Frame], scored_at: float) -> tuple[Span, ...]:
-    """When each stage got the turn, began and ended; the last is `score`."""
-    names = {Generation: "generate", BuildReport: "compile", BenchReport: "bench"}
-    ready = next((frame.admitted_at for frame in record if isinstance(frame, RolloutRequest)), 0.0)
-    spans = []
-    for frame in record:
-        if isinstance(frame, Generation | BuildReport | BenchReport):
-            queued = min(ready, frame.started_at) if ready else frame.started_at
-            spans.append(Span(names[type(frame)], queued, frame.started_at, frame.finished_at, frame.worker_id))
-            ready = frame.finished_at
-    return (*spans, Span("score", min(ready, scored_at) if ready else scored_at, scored_at, scored_at))
+def _scoring(record: Record, at: float) -> StageSpan:
+    """It waits for its score since its last stage."""
+    ready = record.work[-1].finished_at if record.work else record.request.admitted_at
+    return StageSpan(Stage.SCORE, min(ready, at) if ready else at, at, at)

@@ -27,15 +27,10 @@ from kbrl_async.runs.config.loading import CONFIG_FILE, config_hash, environment
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
-    CompileFarm,
     Cpu,
     DatasetBuilder,
-    Learner,
     Processes,
-    Sampler,
-    Sft,
     Tensorboard,
-    TimingBench,
 )
 
 __all__ = [
@@ -45,18 +40,13 @@ __all__ = [
     "SCALABLE",
     "SERVICES",
     "Broker",
-    "CompileFarm",
     "Config",
     "Cpu",
     "CpuLayout",
     "DatasetBuilder",
     "Endpoints",
-    "Learner",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
-    "TimingBench",
     "available_cores",
     "behind",
     "bound",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.learning.settings import CLIPPED, check_combination
 from kbrl_async.rollouts.rewards.presets import find_preset
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import DatasetBuilder
@@ -50,10 +51,10 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
         yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"
-    weighs = [name for name in config.corrections if name.startswith("tis")]
-    if weighs and (config.loss != "reinforce" or len(weighs) > 1):
-        cause = f"corrections={','.join(config.corrections)} with loss={config.loss} would weigh by the ratio twice"
-        yield "corrections", cause, "Use one of tis, tis_sequence with loss=reinforce; the other corrections only drop"
+    try:
+        check_combination(config.loss, config.corrections)
+    except ConfigError as error:
+        yield "corrections", error.cause, error.cure
     if (learner.kl == "none") != (learner.kl_weight == 0):
         cause = f"learner.kl={learner.kl} and learner.kl_weight={learner.kl_weight:g} do not go together"
         yield "learner.kl", cause, "Set both, such as learner.kl=k3 learner.kl_weight=0.01, or neither"
@@ -62,7 +63,6 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
 
 
-CLIPPED = ("ppo", "grpo", "decoupled", "a3po")
 IMITATES = ("best_of_n", "reward_weight")
 KEPT_OF_N = 3
 """Samples of a group that advantage=best_of_n keeps."""
@@ -72,7 +72,7 @@ def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
     """Baseline, loss and what belongs to them."""
     learner = config.learner
     if learner.dual_clip and config.loss not in CLIPPED:
-        cure = f"Use loss=grpo (or one of {', '.join(CLIPPED)}), or leave learner.dual_clip at 0"
+        cure = f"Use loss=grpo (or one of {', '.join(sorted(CLIPPED))}), or leave learner.dual_clip at 0"
         yield "learner.dual_clip", f"learner.dual_clip={learner.dual_clip:g} has no part in loss={config.loss}", cure
     if learner.dual_clip and learner.dual_clip <= 1:
         cause = f"learner.dual_clip={learner.dual_clip:g} would cut the loss of every token with a negative advantage"

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
+from kbrl_async.doors import Door
 from kbrl_async.runs.config.schema import Config
 
 
@@ -42,13 +43,27 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> list[str]:
-        """The words that a literal type allows."""
+        """The words that a literal type or a door allows."""
         parts = _parts(types.type_info(self.type))
-        return [str(value) for part in parts if isinstance(part, types.LiteralType) for value in part.values]
+        words = [str(value) for part in parts if isinstance(part, types.LiteralType) for value in part.values]
+        return words if self.door is None else [*words, *self.door.names()]
+
+    @property
+    def door(self) -> Door | None:
+        """Where the name that it takes, or the names, are looked up."""
+        for part in _parts(types.type_info(self.type)):
+            if (door := _door(part.item_type if isinstance(part, types.ListType) else part)) is not None:
+                return door
+        return None
 
     def takes(self, *kinds: type[types.Type]) -> bool:
         """Whether the type, or one part of a union, is of one of these kinds."""
         return any(isinstance(part, kinds) for part in _parts(types.type_info(self.type)))
+
+
+def _door(info: types.Type) -> Door | None:
+    door = (info.extra or {}).get("door") if isinstance(info, types.Metadata) else None
+    return door if isinstance(door, Door) else None
 
 
 def _parts(info: types.Type) -> tuple[types.Type, ...]:
@@ -62,6 +77,8 @@ def describe(info: types.Type) -> str:
             # null reads best last
             ordered = sorted(parts, key=lambda part: isinstance(part, types.NoneType))
             return " or ".join(describe(part) for part in ordered)
+        case types.Metadata() if (door := _door(info)) is not None:
+            return f"one of {', '.join(door.ours)}, or package.module:object"
         case types.IntType():
             return "an integer" + _range(info)
         case types.FloatType():

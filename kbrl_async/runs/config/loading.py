@@ -149,6 +149,10 @@ def _convert(key: Key, setting: Setting) -> Any:
         raise _wrong(key, setting) from None
     if isinstance(converted, float) and not math.isfinite(converted):
         raise _wrong(key, setting)
+    if key.door is not None:
+        for name in converted if isinstance(converted, list) else [converted]:
+            if name is not None and not key.door.knows(name):
+                raise _wrong(key, setting, name)
     return converted
 
 
@@ -174,8 +178,8 @@ def _number(text: str) -> int | float | str:
     return int(number) if number.is_integer() else number
 
 
-def _wrong(key: Key, setting: Setting) -> ConfigError:
-    near = _closest(str(setting.value), key.choices)
+def _wrong(key: Key, setting: Setting, name: str = "") -> ConfigError:
+    near = _closest(name or str(setting.value), key.choices)
     cure = f"Did you mean {near}?" if near else f"Its default is {shown(key.default)}"
     return ConfigError(f"{key.name} must be {key.expects}, not {shown(setting.value)} ({setting.origin})", cure)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 
-AtLeastOne = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+__all__ = ["AtLeastOne", "Count", "Fraction", "NonNegative", "Positive"]
+
 Cores = Literal["auto"] | list[Count]
 
 RewardName = Literal[
@@ -18,8 +15,5 @@ RewardName = Literal[
 ]
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
-]
-CorrectionName = Literal[
-    "tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm", "m2po"
 ]
 AlarmAction = Literal["warn", "pause_admission", "lower_staleness", "stop"]

@@ -15,27 +15,25 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kbrl_async.runs.config.ranges import AtLeastOne, CorrectionName, Count, Fraction, Positive, PresetName
+from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
+from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
+from kbrl_async.runs.config.ranges import AtLeastOne, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
     Agents,
     Alarms,
     Archive,
     Broker,
-    CompileFarm,
     Cpu,
     Curriculum,
     DatasetBuilder,
     Demonstrations,
     Evaluation,
-    Learner,
     Metrics,
     Processes,
-    Sampler,
-    Sft,
     Tensorboard,
-    TimingBench,
     Turns,
 )
+from kbrl_async.sampling.settings import Sampler
 
 
 def _all_levels() -> list[int]:
@@ -47,10 +45,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model_name: str = "small"
     """The policy: small (made by the project on first use), a folder, or a name that transformers can load."""
-    backend: Literal["c", "cpp", "cuda", "cuda-nvrtc", "triton"] = "c"
+    backend: BackendName = "c"
     """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
-    """Folder of problems in the KernelBench layout; null: the project's own suite."""
+    """Folder of problems, file of tasks, data set of the hub, kernelbench or package.module:object; null: our suite."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Number format of the problems' modules and inputs, as KernelBench means it."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
@@ -81,7 +79,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy learns from its rollouts, or from demonstrations (sft); sets loss and baseline below your keys."""
     preset: PresetName | None = None
     """A named algorithm: sets the loss, the baseline and what belongs to them; keys that you set yourself win."""
-    loss: Literal["dppo_tv", "ppo", "grpo", "decoupled", "a3po", "gspo", "tis", "cispo", "reinforce"] = "dppo_tv"
+    loss: LossName = "dppo_tv"
     """Policy loss with its off-policy correction."""
     corrections: list[CorrectionName] = msgspec.field(default_factory=list)
     """More corrections for stale samples, multiplied: tis and tis_sequence weigh (loss=reinforce only), others drop."""

@@ -5,12 +5,22 @@
     files (JSON, JSONL, Parquet) ─ read ─▶ records ─ conversation_of ─▶ Conversation ─ Renderer ─▶ Lesson
     RUN/rollouts.sqlite ─ best verified answers ────────────────────────▶ Conversation ─────┘        └ one span a turn
 
-Owns formats, chat templates and masks. Never touches a model or a socket. Whatever is left out is a `Problem` with its
+Owns formats, chat templates and masks. Never touches a model or a socket. Whatever is left out is a `LeftOut` with its
 place and reason: nothing is dropped in silence.
 """
 
 from kbrl_async.runs.demonstrations.formats import Conversation, Message, conversation_of
-from kbrl_async.runs.demonstrations.gathering import Found, Problem, gather
-from kbrl_async.runs.demonstrations.rendering import Lesson, Renderer, Span
+from kbrl_async.runs.demonstrations.gathering import Found, LeftOut, gather
+from kbrl_async.runs.demonstrations.rendering import LearnedTurn, Lesson, Renderer
 
-__all__ = ["Conversation", "Found", "Lesson", "Message", "Problem", "Renderer", "Span", "conversation_of", "gather"]
+__all__ = [
+    "Conversation",
+    "Found",
+    "LearnedTurn",
+    "LeftOut",
+    "Lesson",
+    "Message",
+    "Renderer",
+    "conversation_of",
+    "gather",
+]

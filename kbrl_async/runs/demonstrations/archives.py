@@ -17,7 +17,7 @@ from pathlib import Path
 from kbrl_async.runs.archive.archive import FILE, Archive
 from kbrl_async.runs.archive.rows import Row
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER, Conversation, FormatError, Message
-from protocols.records import VERIFIER, Generation, Problem, Purpose, RolloutRequest
+from protocols.records import VERIFIER, Purpose
 
 HELDOUT = "heldout"
 
@@ -51,17 +51,11 @@ def _right(archive: Archive) -> Iterator[Row]:
 
 def _conversation(archive: Archive, row: Row) -> Conversation | FormatError:
     record = archive.record(row.task_id)
-    request = next((frame for frame in record if isinstance(frame, RolloutRequest)), None)
-    generation = next((frame for frame in record if isinstance(frame, Generation)), None)
-    if request is None or generation is None:
+    if record is None or record.generation is None:
         return FormatError("its record is no longer in the archive (archive.max_bytes, archive.keep)")
-    if _is_heldout(request.problem):
+    if record.request.problem.split == HELDOUT:
         return FormatError(f"{row.problem_id} is held out")
-    if generation.finish_reason != "stop":
+    if record.generation.finish_reason != "stop":
         return FormatError("its answer was cut off")
-    messages = (Message(USER, request.prompt), Message(ASSISTANT, generation.text, True))
+    messages = (Message(USER, record.request.prompt), Message(ASSISTANT, record.generation.text, True))
     return Conversation(messages, is_chat=False, is_asked=True)
-
-
-def _is_heldout(problem: Problem) -> bool:
-    return problem.split == HELDOUT

@@ -22,7 +22,7 @@ NAMED = 10_000
 """Most problems that are kept by name; all are counted."""
 
 
-class Problem(msgspec.Struct, frozen=True):
+class LeftOut(msgspec.Struct, frozen=True):
     """Something that was left out."""
 
     where: str
@@ -35,11 +35,11 @@ class Found(msgspec.Struct):
     """What `gather` brought together."""
 
     lessons: list[Lesson] = msgspec.field(default_factory=list)
-    problems: list[Problem] = msgspec.field(default_factory=list)
+    problems: list[LeftOut] = msgspec.field(default_factory=list)
     """The first `NAMED` of what was left out."""
     counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(("read", BAD, TOO_LONG), 0))
 
-    def leave_out(self, problem: Problem) -> None:
+    def leave_out(self, problem: LeftOut) -> None:
         self.counts[problem.kind] += 1
         if len(self.problems) < NAMED:
             self.problems.append(problem)
@@ -65,11 +65,11 @@ def gather(sources: Sequence[str], renderer: Renderer, keep: int = 3) -> Found:
             conversation = record if isinstance(record, Conversation) else _read(record)
             found.lessons.append(renderer(conversation, where))
         except TooLong as error:
-            found.leave_out(Problem(where, str(error), TOO_LONG))
+            found.leave_out(LeftOut(where, str(error), TOO_LONG))
         except FormatError as error:
-            found.leave_out(Problem(where, str(error)))
+            found.leave_out(LeftOut(where, str(error)))
     if not found.lessons:
-        first = found.problems[0] if found.problems else Problem(", ".join(sources), "there is nothing in it")
+        first = found.problems[0] if found.problems else LeftOut(", ".join(sources), "there is nothing in it")
         raise UserError(f"no demonstration can be learned: {first.where}: {first.reason}", "See docs/learning.md, SFT")
     return found
 

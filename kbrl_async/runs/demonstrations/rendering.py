@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kbrl_async.runs.demonstrations.formats import Conversation, FormatError, Message
 
 
-class Span(NamedTuple):
+class LearnedTurn(NamedTuple):
     """One turn to learn."""
 
     prompt_ids: list[int]
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 class Lesson(NamedTuple):
     """A conversation in tokens."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[LearnedTurn, ...]
     where: str = ""
 
     @property
@@ -73,13 +73,13 @@ class Renderer:
             raise TooLong(f"{lesson.length} tokens, and the model reads {self._limit}")
         return lesson
 
-    def _span(self, prompt: str, answer: str) -> Span:
+    def _span(self, prompt: str, answer: str) -> LearnedTurn:
         prompt_ids, token_ids = self._ids(prompt), self._ids(answer)
         if not prompt_ids:
             raise FormatError("its prompt is empty")
         # What a template writes behind the end of a turn is not the model's.
         end = token_ids.index(self._end) if self._end in token_ids else len(token_ids)
-        return Span(prompt_ids, [*token_ids[:end], self._end])
+        return LearnedTurn(prompt_ids, [*token_ids[:end], self._end])
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

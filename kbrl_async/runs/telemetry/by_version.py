@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kbrl_async.runs.telemetry import turn_metrics
 from kbrl_async.runs.telemetry.proportions import clustered_mean, clustered_share
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, geometric_mean, kernels, mean
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, geometric_mean, kernels, mean, turn_summary
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
@@ -247,7 +246,7 @@ def fields(answers: Answers) -> dict[str, Any]:
         "first_and_last": sentence(answers, found),
         "answers_left_out": found.unfinished + found.later + found.dropped,
         "rollouts_lost": dict(answers.lost),
-        **turn_metrics.summary(_stats(two.first), _stats(two.last), _all(found)),
+        **turn_summary(_stats(two.first), _stats(two.last), _all(found)),
         "by_version": [_point(part) for part in points(found)],
     }
 

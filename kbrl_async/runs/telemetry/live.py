@@ -18,13 +18,14 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kbrl_async.runs.telemetry import system_metrics
+from kbrl_async.runs.telemetry.system_metrics import WorkerSample
 from protocols.messages import Load, StatusReport, Trouble, WorkerStanding
 
 RESULT_FACTS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
 """Facts of the last update, as the reward aggregator sends them."""
 LEARNER_FACTS = ("loss", "entropy", "grad_norm", "ess")
 """Facts of the last update, as the learner sends them."""
-PROGRESS_FACTS = ("updates", "max_steps", "age", "max_staleness")
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ class Rates(msgspec.Struct, frozen=True):
     updates_per_h: float
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageView(msgspec.Struct, frozen=True):
     """As `StageStanding`, with names in JSON."""
 
     stage: str
@@ -56,7 +57,7 @@ class Error(msgspec.Struct, frozen=True):
     what: str
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerView(msgspec.Struct, frozen=True):
     worker_id: str
     state: str
     """`working`, `idle`, or `suspect` (it has missed heartbeats)."""
@@ -92,8 +93,8 @@ class View(msgspec.Struct, frozen=True):
     """Most policy versions that a task under way is behind."""
     facts: dict[str, float] = msgspec.field(default_factory=dict)
     """Of the last update."""
-    stages: list[Stage] = msgspec.field(default_factory=list)
-    workers: list[Worker] = msgspec.field(default_factory=list)
+    stages: list[StageView] = msgspec.field(default_factory=list)
+    workers: list[WorkerView] = msgspec.field(default_factory=list)
     """The broker itself stands first."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
     errors: list[Error] = msgspec.field(default_factory=list)
@@ -115,7 +116,7 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
         rates=Rates(**now.rates) if now.rates.keys() == set(Rates.__struct_fields__) else None,
         staleness_max=max((stage.lag_max for stage in now.stages), default=0),
         facts={name: value for load in loads for name, value in load.facts.items()},
-        stages=[Stage(**msgspec.structs.asdict(stage)) for stage in now.stages],
+        stages=[StageView(**msgspec.structs.asdict(stage)) for stage in now.stages],
         workers=[
             _process("broker", now.broker),
             *sorted((_worker(w, earlier, now) for w in now.workers), key=_by_name),
@@ -127,9 +128,7 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
 
 def rates(before: StatusReport, now: StatusReport) -> Rates:
     """What the broker tells in its reports; `before` must be older."""
-    seconds = elapsed_s(before, now)
-    scored, tokens = _gained(before, now, "score", "done"), _gained(before, now, "generate", "tokens")
-    return Rates(scored / seconds, tokens / seconds, _gained(before, now, "train", "done") / seconds * 3600)
+    return Rates(**system_metrics.rates(_counted(before), _counted(now), elapsed_s(before, now)))
 
 
 def elapsed_s(before: StatusReport, now: StatusReport) -> float:
@@ -138,21 +137,14 @@ def elapsed_s(before: StatusReport, now: StatusReport) -> float:
     return by_age if by_age > 0 else now.at - before.at
 
 
-def _gained(before: StatusReport, now: StatusReport, stage: str, counter: str) -> int:
-    """How much the workers of a stage counted up."""
-    known = {worker.worker_id: worker.load for worker in before.workers}
-    return sum(
-        _grown(getattr(known.get(worker.worker_id, Load()), counter), getattr(worker.load, counter))
-        for worker in now.workers
-        if stage in worker.stages
-    )
+def _counted(report: StatusReport) -> dict[str, WorkerSample]:
+    return {
+        worker.worker_id: WorkerSample(worker.stages, done=worker.load.done, tokens=worker.load.tokens)
+        for worker in report.workers
+    }
 
 
-def _grown(before: int, now: int) -> int:
-    return now - before if now >= before else now
-
-
-def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusReport) -> Worker:
+def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusReport) -> WorkerView:
     load = worker.load
     old = next((w.load for w in before.workers if w.worker_id == worker.worker_id), None) if before else None
     made = _process(worker.worker_id, load)
@@ -162,14 +154,14 @@ def _worker(worker: WorkerStanding, before: StatusReport | None, now: StatusRepo
         stages=worker.stages,
         leases=worker.leases,
         credit=min(worker.slots, worker.credit),
-        done_per_s=_grown(old.done, load.done) / (now.at - before.at) if before and old else None,
+        done_per_s=system_metrics.grown(old.done, load.done) / (now.at - before.at) if before and old else None,
         silent_s=worker.silent_s,
     )
 
 
-def _process(name: str, load: Load) -> Worker:
+def _process(name: str, load: Load) -> WorkerView:
     has_gpu = load.gpu >= 0
-    return Worker(
+    return WorkerView(
         worker_id=name,
         state="working",
         stages=[],
@@ -187,6 +179,6 @@ def _process(name: str, load: Load) -> Worker:
     )
 
 
-def _by_name(worker: Worker) -> tuple[bool, str]:
+def _by_name(worker: WorkerView) -> tuple[bool, str]:
     """Suspects first: they are why somebody looks."""
     return worker.state != "suspect", worker.worker_id

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kbrl_async.runs.telemetry.live import Error, Stage, View, Worker
+from kbrl_async.runs.telemetry.live import LEARNER_FACTS, Error, StageView, View, WorkerView
 from kbrl_async.runs.telemetry.log_reading import printable
 
 WIDE = 112
@@ -108,8 +108,7 @@ _RATES = (("compile", "compile_rate"), ("correct", "correct_rate"), ("fast₁", 
 
 
 def _learner(view: View) -> Text:
-    names = ("loss", "entropy", "grad_norm", "ess")
-    shown = [(name.replace("_", " "), f"{view.facts[name]:.3f}") for name in names if name in view.facts]
+    shown = [(name.replace("_", " "), f"{view.facts[name]:.3f}") for name in LEARNER_FACTS if name in view.facts]
     return _pairs(*shown) if shown else _pairs(("learner", "no update yet"))
 
 
@@ -156,7 +155,7 @@ def _lines(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> list[Re
     return made
 
 
-def _stages(stages: Sequence[Stage], wide: bool) -> list[RenderableType]:
+def _stages(stages: Sequence[StageView], wide: bool) -> list[RenderableType]:
     bars: list[Column] = [("in use", "<", _BAR)] if wide else []
     columns: list[Column] = [
         ("stage", "<", 8), ("queued", ">", 6), ("in flight", ">", 9), ("credit", ">", 6), *bars, ("workers", ">", 7),
@@ -165,7 +164,7 @@ def _stages(stages: Sequence[Stage], wide: bool) -> list[RenderableType]:
     return _lines(columns, [_stage(stage, wide) for stage in stages])
 
 
-def _stage(stage: Stage, wide: bool) -> list[Cell]:
+def _stage(stage: StageView, wide: bool) -> list[Cell]:
     nobody = stage.queued and not stage.workers
     behind = f"{stage.lag_mean:.1f}, max {stage.lag_max}" if stage.lag_max else "–"
     return [
@@ -180,7 +179,7 @@ def _stage(stage: Stage, wide: bool) -> list[Cell]:
     ]
 
 
-def _workers(workers: Sequence[Worker], shown: int, wide: bool) -> list[RenderableType]:
+def _workers(workers: Sequence[WorkerView], shown: int, wide: bool) -> list[RenderableType]:
     bars: list[Column] = [("", "<", _BAR)] if wide else []
     more: list[Column] = [("GPU mem", ">", 7), ("done", ">", 6), ("silent", ">", 6)] if wide else []
     columns: list[Column] = [
@@ -192,7 +191,7 @@ def _workers(workers: Sequence[Worker], shown: int, wide: bool) -> list[Renderab
     return [*made, Text(f"… and {hidden} more; --json has all", "dim")] if hidden > 0 else made
 
 
-def _worker(worker: Worker, wide: bool) -> list[Cell]:
+def _worker(worker: WorkerView, wide: bool) -> list[Cell]:
     sign, style = _STATES[worker.state]
     row: list[Cell] = [
         (_cut(printable(worker.worker_id), 40 if wide else 19), "bold"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.durable import write_atomically
+from protocols.messages import Stage
 
 ENGINE_FACTS = ("kv_usage", "preemptions")
 """Facts of a sampler whose engine is vLLM."""
@@ -137,24 +138,30 @@ def _processes(sample: SystemSample) -> Mapping[str, WorkerSample | BrokerSample
 
 def _throughput(previous: SystemSample, current: SystemSample) -> dict[str, float]:
     seconds = current.t - previous.t
-    if seconds <= 0:
-        return {}
+    found = rates(previous.workers, current.workers, seconds) if seconds > 0 else {}
+    return {f"throughput/{name}": rate for name, rate in found.items()}
+
+
+def rates(before: Mapping[str, WorkerSample], now: Mapping[str, WorkerSample], seconds: float) -> dict[str, float]:
+    """`rollouts_per_s`, `tokens_per_s` and `updates_per_h` of what the workers have counted up meanwhile."""
+
+    def gained(stage: Stage, counter: str) -> int:
+        return sum(
+            grown(getattr(before.get(name, WorkerSample()), counter), getattr(worker, counter))
+            for name, worker in now.items()
+            if stage in worker.stages
+        )
+
     return {
-        "throughput/tokens_per_s": _gained(previous, current, "generate", "tokens") / seconds,
-        "throughput/rollouts_per_s": _gained(previous, current, "score", "done") / seconds,
-        "throughput/updates_per_h": _gained(previous, current, "train", "done") / seconds * 3600,
+        "rollouts_per_s": gained(Stage.SCORE, "done") / seconds,
+        "tokens_per_s": gained(Stage.GENERATE, "tokens") / seconds,
+        "updates_per_h": gained(Stage.TRAIN, "done") / seconds * 3600,
     }
 
 
-def _gained(previous: SystemSample, current: SystemSample, stage: str, counter: str) -> int:
-    """How much the workers of a stage counted up; one that was replaced counts from 0."""
-    gained = 0
-    for name, worker in current.workers.items():
-        if stage in worker.stages:
-            now = getattr(worker, counter)
-            before = getattr(previous.workers.get(name, WorkerSample()), counter)
-            gained += now - before if now >= before else now
-    return gained
+def grown(before: int, now: int) -> int:
+    """By how much a counter rose; a worker that was replaced counts from 0."""
+    return now - before if now >= before else now
 
 
 def busy_fractions(samples: Iterable[SystemSample], start: float, end: float) -> dict[str, float]:

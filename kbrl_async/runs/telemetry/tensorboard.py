@@ -18,7 +18,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.histogram import metadata as histogram_metadata
-from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
@@ -142,10 +141,6 @@ class Writer:
         finite = [value for value in values if math.isfinite(value)]
         if finite:
             self._write(histogram_value(tag, finite), step=step)
-
-    def text(self, tag: str, markdown: str, step: int = 0) -> None:
-        meta = text_metadata.create_summary_metadata(display_name=tag, description="")
-        self._write(_tensor_value(tag, [markdown.encode()], meta), step=step)
 
     def flush(self) -> None:
         self._writer.flush()

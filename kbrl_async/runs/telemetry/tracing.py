@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import MissingTool
-from protocols.records import BenchReport, BuildReport, Fault, Frame, Generation, RolloutRequest, StageReport
+from protocols.records import BenchReport, BuildReport, Fault, Generation, StageReport
+from protocols.rollout import Record, StageSpan, Work, fault_of
 
 Value = str | int | float | bool
 _NANO = 1_000_000_000
-_NAMES: dict[type, str] = {Generation: "generate", BuildReport: "compile", BenchReport: "bench"}
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -44,16 +44,14 @@ class Span(msgspec.Struct, frozen=True):
     inside: tuple[Span, ...] = ()
 
 
-def spans_of(record: Sequence[Frame], reward: float | None = None) -> Span | None:
+def spans_of(record: Record, reward: float | None = None) -> Span | None:
     """The whole rollout (one turn of it) as a tree; None for a record that nobody has worked on."""
-    request = next((frame for frame in record if isinstance(frame, RolloutRequest)), None)
-    worked = [frame for frame in record if isinstance(frame, Generation | BuildReport | BenchReport)]
-    if request is None or not worked or not worked[0].started_at:
+    timed = record.spans
+    if not timed or not timed[0].started:
         return None
-    stages = [_stage(frame) for frame in worked]
-    begun = min(request.admitted_at or stages[0].start, stages[0].start)
-    ends = [begun, *(stage.end for stage in stages)]
-    waits = [Span("waiting", end, stage.start) for end, stage in zip(ends, stages, strict=False) if stage.start > end]
+    stages = [_stage(span, frame) for span, frame in zip(timed, record.work, strict=True)]
+    waits = [Span("waiting", span.queued, span.started) for span in timed if span.waited]
+    request = record.request
     attributes: dict[str, Value] = {
         "kbrl.rollout": request.rollout_id,
         "kbrl.group": request.group_id,
@@ -66,31 +64,36 @@ def spans_of(record: Sequence[Frame], reward: float | None = None) -> Span | Non
         attributes["kbrl.reward"] = reward
     failed = next((stage.failed for stage in stages if stage.failed), "")
     inside = tuple(sorted([*stages, *waits], key=lambda span: span.start))
-    return Span("rollout", begun, max(ends), attributes, failed, inside)
+    return Span("rollout", timed[0].queued, max(stage.end for stage in stages), attributes, failed, inside)
 
 
-def _stage(frame: Generation | BuildReport | BenchReport) -> Span:
-    fault, attributes = _told(frame)
-    start, end = frame.started_at, max(frame.started_at, frame.finished_at)
+def _stage(span: StageSpan, frame: Work) -> Span:
+    start, end = span.started, max(span.started, span.finished)
+    attributes = {"kbrl.worker": span.worker, **_told(frame)}
     steps = () if isinstance(frame, Generation) else tuple(_steps(frame.stages, start, end))
-    failed = "" if fault is Fault.OK else fault.value
-    return Span(_NAMES[type(frame)], start, end, {"kbrl.worker": frame.worker_id, **attributes}, failed, steps)
+    return Span(span.stage, start, end, attributes, _failed(fault_of(frame)), steps)
 
 
-def _told(frame: Generation | BuildReport | BenchReport) -> tuple[Fault, dict[str, Value]]:
-    if isinstance(frame, Generation):
-        return frame.fault, {"kbrl.tokens": len(frame.token_ids), "kbrl.policy_version": frame.policy_version}
-    if isinstance(frame, BuildReport):
-        return frame.fault, {"kbrl.cached": frame.cached, "kbrl.isolation": frame.isolation}
-    speedup: dict[str, Value] = {} if frame.timing is None else {"kbrl.speedup": frame.timing.speedup}
-    return frame.verdict.fault, {"kbrl.isolation": frame.verdict.isolation, **speedup}
+def _told(frame: Work) -> dict[str, Value]:
+    match frame:
+        case Generation():
+            return {"kbrl.tokens": len(frame.token_ids), "kbrl.policy_version": frame.policy_version}
+        case BuildReport():
+            return {"kbrl.cached": frame.cached, "kbrl.isolation": frame.isolation}
+        case BenchReport(verdict, timing):
+            speedup: dict[str, Value] = {} if timing is None else {"kbrl.speedup": timing.speedup}
+            return {"kbrl.isolation": verdict.isolation, **speedup}
+
+
+def _failed(fault: Fault) -> str:
+    return "" if fault is Fault.OK else fault.value
 
 
 def _steps(stages: Sequence[StageReport], start: float, end: float) -> list[Span]:
     """Steps follow one another; together they may be a little longer than their stage by another clock."""
     marks = list(itertools.accumulate((stage.seconds for stage in stages), initial=start))
     return [
-        Span(step.name, min(a, end), min(b, end), {}, "" if step.fault is Fault.OK else step.fault.value)
+        Span(step.name, min(a, end), min(b, end), {}, _failed(step.fault))
         for step, (a, b) in zip(stages, itertools.pairwise(marks), strict=True)
     ]
 
@@ -118,7 +121,7 @@ class Traces:
         self._provider.add_span_processor(processor(exporter))
         self._tracer = self._provider.get_tracer("kbrl_async")
 
-    def add(self, record: Sequence[Frame], reward: float | None = None) -> None:
+    def add(self, record: Record, reward: float | None = None) -> None:
         span = spans_of(record, reward)
         if span is not None:
             self._ids.trace = trace_id(self._run, str(span.attributes["kbrl.rollout"]))

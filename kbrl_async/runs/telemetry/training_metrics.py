@@ -7,13 +7,13 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from kbrl_async.runs.archive.funnel import Step
-from kbrl_async.runs.telemetry import turn_metrics
 from protocols.records import SOLVER, VERIFIER
 
 
@@ -113,7 +113,7 @@ def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool = True) -> dict
     if per_level:
         values |= _broken_down(rollouts, "level", lambda r: r.level)
     if any(r.turn for r in rollouts):
-        values |= _broken_down(rollouts, "turn_", lambda r: r.turn + 1) | turn_metrics.scalars(rollouts)
+        values |= _broken_down(rollouts, "turn_", lambda r: r.turn + 1) | turn_scalars(rollouts)
     return values
 
 
@@ -195,3 +195,81 @@ def _broken_down(rollouts: Sequence[RolloutStats], name: str, key: Callable[[Rol
 
 def _present(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+# ── of whole rollouts that take several turns (Kevin mode), and of held-out problems ─────────────────────────────────
+
+
+def trajectories(turns: Iterable[RolloutStats]) -> list[list[RolloutStats]]:
+    """Turns that wrote a kernel, by rollout, each in order; rollouts in the order of their first scored turn."""
+    found: dict[str, list[RolloutStats]] = {}
+    for turn in (turn for turn in turns if turn.role != VERIFIER):
+        found.setdefault(turn.rollout_id, []).append(turn)
+    return [sorted(group, key=lambda t: t.turn) for group in found.values()]
+
+
+def turn_scalars(turns: Sequence[RolloutStats]) -> dict[str, float]:
+    """`trajectory/*`: success_rate (a turn is correct), avg_turns, max_correct_per_trajectory (correct turns of the
+    best rollout), best_reward, and how many compile errors the next turn repaired."""
+    rollouts = trajectories(turns)
+    if not rollouts:
+        return {}
+    values = {
+        "trajectory/success_rate": statistics.fmean(any(t.correct for t in rollout) for rollout in rollouts),
+        "trajectory/avg_turns": statistics.fmean(len(rollout) for rollout in rollouts),
+        "trajectory/max_correct_per_trajectory": float(max(sum(t.correct for t in rollout) for rollout in rollouts)),
+        "trajectory/best_reward": statistics.fmean(max(t.reward for t in rollout) for rollout in rollouts),
+    }
+    fixed = compile_fix_rate(turns)
+    return values if fixed is None else {**values, "trajectory/compile_fix_rate": fixed}
+
+
+def compile_fix_rate(turns: Sequence[RolloutStats], turn: int = 0) -> float | None:
+    """Of the rollouts whose turn `turn` was a compile error: how many compiled in the next turn."""
+    pairs = [
+        (first, second)
+        for rollout in trajectories(turns)
+        for first, second in itertools.pairwise(rollout)
+        if first.turn == turn and first.fault == "compile_error"
+    ]
+    return statistics.fmean(second.compiled for _, second in pairs) if pairs else None
+
+
+def turn_summary(
+    first: Sequence[RolloutStats], last: Sequence[RolloutStats], every: Sequence[RolloutStats]
+) -> dict[str, float | None]:
+    """For `summary.json`: success within rollouts of the first and the last versions, and repairs in the second turn.
+
+    Empty for a run of single turns.
+    """
+    if not any(turn.turn for turn in every):
+        return {}
+    return {
+        "success_rate_first": turn_scalars(first).get("trajectory/success_rate"),
+        "success_rate_last": turn_scalars(last).get("trajectory/success_rate"),
+        "avg_turns": turn_scalars(every).get("trajectory/avg_turns"),
+        "compile_fix_rate_first": compile_fix_rate(first),
+        "compile_fix_rate_last": compile_fix_rate(last),
+    }
+
+
+def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
+    """What held-out problems say of a version while it trains, in the tags of `kbrl eval`; nothing of nothing.
+
+    `eval/policy_version_mean` tells which versions really wrote the answers.
+    """
+    if not results:
+        return {}
+    solved = {r.problem_id for r in results if r.correct}
+    values: dict[str, float | None] = {
+        "reward_mean": statistics.fmean(r.reward for r in results),
+        "compile_rate": statistics.fmean(r.compiled for r in results),
+        "correct_rate": statistics.fmean(r.correct for r in results),
+        "hack_rate": statistics.fmean(r.cheated for r in results),
+        "solved_rate": len(solved) / len({r.problem_id for r in results}),
+        "fast_1": statistics.fmean(r.correct and (r.speedup or 0.0) > 1.0 for r in results),
+        "proven_faster": statistics.fmean(r.fast for r in results),
+        "speedup_geometric_mean": geometric_mean(speedups(results)),
+        "policy_version_mean": statistics.fmean(r.policy_version for r in results),
+    }
+    return {f"eval/{name}": value for name, value in _present(values).items()}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from kbrl_async.errors import ConfigError, InfraError, KbrlError
+from kbrl_async.sampling.settings import Sampler
 from protocols.records import SamplingParams
 
 Style = Literal["chat", "completions"]
@@ -25,14 +26,25 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens: int = 0
 
 
-class Prices(msgspec.Struct, frozen=True):
-    """Money per one million tokens."""
+class Spending(msgspec.Struct, frozen=True):
+    """What was asked for and paid since start."""
 
-    input: float = 0.0
-    output: float = 0.0
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cost: float = 0.0
 
-    def cost(self, usage: Usage) -> float:
-        return (usage.prompt_tokens * self.input + usage.output_tokens * self.output) / 1e6
+    def plus(self, usage: Usage, settings: Sampler) -> Spending:
+        """Prices are per million tokens."""
+        cost = (usage.prompt_tokens * settings.price_input + usage.output_tokens * settings.price_output) / 1e6
+        return msgspec.structs.replace(
+            self,
+            prompt_tokens=self.prompt_tokens + usage.prompt_tokens,
+            output_tokens=self.output_tokens + usage.output_tokens,
+            cost=self.cost + cost,
+        )
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -31,11 +31,11 @@ import httpx
 import msgspec
 
 from kbrl_async.errors import ConfigError, InfraError, KbrlError, PolicyMismatch
-from kbrl_async.sampling.engine import Completion, EngineStats, check_params
+from kbrl_async.sampling.engine import Completion, EngineSetup, EngineStats, Tokenizer, check_params
 from kbrl_async.sampling.openai import endpoint
-from kbrl_async.sampling.openai.endpoint import Answer, Garbled
-from kbrl_async.sampling.openai.options import OpenAIOptions, Spending
-from kbrl_async.sampling.openai.pacing import Pace, retry_after_s
+from kbrl_async.sampling.openai.endpoint import Answer, Garbled, Spending
+from kbrl_async.sampling.openai.pacing import Pace, back_off_s, retry_after_s
+from kbrl_async.sampling.settings import Sampler
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 MAX_ANSWER_BYTES = 32 * 2**20
@@ -44,10 +44,17 @@ CANARY_TOLERANCE = 5e-2
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
+async def start(setup: EngineSetup) -> OpenAIEngine:
+    """The engine of `sampler.engine=openai`, which needs no policy of the learner."""
+    engine = OpenAIEngine(setup.settings, setup.model_name)
+    await engine.check()
+    return engine
+
+
 class OpenAIEngine:
     """`Engine` over an endpoint::
 
-        engine = OpenAIEngine(OpenAIOptions("http://127.0.0.1:8000/v1", "my-model"))
+        engine = OpenAIEngine(Sampler(base_url="http://127.0.0.1:8000/v1"), "my-model")
         await engine.check()
         completion = await engine.generate("r1", prompt, SamplingParams(max_tokens=256), Purpose.EVAL)
         await engine.close()
@@ -55,9 +62,13 @@ class OpenAIEngine:
     Its policy version is 0, the one that the endpoint serves, until `load` has proven another.
     """
 
+    is_remote = True
+    tokenizer: Tokenizer | None = None
+
     def __init__(
         self,
-        options: OpenAIOptions,
+        settings: Sampler,
+        model_name: str,
         environment: Mapping[str, str] = os.environ,
         *,
         rng: random.Random | None = None,
@@ -66,24 +77,25 @@ class OpenAIEngine:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """:raises ConfigError: the address is none, or the variable of the key is empty."""
-        self._options = options
-        self._key = _api_key(options.api_key_env, environment)
-        self._where = _origin(options.base_url)
+        self._settings, self._model, self._deadline_s = settings, model_name, settings.endpoint_deadline_s
+        self._key = _api_key(settings.api_key_env, environment)
+        base_url = settings.base_url or ""
+        self._where = _origin(base_url)
         self._rng, self._clock, self._sleep = rng or random.Random(), clock, sleep
-        self._pace = Pace(options.requests_per_minute)
-        self._slots = asyncio.Semaphore(options.slots)
+        self._pace = Pace(settings.requests_per_minute)
+        self._slots = asyncio.Semaphore(settings.slots)
         self._limit_key = "max_tokens"
         self._version = 0
         self._waiting = self._active = 0
         self._canary_error = 0.0
         self.spending = Spending()
         self._client = httpx.AsyncClient(
-            base_url=options.base_url.rstrip("/") + "/",
+            base_url=base_url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             # the request's own deadline governs; a connection is given up sooner
-            timeout=httpx.Timeout(None, connect=min(10.0, options.deadline_s)),
-            limits=httpx.Limits(max_connections=options.slots + 1, max_keepalive_connections=options.slots + 1),
-            trust_env=httpx.URL(options.base_url).host not in _LOOPBACK,
+            timeout=httpx.Timeout(None, connect=min(10.0, self._deadline_s)),
+            limits=httpx.Limits(max_connections=settings.slots + 1, max_keepalive_connections=settings.slots + 1),
+            trust_env=httpx.URL(base_url).host not in _LOOPBACK,
             transport=transport,
         )
 
@@ -91,13 +103,17 @@ class OpenAIEngine:
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def follows(self) -> bool:
+        return self._settings.train_logprobs
+
     async def check(self) -> None:
         """Asks for the list of models, so that a wrong address, key or name is said before anything else is done.
 
         :raises ConfigError: nobody answers, the key is refused, or the model is not among those that are listed.
         """
         try:
-            async with asyncio.timeout(min(20.0, self._options.deadline_s)):
+            async with asyncio.timeout(min(20.0, self._deadline_s)):
                 status, content, _ = await self._exchange("GET", "models", None)
         except (httpx.HTTPError, TimeoutError, Garbled) as error:
             cause = f"nothing answers at {self._where}: {_said(error)}"
@@ -105,8 +121,8 @@ class OpenAIEngine:
         if status in (401, 403):
             raise self._failure(status, content)
         names = endpoint.read_models(content) if status == 200 else []
-        if names and self._options.model not in names:
-            cause = f"{self._where} serves no model '{self._options.model}'"
+        if names and self._model not in names:
+            cause = f"{self._where} serves no model '{self._model}'"
             raise ConfigError(cause, f"Set model_name to one of: {', '.join(names[:8])}")
 
     async def generate(
@@ -132,8 +148,8 @@ class OpenAIEngine:
         """The endpoint is not ours to update; where training is allowed, it must prove that it serves this version."""
         if manifest.version <= self._version and self._canary_error:
             return
-        if self._options.train_logprobs:
-            body = endpoint.canary_body(self._options.model, manifest.canary_ids)
+        if self._settings.train_logprobs:
+            body = endpoint.canary_body(self._model, manifest.canary_ids)
             content, _ = await self._tries("completions", lambda: body)
             self._canary_error = _check_canary(manifest, endpoint.read_canary(content, manifest.canary_ids))
         self._version = manifest.version
@@ -164,8 +180,8 @@ class OpenAIEngine:
     # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_purpose(self, purpose: Purpose) -> None:
-        limit = self._options.max_cost
-        if purpose is Purpose.TRAIN and not self._options.train_logprobs:
+        limit = self._settings.max_cost
+        if purpose is Purpose.TRAIN and not self._settings.train_logprobs:
             raise ConfigError(
                 "sampler.engine=openai returns no log-probs of the sampling distribution, and training needs them",
                 "Train with sampler.engine=transformers; or, with a vLLM server that runs "
@@ -179,26 +195,26 @@ class OpenAIEngine:
         started = time.time()
         self._active += 1
         try:
-            async with asyncio.timeout(self._options.deadline_s):
+            async with asyncio.timeout(self._deadline_s):
                 answer = await self._answer(prompt, params, purpose)
         except TimeoutError:
             self._count(failures=1)
-            cause = f"no answer from {self._where} within {self._options.deadline_s:g} s"
+            cause = f"no answer from {self._where} within {self._deadline_s:g} s"
             raise InfraError(cause, "Raise sampler.endpoint_deadline_s, or lower sampler.slots or max_tokens") from None
         finally:
             self._active -= 1
         return self._completion(answer, started)
 
     async def _answer(self, prompt: str, params: SamplingParams, purpose: Purpose) -> Answer:
-        o = self._options
+        style = self._settings.endpoint_style
 
         def body() -> dict[str, Any]:
             return endpoint.request_body(
-                o.model, prompt, params, o.style, self._limit_key, proof=purpose is Purpose.TRAIN
+                self._model, prompt, params, style, self._limit_key, proof=purpose is Purpose.TRAIN
             )
 
-        _, answer = await self._tries(endpoint.ROUTES[o.style], body)
-        self.spending = self.spending.plus(answer.usage, o.prices.cost(answer.usage))
+        _, answer = await self._tries(endpoint.ROUTES[style], body)
+        self.spending = self.spending.plus(answer.usage, self._settings)
         if purpose is Purpose.TRAIN and (not answer.token_ids or len(answer.token_ids) != len(answer.logprobs)):
             cause = f"{self._where} returned {len(answer.token_ids)} token ids and {len(answer.logprobs)} log-probs"
             raise ConfigError(cause, "Training needs both, for every token: set sampler.train_logprobs=false")
@@ -238,11 +254,11 @@ class OpenAIEngine:
             return response.status_code, bytes(content), asked
 
     async def _back_off(self, failures: int, asked_s: float | None, error: InfraError) -> None:
-        if failures > self._options.backoff.retries:
+        if failures > self._settings.endpoint_retries:
             self._count(failures=1)
             raise error
-        wait_s = self._options.backoff.wait_s(failures, self._rng, asked_s)
-        if wait_s > self._options.deadline_s:
+        wait_s = back_off_s(failures, self._rng, asked_s)
+        if wait_s > self._deadline_s:
             self._count(failures=1)
             raise InfraError(f"{error.cause}, and asks to wait {wait_s:.0f} s", error.cure)
         if asked_s is not None:
@@ -268,7 +284,7 @@ class OpenAIEngine:
         if self._key:
             # some APIs repeat a wrong key in their message
             content = content.replace(self._key.encode(), b"[key]")
-        return endpoint.failure(status, content, self._options.model, self._where, self._options.api_key_env)
+        return endpoint.failure(status, content, self._model, self._where, self._settings.api_key_env)
 
     def _unreachable(self, problem: Exception) -> InfraError:
         return InfraError(f"{self._where}: {_said(problem)}", "Is the server up, and sampler.base_url right?")

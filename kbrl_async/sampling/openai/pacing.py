@@ -10,20 +10,15 @@ from __future__ import annotations
 import random
 from email.utils import parsedate_to_datetime
 
-import msgspec
+FIRST_S = 0.5
+MOST_S = 20.0
 
 
-class Backoff(msgspec.Struct, frozen=True):
-    """Exponential with jitter: `first_s · 2ⁿ`, at most `most_s`, times a number in [½, 1]."""
-
-    retries: int = 5
-    first_s: float = 0.5
-    most_s: float = 20.0
-
-    def wait_s(self, failures: int, rng: random.Random, asked_s: float | None = None) -> float:
-        """Seconds to wait after the `failures`-th failure in a row; `asked_s` is what the server asked for."""
-        drawn = min(self.most_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
-        return drawn if asked_s is None else asked_s + min(drawn, self.first_s)
+def back_off_s(failures: int, rng: random.Random, asked_s: float | None = None) -> float:
+    """Seconds to wait after the `failures`-th failure in a row: exponential with jitter, `FIRST_S · 2ⁿ`, at most
+    `MOST_S`, times a number in [½, 1]; `asked_s` is what the server asked for."""
+    drawn = min(MOST_S, FIRST_S * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
+    return drawn if asked_s is None else asked_s + min(drawn, FIRST_S)
 
 
 class Pace:

@@ -47,8 +47,6 @@ class SlotCache:
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
         self._length = 0
-        self.layout = 0
-        """Counts how often the buffers moved: whoever knows their addresses must forget them."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -75,14 +73,6 @@ class SlotCache:
         reach = torch.arange(self._length, device=positions.device)
         return (reach[None] <= positions[:, None])[:, None, None]
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Makes room for so many rows of so many tokens. There is a prompt in it already."""
-        self._reserve(rows, length)
-
-    def begin_fixed(self, rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
-        """As `begin_step`, by tensors that stay where they are and a length that covers all of `positions`."""
-        self._rows, self._positions, self._length = rows, positions, length
-
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +92,6 @@ class SlotCache:
         have_rows, _, have_length, _ = self._keys[0].shape
         if rows > have_rows or length > have_length:
             grown = (_grown(have_rows, rows), _grown(have_length, length))
-            self.layout += 1
             self._keys = [_enlarge(k, grown) for k in self._keys]
             self._values = [_enlarge(v, grown) for v in self._values]
 

@@ -2,12 +2,15 @@
 
 ::
 
-    join ─▶ prefill (twins and cached prompts once) ─▶ rows 0 … n−1 ─ step ─▶ finished rows leave at once
+    join ─▶ prefill (equal and cached prompts once) ─▶ rows 0 … n−1 ─ step ─▶ finished rows leave at once
 
 Invariants
 * A sequence sees one set of weights from its first to its last token.
-* The prefix cache lives and dies with its cohort, so K/V of other weights can't be reused.
+* The prefix cache lives and dies with its batch, so K/V of other weights can't be reused.
 * Prefix cache and rows are bounded (I10).
+* The log-prob of what was drawn is `log_softmax(float32(logits) / temperature)`, exactly what the learner computes.
+
+Suffixes: N rows, V vocabulary.
 """
 
 # ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
@@ -20,12 +23,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kbrl_async.sampling.transformers.draw import draw
-from kbrl_async.sampling.transformers.graphs import GraphedSteps
 from kbrl_async.sampling.transformers.kv_cache import PromptCapture, SlotCache
 from protocols.records import SamplingParams
 
 Prompt = list[tuple[torch.Tensor, torch.Tensor]]
+PREFIX_TOKENS = 16_384
+"""Prompt tokens kept in a version's prefix cache."""
+PREFILL_TOKENS = 4096
+"""Most tokens, padding included, of one prefill."""
 
 
 @dataclasses.dataclass
@@ -45,7 +50,7 @@ class RunningSequence:
 
 
 @dataclasses.dataclass
-class CohortStats:
+class BatchStats:
     decode_steps: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -60,14 +65,12 @@ class RunningBatch:
         version: int,
         causal_lm: torch.nn.Module,
         eos_ids: frozenset[int],
-        stats: CohortStats,
+        stats: BatchStats,
         activate: Callable[[], None] = lambda: None,
-        prefix_tokens: int = 16_384,
-        prefill_tokens: int = 4096,
         adapter: str = "",
-        graphs: bool = True,
+        prefix_tokens: int = PREFIX_TOKENS,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
-        """`graphs`: decode by CUDA graphs where the model is on a GPU."""
         self.version, self.adapter = version, adapter
         self.rows: list[RunningSequence] = []
         self._model = causal_lm
@@ -76,9 +79,6 @@ class RunningBatch:
         self._stats = stats
         self._activate = activate
         self._cache = SlotCache()
-        self._graphs = (
-            GraphedSteps(self._logits, self._cache, self._device) if graphs and self._device.type == "cuda" else None
-        )
         self._prefixes: OrderedDict[tuple[int, ...], tuple[Prompt, torch.Tensor]] = OrderedDict()
         self._prefix_budget, self._prefill_budget = prefix_tokens, prefill_tokens
 
@@ -102,13 +102,11 @@ class RunningBatch:
             return []
         # The newest token of a row is not in the cache yet: it goes in at this position, then predicts the next one.
         places = [len(r.prompt_ids) + len(r.token_ids) - 1 for r in self.rows]
-        latest = [r.token_ids[-1] for r in self.rows]
-        logits_NV = self._graphs.step(latest, places) if self._graphs is not None else None
-        if logits_NV is None:
-            positions = torch.tensor(places, device=self._device)
-            tokens = torch.tensor(latest, device=self._device)[:, None]
-            logits_NV = self._logits(tokens, positions[:, None], self._cache.begin_step(positions))
-        self._append(self.rows, logits_NV)
+        position_N = torch.tensor(places, device=self._device)
+        token_N1 = torch.tensor([r.token_ids[-1] for r in self.rows], device=self._device)[:, None]
+        mask = self._cache.begin_step(position_N)
+        hidden_NLH = self._decode(token_N1, position_N[:, None], mask, self._cache)
+        self._append(self.rows, self._head(hidden_NLH[:, 0]))
         self._stats.decode_steps += 1
         return self._remove_finished()
 
@@ -195,10 +193,6 @@ class RunningBatch:
         hidden: torch.Tensor = out.last_hidden_state
         return hidden
 
-    def _logits(self, tokens_N1: torch.Tensor, positions_N1: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[N, V] of one step on the cache."""
-        return self._head(self._decode(tokens_N1, positions_N1, mask, self._cache)[:, 0])
-
     def _head(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden_NH)  # type: ignore[operator]
         return logits
@@ -213,3 +207,31 @@ def _waves(prompts: list[tuple[int, ...]], budget: int) -> list[list[tuple[int, 
         else:
             waves.append([ids])
     return waves
+
+
+def draw(
+    logits_NV: torch.Tensor, temperature_N: torch.Tensor, uniform_N: torch.Tensor, top_p_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row and its log-prob. `uniform_N` in [0, 1) is the randomness; temperature 0 is greedy.
+
+    A greedy row's log-prob is that at temperature 1. With `top_p_N` the log-prob is under the truncated distribution.
+    """
+    greedy_N = temperature_N <= 0
+    scale_N = torch.where(greedy_N, torch.ones_like(temperature_N), temperature_N)
+    logp_NV = torch.log_softmax(logits_NV.float() / scale_N[:, None], dim=-1)
+    if top_p_N is not None:
+        logp_NV = _nucleus(logp_NV, top_p_N)
+    cdf_NV = logp_NV.exp().cumsum(-1)
+    # Scaled by the rounded total, so that u → 1 can't fall behind the last token; right=True never picks probability 0.
+    point_N1 = (uniform_N * cdf_NV[:, -1])[:, None]
+    drawn_N = torch.searchsorted(cdf_NV, point_N1, right=True).squeeze(-1).clamp(max=logits_NV.shape[-1] - 1)
+    token_N = torch.where(greedy_N, logp_NV.argmax(-1), drawn_N)
+    return token_N, logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
+
+
+def _nucleus(logp_NV: torch.Tensor, top_p_N: torch.Tensor) -> torch.Tensor:
+    """Renormalised log-probs of the smallest set of tokens whose mass reaches top_p (Holtzman et al. 2019)."""
+    ordered_NV, index_NV = logp_NV.sort(dim=-1, descending=True)
+    before_NV = ordered_NV.exp().cumsum(-1) - ordered_NV.exp()
+    kept_NV = ordered_NV.masked_fill(before_NV >= top_p_N[:, None], float("-inf"))
+    return torch.log_softmax(torch.empty_like(logp_NV).scatter_(-1, index_NV, kept_NV), dim=-1)

@@ -1,4 +1,4 @@
-"""A published policy version → its cohorts: weights proven by digest and canary, before a single token is drawn.
+"""A published policy version → its running batches: weights proven by digest and canary before a token is drawn.
 
 ::
 
@@ -26,15 +26,15 @@ from kbrl_async.sampling.transformers.running_batch import RunningBatch
 from kbrl_async.weights import prove, proven
 from protocols.records import PolicyVersion
 
-MakeCohort = Callable[[int, torch.nn.Module, Callable[[], None], str], RunningBatch]
+MakeBatch = Callable[[int, torch.nn.Module, Callable[[], None], str], RunningBatch]
 """From version, model, what activates its adapter, and the adapter's name."""
 
 
 class Versions:
     """Loads versions over one base, whose weights are never changed."""
 
-    def __init__(self, base: torch.nn.Module, canary_tolerance: float, make_cohort: MakeCohort) -> None:
-        self._base, self._tolerance, self._make_cohort = base, canary_tolerance, make_cohort
+    def __init__(self, base: torch.nn.Module, make_batch: MakeBatch) -> None:
+        self._base, self._make_batch = base, make_batch
         self._peft: Any = None
         self.canary_error = 0.0
         """Largest difference of the newest version's canary."""
@@ -43,10 +43,10 @@ class Versions:
         """What can be done off the engine's thread is done here; the rest is the answer."""
         return (self._full if manifest.kind == "full" else self._lora)(manifest, folder)
 
-    def retire(self, cohort: RunningBatch) -> None:
+    def retire(self, batch: RunningBatch) -> None:
         """Free an adapter that nothing decodes with any more."""
         if self._peft is not None:
-            self._peft.delete_adapter(adapter_name(cohort.version, cohort.adapter))
+            self._peft.delete_adapter(adapter_name(batch.version, batch.adapter))
 
     def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
         """A copy of the base with the version's weights, proven by its canary."""
@@ -56,8 +56,8 @@ class Versions:
         if unexpected or not set(missing) <= _tied_names(model):
             raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
         model.eval()
-        self.canary_error = check_canary(manifest, model, self._tolerance)
-        return lambda: [self._make_cohort(manifest.version, model, lambda: None, "")]
+        self.canary_error = check_canary(manifest, model)
+        return lambda: [self._make_batch(manifest.version, model, lambda: None, "")]
 
     def _lora(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
         """Adapters share the base, so they are added on the engine's thread, between two steps."""
@@ -77,8 +77,8 @@ class Versions:
                 self._peft.load_adapter(place, adapter_name=name)
         self._activate(name)
         inner = self._peft.get_base_model().eval()
-        self.canary_error = check_canary(manifest, inner, self._tolerance, adapter)
-        return self._make_cohort(manifest.version, inner, lambda: self._activate(name), adapter)
+        self.canary_error = check_canary(manifest, inner, adapter=adapter)
+        return self._make_batch(manifest.version, inner, lambda: self._activate(name), adapter)
 
     def _activate(self, name: str) -> None:
         if self._peft.active_adapter != name:

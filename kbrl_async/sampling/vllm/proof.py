@@ -14,11 +14,12 @@ from typing import Any
 
 from kbrl_async.errors import PolicyMismatch
 from kbrl_async.sampling.canary import ENGINE_TOLERANCE, TOLERANCE_DEFAULT, canaries_of, check_temperature, judge, rms
-from kbrl_async.sampling.vllm.reading import Row, rows
 from protocols.records import CanaryPrompt, PolicyVersion
 
 Ask = Callable[[list[int], dict[str, Any]], Awaitable[Any]]
 """From prompt ids and settings of `SamplingParams` to vLLM's last output."""
+Row = dict[int, float]
+"""Log-prob by token id at one position."""
 COMPARED = 8
 """Tokens of one position by which the temperature is measured."""
 REMEMBERED = 4
@@ -28,15 +29,14 @@ REMEMBERED = 4
 class Prover:
     """Proves versions one after the other, and remembers what each of them must give."""
 
-    def __init__(self, dtype: str, tolerance: float, temperature: float) -> None:
-        self._allowed = tolerance or ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT)
+    def __init__(self, dtype: str, temperature: float) -> None:
+        self._allowed = ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT)
         self._temperature = temperature
         self._published: dict[str, OrderedDict[str, list[float]]] = {}
         self._base: list[float] | None = None
         self._base_ids: list[list[int]] = []
         self.error = 0.0
         """Root mean square of the newest proof."""
-        self.measured_temperature = temperature
 
     async def meet_base(self, manifest: PolicyVersion, ask_base: Ask) -> None:
         """Remembers what the base gives, so that it is known when it is served by mistake."""
@@ -60,7 +60,7 @@ class Prover:
         published = [value for canary in canaries for value in canary.logprobs]
         claim = f"policy v{manifest.version}" + (f" ({role})" if role else "")
         self.error = judge(claim, served, published, self._others(role, canaries, published), self._allowed)
-        self.measured_temperature = check_temperature(pairs, self._temperature)
+        check_temperature(pairs, self._temperature)
         self._remember(role, claim, published)
 
     def _others(
@@ -106,3 +106,22 @@ class Prover:
         settings = {"temperature": self._temperature, "prompt_logprobs": COMPARED}
         at_one = rows((await ask([*ids, token], settings)).prompt_logprobs)[-1]
         return [(at_one[t], value) for t, value in recorded.items() if t in at_one and value > float("-inf")]
+
+
+def rows(table: Any) -> list[Row]:
+    """One row a position of what vLLM returns, a flat table or a dictionary a position, by version; empty where the
+    position has none (the first of a prompt)."""
+    if table is None:
+        return []
+    if hasattr(table, "start_indices"):
+        parts = zip(table.start_indices, table.end_indices, strict=True)
+        return [dict(zip(table.token_ids[a:b], table.logprobs[a:b], strict=True)) for a, b in parts]
+    return [{} if row is None else {token: entry.logprob for token, entry in row.items()} for row in table]
+
+
+def chosen(table: Any, token_ids: Sequence[int]) -> list[float]:
+    """The log-probs of the tokens that were drawn."""
+    if hasattr(table, "start_indices") and len(table.logprobs) == len(token_ids):
+        flat: list[float] = list(table.logprobs)  # nothing but the drawn tokens was asked for
+        return flat
+    return [row[token] for row, token in zip(rows(table), token_ids, strict=True)]

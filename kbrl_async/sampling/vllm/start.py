@@ -3,60 +3,120 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
+import json
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from kbrl_async.errors import HostError, KbrlError
-from kbrl_async.sampling.guards import Tokenizer
+from kbrl_async.errors import ConfigError, HostError, KbrlError
+from kbrl_async.sampling.engine import Computing, EngineSetup, Tokenizer
 from kbrl_async.sampling.vllm.engine import VLLMEngine
-from kbrl_async.sampling.vllm.meter import Meter
 from kbrl_async.sampling.vllm.options import VLLMOptions, arguments, import_parts, set_environment
-from kbrl_async.sampling.vllm.room import memory_now, wait_for_room
-from kbrl_async.sampling.vllm.size import fitted
+from kbrl_async.sampling.vllm.scheduler import Meter
+from protocols.records import PolicyVersion
+
+PATIENCE_S = 60.0
+LOOK_S = 0.5
+CONTEXT_BYTES = 1 << 30
+"""Of CUDA and its libraries, beside the share."""
+BESIDE_BYTES = 4 << 30
+"""CUDA's context and graphs, activations, adapters: of models that are fitted at all, generously."""
+BLOCK_TOKENS = 128
+"""More than vLLM rounds a sequence up to."""
+NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
+STATEFUL = ("layers_block_type", "linear_num_key_heads", "mamba_d_state", "ssm_state_size", "state_size")
+"""Models whose sequences hold more than keys and values."""
 
 
-def preload(options: VLLMOptions) -> None:
-    """Imports vLLM: half of what a start takes, and it needs no model yet. `options`: device and threads count here.
+async def start(setup: EngineSetup) -> VLLMEngine:
+    """The engine of `sampler.engine=vllm`, without a policy yet; takes half a minute to two.
 
-    Raises MissingTool where there is none.
+    vLLM is imported while the first policy is waited for: half of what a start takes, and it needs no model.
+
+    :raises MissingTool: vLLM is not installed, or does not load.
+    :raises ConfigError: `sampler.update` does not fit what is published.
+    :raises HostError: it can't start.
     """
-    set_environment(options)
+    first, _ = await asyncio.gather(setup.first_policy(), asyncio.to_thread(preload, setup.device, setup.threads))
+    options = options_of(setup, *first)
+    tokenizer = setup.load_tokenizer(options.model)
+    return await launch(
+        options, tokenizer, end_ids(options.model), tick=setup.progress, computing=setup.computing, told=setup.told
+    )
+
+
+def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLLMOptions:
+    """For a run whose first policy is in `folder`."""
+    update, published = setup.settings.update, "adapter" if manifest.kind == "lora" else "full"
+    if update not in ("auto", published):
+        cause = f"sampler.update={update}, and the learner publishes {manifest.kind} versions"
+        raise ConfigError(cause, "Use sampler.update=auto")
+    found = [json.loads(path.read_text()) for path in folder.rglob("adapter_config.json")]
+    ranks = [rank for one in found for rank in (one["r"], *one.get("rank_pattern", {}).values())]
+    return VLLMOptions(
+        settings=setup.settings,
+        model=manifest.base_model,
+        temperature=setup.temperature,
+        max_staleness=setup.max_staleness,
+        device=setup.device,
+        threads=setup.threads,
+        seed=setup.seed,
+        lora_rank=max(ranks, default=0),
+        roles=1 + len(manifest.adapters),
+    )
+
+
+def end_ids(model: str) -> list[int]:
+    """End-of-text tokens that the model's `generation_config.json` names; none where it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        value = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        return []
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def preload(device: str, threads: int) -> None:
+    """Imports vLLM. Raises MissingTool where there is none."""
+    set_environment(device, threads)
     import_parts()
     _classes()
 
 
-async def start(
+async def launch(
     options: VLLMOptions,
     tokenizer: Tokenizer,
     eos_ids: Iterable[int] = (),
+    *,
     tick: Callable[[], None] = lambda: None,
+    computing: Computing = contextlib.nullcontext,
     told: Callable[[str], None] = lambda _: None,
 ) -> VLLMEngine:
-    """Takes half a minute to two. MissingTool without vLLM, HostError where it can't start.
-
-    `eos_ids`: further end-of-text tokens beside the tokenizer's. `tick` is called after every step, `told` with what
-    keeps it waiting.
+    """Starts vLLM. `eos_ids`: further end-of-text tokens beside the tokenizer's. `tick` is called after every step,
+    `told` with what keeps it waiting.
     """
-    set_environment(options)
+    set_environment(options.device, options.threads)
     parts = await asyncio.to_thread(import_parts)
     if options.device != "cpu" and not options.kv_bytes:
         memory = memory_now()
         options = options if memory is None else fitted(options, memory.total)
-        await wait_for_room(options.memory_share, told)
+        await wait_for_memory(options.settings.memory_share, told)
     meter = Meter(tick)
     llm, guarded = await asyncio.to_thread(_make, options, meter)
     if guarded:
         await llm.collective_rpc("die_with", args=(os.getpid(),))
     limit = getattr(getattr(llm, "model_config", None), "max_model_len", options.max_model_len)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return VLLMEngine(
-        llm, parts, tokenizer, frozenset([*eos_ids, *own]), msgspec.structs.replace(options, max_model_len=limit), meter
-    )
+    options = msgspec.structs.replace(options, max_model_len=limit)
+    return VLLMEngine(llm, parts, tokenizer, frozenset([*eos_ids, *own]), options, meter, computing=computing)
 
 
 def _classes() -> tuple[Any, Any]:
@@ -78,3 +138,85 @@ def _make(options: VLLMOptions, meter: Meter) -> tuple[Any, bool]:
         first = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         cure = "See its lines above; too little memory: change sampler.memory_share or max_tokens"
         raise HostError(f"vLLM can't start with {options.model}: {first}", cure) from error
+
+
+# ── memory of the GPU ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Memory(NamedTuple):
+    """Bytes of one GPU."""
+
+    free: int
+    total: int
+
+
+def memory_now(environment: Mapping[str, str] = os.environ) -> Memory | None:
+    """Of the first GPU that this process sees; None where the driver does not say."""
+    import pynvml
+
+    name = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    try:
+        pynvml.nvmlInit()
+        by_name = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        found = pynvml.nvmlDeviceGetMemoryInfo(by_name(int(name) if name.isdigit() else name))
+    except pynvml.NVMLError:
+        return None
+    return Memory(int(found.free), int(found.total))
+
+
+async def wait_for_memory(
+    share: float,
+    told: Callable[[str], None],
+    look: Callable[[], Memory | None] = memory_now,
+    pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Until `share` of the GPU is free: vLLM takes it at its start or not at all, and who holds some may give it back.
+    `told` hears once that it waits; HostError after `PATIENCE_S`."""
+    until, has_told = clock() + PATIENCE_S, False
+    while (memory := look()) is not None and memory.free < share * memory.total + CONTEXT_BYTES:
+        lacking = f"{share:.0%} of its {memory.total / 2**30:.1f} GiB, and {memory.free / 2**30:.1f} GiB are free"
+        if clock() >= until:
+            cure = "Lower sampler.memory_share or processes.timing_bench; nvidia-smi lists who holds it"
+            raise HostError(f"vLLM needs a GPU with {lacking}, after {PATIENCE_S:.0f} s", cure)
+        if not has_told:
+            told(f"waiting for room on the GPU: {lacking}")
+            has_told = True
+        await pause(LOOK_S)
+
+
+def fitted(options: VLLMOptions, total: int) -> VLLMOptions:
+    """With a KV cache for every slot at its longest, and no more memory than that takes, in a GPU of `total` bytes.
+
+    So vLLM measures nothing at its start. What it measures is the GPU's memory before and after a trial, and a bench or
+    a learner on the same GPU that gives some back in between ends the start ("Error in memory profiling"); one that
+    takes some leaves it with a smaller KV cache.
+
+    Unchanged where the model is no local folder or not of a plain kind, or where it does not all go into
+    `memory_share`: then vLLM measures, and the cache gets what is left.
+    """
+    folder = Path(options.model)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return options
+    token = token_bytes(shape, 4 if options.dtype == "float32" else 2)
+    if not token or not weights:
+        return options
+    longest = options.max_model_len or shape["max_position_embeddings"]
+    cache = token * (longest + BLOCK_TOKENS) * (options.settings.slots + 1)
+    needed = cache + 2 * weights + BESIDE_BYTES  # twice: new full weights are read beside the old ones
+    if needed > options.settings.memory_share * total:
+        return options
+    settings = msgspec.structs.replace(options.settings, memory_share=needed / total)
+    return msgspec.structs.replace(options, kv_bytes=cache, settings=settings)
+
+
+def token_bytes(shape: Mapping[str, Any], item: int) -> int:
+    """Keys and values of one token in all layers, `item` bytes a number; 0 where the model is not of a plain kind."""
+    if any(name not in shape for name in NEEDED) or any(name in shape for name in STATEFUL):
+        return 0
+    layers, heads = int(shape["num_hidden_layers"]), int(shape["num_attention_heads"])
+    depth = int(shape.get("head_dim") or shape["hidden_size"] // heads)
+    return 2 * layers * int(shape.get("num_key_value_heads") or heads) * depth * item

@@ -16,7 +16,7 @@ from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import MissingTool, RunError
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import KEYS, load
-from kbrl_async.runs.folder import Plan, prepare
+from kbrl_async.runs.folder import Run, prepare
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry.by_version import Answers
 
@@ -96,7 +96,7 @@ def test_only_some_services_can_be_several(capsys: pytest.CaptureFixture[str]) -
 def test_a_failed_check_leaves_nothing_behind(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_gcc(_plan: Plan) -> None:
+    def no_gcc(_plan: Run) -> None:
         raise MissingTool("gcc was not found", "Install it")
 
     monkeypatch.setattr(preflight, "check", no_gcc)

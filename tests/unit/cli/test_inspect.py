@@ -5,35 +5,36 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.cli import main
 from kbrl_async.cli import replay as replay_command
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Outcome, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, make_row
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
     BuildReport,
     Fault,
-    Frame,
     StageReport,
     Verdict,
 )
-from tests.records import packed, record, timing
+from protocols.rollout import Record
+from tests.records import record, timing
 
 DEADLINE_S = 30.0
 
 
-def shown(rollout_id: str, speedup: float) -> list[Frame]:
+def shown(rollout_id: str, speedup: float) -> Record:
     proof = "own kernels: run ×1; library operators: none"
     verdict = Verdict(Fault.OK, 4, 4, evidence=proof, max_abs_error=1e-7, tolerance=1e-4)
     found = timing(speedup, candidate_ms=2.0, reference_ms=3.0, stopped="resolved")
     code = "class ModelNew: …"
-    request, written, _, judged = record(
+    made = record(
         rollout_id, f"```python\n{code}\n```", source=code, prompt="write relu", bench=BenchReport(verdict, found)
     )
     built = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.1), StageReport("compile", Fault.OK, 0.2)))
-    return [request, written, built, judged]
+    return msgspec.structs.replace(made, build=built)
 
 
 @pytest.fixture
@@ -43,10 +44,9 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(to_yaml(Config()))
     with ArchiveWriter(folder / FILE) as archive:
         for name, speedup, reward in (("g000001.r0", 1.0, 0.825), ("g000001.r1", 8.1, 1.0), ("g000001.r10", 2.0, 0.9)):
-            frames = shown(name, speedup)
-            row = make_row(name, "g000001", name, frames, at=105.0, fault="ok", reward=reward)
-            archive.add(row, packed(frames)).result(DEADLINE_S)
-        archive.outcomes([Outcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
+            made = shown(name, speedup)
+            archive.add(make_row(name, made, at=105.0, reward=reward), made.encode()).result(DEADLINE_S)
+        archive.outcomes([TurnOutcome("g000001.r1", "batch-000000", 4, 1.0, 1.25)])
         archive.ended([GroupEnd("g000001", "L1/07_relu", "trained")])
     return folder
 
@@ -77,7 +77,7 @@ def test_an_exact_id_wins_over_those_that_begin_with_it(run: Path, capsys: pytes
 
 def test_the_beginning_of_an_id_is_enough_where_it_names_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ArchiveWriter(run / FILE) as archive:
-        archive.add(make_row("g000007.r4", "g000007", "g000007.r4", [], at=1.0)).result(DEADLINE_S)
+        archive.add(make_row("g000007.r4", record("g000007.r4"), at=1.0)).result(DEADLINE_S)
     main(["inspect", "g000007", "--run", str(run), "--json"])
     assert json.loads(capsys.readouterr().out)["rollout_id"] == "g000007.r4"
     assert main(["inspect", "g0", "--run", str(run)]) == 2
@@ -91,8 +91,8 @@ def test_an_id_that_is_not_there_is_an_error_with_a_cure(run: Path, capsys: pyte
 
 def test_a_rollout_whose_record_is_gone_still_shows_its_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ArchiveWriter(run / FILE) as archive:
-        row = make_row("g000002.r0", "g000002", "g000002.r0", [], at=1.0, status="worker_lost")
-        archive.add(row).result(DEADLINE_S)
+        lost = Record.of(record("g000002.r0").request, status="worker_lost")
+        archive.add(make_row("g000002.r0", lost, at=1.0)).result(DEADLINE_S)
     assert main(["inspect", "g000002", "--run", str(run)]) == 0
     out = capsys.readouterr().out
     assert "worker_lost: never scored" in out

@@ -14,11 +14,11 @@ import zmq
 from kbrl_async.cli import preflight
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError, UserError
 from kbrl_async.runs.config import Config, endpoints, load
-from kbrl_async.runs.folder import Plan, plan, prepare
+from kbrl_async.runs.folder import Run, plan, prepare
 from protocols.sockets import BoundRouter
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> Run:
     return plan(load(overrides=overrides))
 
 

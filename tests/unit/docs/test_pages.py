@@ -99,10 +99,12 @@ def takes(key: str, text: str) -> bool:
     value = yaml.safe_load(text)
     for candidate in (value, text, [value], text.split(",")):
         try:
-            msgspec.convert(candidate, KEYS[key].type, strict=False)
+            made = msgspec.convert(candidate, KEYS[key].type, strict=False)
         except msgspec.ValidationError:
             continue
-        return True
+        door = KEYS[key].door
+        if door is None or all(door.knows(name) for name in (made if isinstance(made, list) else [made])):
+            return True
     return False
 
 
@@ -130,7 +132,7 @@ def is_there(page: Page, name: str) -> bool:
 
 @cache
 def file_names() -> frozenset[str]:
-    floors = ("kbrl_async", "protocols", "services", "tests", "benchmarks", "deploy", "configs", "docs")
+    floors = ("kbrl_async", "protocols", "services", "tests", "benchmarks", "deploy", "configs", "docs", "examples")
     return frozenset(path.name for floor in floors for path in (ROOT / floor).rglob("*.*"))
 
 

@@ -19,9 +19,8 @@ from kbrl_async.rollouts.rewards.parts import PART_NAMES
 from kbrl_async.rollouts.rewards.presets import PRESETS, Preset
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 from protocols.records import SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
 

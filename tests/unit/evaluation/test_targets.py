@@ -15,11 +15,11 @@ from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, causal_lm, load_model
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.policies.models import causal_lm, load_model
+from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import load, to_yaml
 from kbrl_async.weights import prove
-from tests.models import tiny_model
+from tests.models import tiny_model, update_settings
 
 CANARY = [1, 2, 3, 4]
 
@@ -41,10 +41,10 @@ def run(tmp_path: Path, base: Path) -> Path:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(load(overrides=["name=mine", f"model_name={base}"])))
-    model = load_model(ModelOptions(str(base)))
+    model = load_model(str(base))
     for version in (3, 4, 12):
         versions.publish(folder / "policies", model, version, None, version, CANARY, str(base))
-    trainer = Trainer(model, TrainerOptions(), "cpu")
+    trainer = Trainer(model, update_settings(), "cpu")
     with torch.no_grad():
         next(model.parameters()).add_(0.25)
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=4))
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_published_with_its_own_weights_and_canary(run: Path, tm
     assert manifest.version == 4
     stored = versions.load_manifest(run / "policies" / "policy-v4")
     assert manifest.weights_sha256 != stored.weights_sha256, "the checkpoint's weights differ from the policy's here"
-    model = load_model(ModelOptions(str(base)))
+    model = load_model(str(base))
     versions.load_weights(folder, model)
     assert sequence_logprobs(causal_lm(model), manifest.canary_ids) == pytest.approx(manifest.canary_logprobs)
 
@@ -146,7 +146,7 @@ def test_a_model_folder_is_version_0_of_itself(base: Path, tmp_path: Path) -> No
 
 
 def test_an_adapter_is_published_on_the_base_that_it_names(base: Path, tmp_path: Path) -> None:
-    model = load_model(ModelOptions(str(base), lora_rank=2))
+    model = load_model(str(base), lora_rank=2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -156,12 +156,12 @@ def test_an_adapter_is_published_on_the_base_that_it_names(base: Path, tmp_path:
     manifest, folder = versions.newest(tmp_path / "policies")  # type: ignore[misc]
     assert (manifest.kind, manifest.base_model) == ("lora", str(base))
     assert (folder / "adapter_model.safetensors").is_file()
-    plain = sequence_logprobs(load_model(ModelOptions(str(base))), manifest.canary_ids)
+    plain = sequence_logprobs(load_model(str(base)), manifest.canary_ids)
     assert manifest.canary_logprobs != pytest.approx(plain), "the canary is the adapter's, not the base's"
 
 
 def test_an_adapter_without_a_base_asks_for_one(base: Path, tmp_path: Path) -> None:
-    model = load_model(ModelOptions(str(base), lora_rank=2))
+    model = load_model(str(base), lora_rank=2)
     model.save_pretrained(str(tmp_path / "adapter"))  # type: ignore[operator]
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))

@@ -12,7 +12,7 @@ from kbrl_async.evaluation.publishing import publish
 from kbrl_async.evaluation.targets import resolve
 from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import ModelOptions, load_model, load_tokenizer
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import load
 from kbrl_async.sampling.canary import check_canary, check_tokenizer
@@ -39,7 +39,7 @@ def manifest(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> Poli
     """What an evaluation of the base, or of an adapter on it, publishes."""
     if request.param == "model":
         return evaluated(base, tmp_path)
-    load_model(ModelOptions(str(base), lora_rank=2)).save_pretrained(str(tmp_path / "adapter"))  # type: ignore[operator]
+    load_model(str(base), lora_rank=2).save_pretrained(str(tmp_path / "adapter"))  # type: ignore[operator]
     return evaluated(tmp_path / "adapter", tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_sampler_finds_another_tokenizer_and_other_weights_by_them(base: Path,
     manifest, tokenizer, model = (
         evaluated(base, tmp_path),
         load_tokenizer(str(base)),
-        load_model(ModelOptions(str(base))),
+        load_model(str(base)),
     )
     check_tokenizer(manifest, lambda text: tokenizer.encode(text, add_special_tokens=False))
     with pytest.raises(PolicyMismatch, match="tokenizer"):

@@ -1,4 +1,4 @@
-"""One rank of a team of two on a CPU, a process: `python -m tests.unit.learning.rank FOLDER plain|fused|sharded`.
+"""One of two ranks on a CPU, a process: `python -m tests.unit.learning.rank FOLDER plain|fused|sharded`.
 
 Rank 0 trains, checkpoints, publishes, trains on, goes back to the checkpoint and trains the same again.
 """
@@ -15,14 +15,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.learning import checkpoints
-from kbrl_async.learning.distributed.process_group import ProcessGroup
+from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup
-from tests.models import tiny_model
+from tests.models import tiny_model, update_settings
 
-OPTIONS = TrainerOptions(
+SETTINGS = update_settings(
     epochs=1,
     minibatches=2,
     loss="decoupled",
@@ -45,8 +46,11 @@ def make(how: str) -> torch.nn.Module:
     return model
 
 
-def options(how: str) -> TrainerOptions:
-    return msgspec.structs.replace(OPTIONS, kernels="fused" if how == "fused" else "plain")
+def settings(how: str) -> Config:
+    learner = msgspec.structs.replace(
+        SETTINGS.learner, kernels="fused" if how == "fused" else "plain", shard=how == "sharded", processes=2
+    )
+    return msgspec.structs.replace(SETTINGS, learner=learner)
 
 
 def digest(trainer: Trainer) -> list[float]:
@@ -70,20 +74,20 @@ def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict
 def main() -> None:
     folder, how = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    team = ProcessGroup(torch.device("cpu"))
-    torch.manual_seed(team.rank)  # rank 1 begins with other adapters: rank 0's count
+    ranks = ProcessGroup(torch.device("cpu"))
+    torch.manual_seed(ranks.rank)  # rank 1 begins with other adapters: rank 0's count
     model = make(how)
-    trainer = Trainer(model, options(how), team=team, shard=how == "sharded")
-    if team.rank:
-        team.follow(trainer)
+    trainer = Trainer(model, settings(how), process_group=ranks)
+    if ranks.rank:
+        ranks.follow(trainer)
     else:
         groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
         metrics = train(trainer, groups, folder)
         (folder / "metrics.json").write_text(json.dumps(metrics))
         held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         (folder / "held.json").write_text(json.dumps(held))
-    (folder / f"weights-{team.rank}.json").write_text(json.dumps(digest(trainer)))
-    team.close()
+    (folder / f"weights-{ranks.rank}.json").write_text(json.dumps(digest(trainer)))
+    ranks.close()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import torch
 from kbrl_async.errors import CheckpointError, PolicyMismatch
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.adapters import MAIN, active, adapter_names, adapter_of, add_adapters
-from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.policies.models import MAIN, active, adapter_names, adapter_of, add_adapters, wrap_lora
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
 from kbrl_async.weights import FILES, prove
 from protocols.records import SamplingParams, TrainGroup
-from tests.models import NumberTokenizer, tiny_model
+from tests.models import NumberTokenizer, tiny_model, update_settings
 
 CANARY = [1, 2, 3, 4, 5]
 ROLES = ("verifier", "corrector")
@@ -48,7 +48,7 @@ def test_a_role_without_an_adapter_uses_the_main_one() -> None:
 
 def test_each_roles_samples_train_its_own_adapter_only(groups: list[TrainGroup]) -> None:
     model = policy()
-    trainer = Trainer(model, TrainerOptions(learning_rate=1e-2, warmup_steps=0))
+    trainer = Trainer(model, update_settings(learning_rate=1e-2, warmup_steps=0))
     before = {name: weights(model, name) for name in (MAIN, *ROLES)}
     trainer.step(as_role(groups, "verifier"), 1.0)
     assert torch.equal(weights(model, MAIN), before[MAIN])
@@ -61,10 +61,10 @@ def test_each_roles_samples_train_its_own_adapter_only(groups: list[TrainGroup])
 
 def test_a_checkpoint_holds_all_adapters_and_resumes_bit_by_bit(groups: list[TrainGroup], tmp_path: Path) -> None:
     mixed = [*groups, *as_role(groups, "verifier"), *as_role(groups, "corrector")]
-    first = Trainer(policy(), TrainerOptions(learning_rate=1e-2))
+    first = Trainer(policy(), update_settings(learning_rate=1e-2))
     first.step(mixed, 1.0)
     checkpoints.save(tmp_path, first, checkpoints.Progress(version=1))
-    second = Trainer(policy(), TrainerOptions(learning_rate=1e-2))
+    second = Trainer(policy(), update_settings(learning_rate=1e-2))
     assert checkpoints.resume(tmp_path, second) is not None
     assert first.step(mixed, 1.0)["loss"] == second.step(mixed, 1.0)["loss"]
     for name in (MAIN, *ROLES):
@@ -90,7 +90,7 @@ def test_the_engine_serves_each_role_by_its_own_adapter(tmp_path: Path) -> None:
             expected[role] = torch.log_softmax(logits, -1)
 
     async def ask() -> dict[str, tuple[int, float]]:
-        engine = TransformersEngine(tiny_model(), NumberTokenizer())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer(), Sampler())
         try:
             await engine.load(manifest, tmp_path / "policy-v0")
             names = {"solver": MAIN, "verifier": "verifier", "corrector": "corrector"}
@@ -119,7 +119,7 @@ def test_two_adapters_that_were_swapped_are_found_by_their_canaries(tmp_path: Pa
     }
 
     async def load() -> None:
-        engine = TransformersEngine(tiny_model(), NumberTokenizer())
+        engine = TransformersEngine(tiny_model(), NumberTokenizer(), Sampler())
         try:
             await engine.load(msgspec.structs.replace(manifest, adapters=proofs), folder)
         finally:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kbrl_async.learning.corrections import CorrectionOptions
-from kbrl_async.learning.losses import LossOptions, Tokens, token_weights
+from kbrl_async.learning.losses import Tokens, token_weights
 from kbrl_async.learning.objective import Objective
+from kbrl_async.learning.settings import Learner
 from kbrl_async.rollouts.rewards.advantages import leave_one_out
 from tests.unit.learning import trl_reference
 
@@ -35,12 +35,11 @@ class Ours(NamedTuple):
     proximal: str = ""
 
 
-def clipped(low: float = 0.2, high: float = 0.2, dual: float = 0.0) -> LossOptions:
-    return LossOptions(clip_low=low, clip_high=high, dual_clip=dual)
+def clipped(low: float = 0.2, high: float = 0.2, dual: float = 0.0, **kl: Any) -> Learner:
+    return Learner(clip_low=low, clip_high=high, dual_clip=dual, **kl)
 
 
 HIGHER = clipped(high=0.28)
-OPSM = CorrectionOptions(opsm_delta=1e-4)
 OURS = {
     "grpo": Ours(Objective("grpo", clipped()), "sequence_mean"),
     "grpo_clip_higher": Ours(Objective("grpo", HIGHER), "sequence_mean"),
@@ -48,11 +47,11 @@ OURS = {
     "dapo": Ours(Objective("grpo", HIGHER), "token_mean"),
     "dr_grpo": Ours(Objective("grpo", clipped()), "dr_grpo"),
     "dual_clip": Ours(Objective("grpo", clipped(dual=1.3)), "token_mean"),
-    "gspo": Ours(Objective("gspo", LossOptions()), "sequence_mean"),
-    "cispo": Ours(Objective("cispo", LossOptions()), "token_mean"),
-    "grpo_with_k3": Ours(Objective("grpo", clipped(), kl="k3", kl_weight=0.04), "sequence_mean"),
-    "dapo_with_k3": Ours(Objective("grpo", HIGHER, kl="k3", kl_weight=0.1), "token_mean"),
-    "grpo_with_opsm": Ours(Objective("grpo", clipped(), ("opsm",), OPSM), "sequence_mean"),
+    "gspo": Ours(Objective("gspo", Learner()), "sequence_mean"),
+    "cispo": Ours(Objective("cispo", Learner()), "token_mean"),
+    "grpo_with_k3": Ours(Objective("grpo", clipped(kl="k3", kl_weight=0.04)), "sequence_mean"),
+    "dapo_with_k3": Ours(Objective("grpo", clipped(high=0.28, kl="k3", kl_weight=0.1)), "token_mean"),
+    "grpo_with_opsm": Ours(Objective("grpo", clipped(), ("opsm",)), "sequence_mean"),
     "decoupled": Ours(Objective("decoupled", clipped()), "token_mean", "mu", "old"),
 }
 
@@ -91,7 +90,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
 def test_rloo_has_the_gradient_of_trl_where_the_learner_is_still_the_sampler() -> None:
     """TRL weighs a sequence by its whole ratio, we weigh each token by a truncated one: on fresh samples both are 1."""
     drawn = {**GOLDEN["drawn"], "old": GOLDEN["drawn"]["pi"]}
-    case = Ours(Objective("reinforce", LossOptions(), ("tis",)), "dr_grpo")
+    case = Ours(Objective("reinforce", Learner(), ("tis",)), "dr_grpo")
     _, gradient = ours(case, drawn)
     sums = [g * trl_reference.MAX_LENGTH for g in gradient]  # TRL adds up tokens and takes the mean of sequences
     assert sums == pytest.approx(GOLDEN["cases"]["rloo"]["gradient"], rel=1e-6)

@@ -7,18 +7,14 @@ import math
 import pytest
 import torch
 
-from kbrl_async.errors import ConfigError
+from kbrl_async.errors import UserError
 from kbrl_async.learning.corrections import (
-    CORRECTIONS,
-    CorrectionOptions,
     Ratios,
-    find_corrections,
     multiplier,
     sequence_mean,
     sequence_sum,
 )
-
-OPTIONS = CorrectionOptions()
+from kbrl_async.learning.settings import CORRECTIONS
 
 
 def ratios(rho: list[float], advantage: list[float] | None = None, sample: list[int] | None = None) -> Ratios:
@@ -27,8 +23,8 @@ def ratios(rho: list[float], advantage: list[float] | None = None, sample: list[
     )
 
 
-def applied(name: str, r: Ratios, options: CorrectionOptions = OPTIONS) -> list[float]:
-    values: list[float] = CORRECTIONS[name](r, options).tolist()
+def applied(name: str, r: Ratios, **constants: float) -> list[float]:
+    values: list[float] = CORRECTIONS.load(name)(r, **constants).tolist()
     return values
 
 
@@ -63,28 +59,28 @@ def test_opsm_drops_only_bad_sequences_that_the_policy_has_left() -> None:
 def test_m2po_masks_the_largest_ratios_until_the_mean_square_is_small() -> None:
     log_rho = torch.tensor([0.1, -0.2, 0.3, 1.0])
     r = Ratios(log_rho, torch.ones(4), torch.zeros(4, dtype=torch.long))
-    assert applied("m2po", r, CorrectionOptions(m2po_tau=0.05)) == [1, 1, 1, 0]
+    assert applied("m2po", r, tau=0.05) == [1, 1, 1, 0]
     kept = log_rho[:3].square().mean()
     assert float(kept) <= 0.05 < float(log_rho.square().mean())
-    assert applied("m2po", r, CorrectionOptions(m2po_tau=0.03)) == [1, 1, 0, 0]
+    assert applied("m2po", r, tau=0.03) == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@pytest.mark.parametrize("name", CORRECTIONS.ours)
 def test_an_unchanged_policy_is_not_corrected(name: str) -> None:
     assert applied(name, ratios([1.0] * 4, [-1.0, -1.0, 1.0, 1.0])) == [1.0] * 4
 
 
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@pytest.mark.parametrize("name", CORRECTIONS.ours)
 def test_a_broken_ratio_gives_a_finite_multiplier(name: str) -> None:
     r = Ratios(torch.tensor([80.0, -80.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]))
     assert all(map(math.isfinite, applied(name, r)))
 
 
 def test_corrections_multiply() -> None:
-    chosen = find_corrections(["tis", "icepop"])
-    assert multiplier(ratios([0.4, 0.5, 1.5, 3.0]), chosen, OPTIONS).tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
+    chosen = [CORRECTIONS.load(name) for name in ("tis", "icepop")]
+    assert multiplier(ratios([0.4, 0.5, 1.5, 3.0]), chosen).tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
 
 
-def test_an_unknown_correction_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="geometric_mask"):
-        find_corrections(["tiss"])
+def test_an_unknown_correction_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="Did you mean tis"):
+        CORRECTIONS.load("tiss")

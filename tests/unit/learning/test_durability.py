@@ -16,12 +16,13 @@ from kbrl_async.learning import checkpoints
 from kbrl_async.learning.checkpoints import Progress
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.trainer import Trainer
 from kbrl_async.weights import prove
 from protocols.records import TrainGroup
+from tests.models import update_settings
 
 CANARY = [1, 2, 3, 4, 5]
-OPTIONS = TrainerOptions(learning_rate=1e-3, minibatches=2, epochs=1)
+OPTIONS = update_settings(learning_rate=1e-3, minibatches=2, epochs=1)
 
 
 def publish(directory: Path, model: torch.nn.Module, version: int) -> None:

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.adapters import active, add_adapters
 from kbrl_async.learning.policies.exporting import ABOUT, export
-from kbrl_async.learning.policies.models import causal_lm, wrap_lora
+from kbrl_async.learning.policies.models import active, add_adapters, causal_lm, wrap_lora
 
 CANARY = [1, 2, 3, 4, 5]
 IDS = torch.tensor([[7, 8, 9, 3, 1]])

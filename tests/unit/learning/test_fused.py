@@ -13,16 +13,15 @@ import torch
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning import trainer as trainer_module
-from kbrl_async.learning.engines import Fused
+from kbrl_async.learning.forward_backward import Fused
 from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.decoder import why_not
 from kbrl_async.learning.fused.flat import bundle
 from kbrl_async.learning.logprobs import sequence_logprobs, token_logprobs
-from kbrl_async.learning.policies.adapters import add_adapters
-from kbrl_async.learning.policies.models import causal_lm, wrap_lora
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.policies.models import add_adapters, causal_lm, wrap_lora
+from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
-from tests.models import VOCABULARY, drawn_sample, tiny_model
+from tests.models import VOCABULARY, drawn_sample, tiny_model, update_settings
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def update(
     """A trainer after one update, its metrics and gradients."""
     trainer = Trainer(
         copy.deepcopy(model),
-        TrainerOptions(epochs=1, minibatches=1, loss="decoupled", **options),  # type: ignore[arg-type]
+        update_settings(epochs=1, minibatches=1, loss="decoupled", **options),  # type: ignore[arg-type]
     )
     gradients: dict[str, torch.Tensor] = {}
     step = trainer_module.guarded_step
@@ -94,7 +93,7 @@ def test_the_fused_update_is_that_of_the_models_own_modules(
     monkeypatch.setattr(Fused, "plan", lambda self, tokens: plan)
     options = {"kernels": "fused", "share_prompts": share, "token_budget": budget}
     trainer, fused, found = update(adapted, prompted, monkeypatch, **options)
-    assert trainer.engine.name == "fused"
+    assert trainer.passes.name == "fused"
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
@@ -137,7 +136,7 @@ def test_the_modules_themselves_still_work_after_the_weights_were_taken_over(
 ) -> None:
     ids = prompted[0].samples[0].prompt_ids
     before = sequence_logprobs(causal_lm(adapted), ids)
-    Trainer(adapted, TrainerOptions(kernels="fused"))
+    Trainer(adapted, update_settings(kernels="fused"))
     assert sequence_logprobs(causal_lm(adapted), ids) == pytest.approx(before, abs=1e-5)
 
 
@@ -152,7 +151,7 @@ def test_the_reference_of_a_penalty_is_the_model_without_its_adapter(
 
 
 def test_a_second_backward_pass_is_refused(adapted: torch.nn.Module) -> None:
-    engine = Trainer(adapted, TrainerOptions(kernels="fused")).engine
+    engine = Trainer(adapted, update_settings(kernels="fused")).passes
     assert isinstance(engine, Fused)
     engine._decoder.refresh()
     (made,) = bundle([TrainSample("r", [1, 2], [3, 4], [], 0, 0, 0)], 100, share=False)
@@ -166,10 +165,10 @@ def test_what_can_not_be_fused_says_why(adapted: torch.nn.Module) -> None:
     assert why_not(adapted) == ""
     assert why_not(tiny_model()) == "it has no LoRA adapter"
     with pytest.raises(ConfigError, match="no LoRA adapter"):
-        Trainer(tiny_model(), TrainerOptions(kernels="fused"))
+        Trainer(tiny_model(), update_settings(kernels="fused"))
     add_adapters(adapted, ["other"])
     assert why_not(adapted) == "it has several adapters"
-    assert Trainer(tiny_model(), TrainerOptions()).engine.name == "plain"
+    assert Trainer(tiny_model(), update_settings()).passes.name == "plain"
 
 
 def test_a_frozen_head_gives_the_log_probs_and_gradients_of_a_trained_one() -> None:

@@ -7,22 +7,20 @@ import math
 import pytest
 import torch
 
-from kbrl_async.errors import ConfigError
+from kbrl_async.errors import UserError
 from kbrl_async.learning.corrections import tis_weight
 from kbrl_async.learning.losses import (
-    LOSSES,
-    LossOptions,
     Tokens,
     decoupled,
     dppo_tv,
-    find_loss,
     ppo_clip,
     reinforce,
     tis,
     token_weights,
 )
+from kbrl_async.learning.settings import LOSSES, Learner
 
-OPTIONS = LossOptions()
+OPTIONS = Learner()
 
 
 def tokens(pi: list[float], mu: list[float], advantage: list[float], prox: list[float] | None = None) -> Tokens:
@@ -72,7 +70,7 @@ def test_a_clipped_token_has_no_gradient() -> None:
 
 
 def test_the_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
-    loss, diagnostics = ppo_clip(tokens([0.9], [0.1], [-1.0]), LossOptions(dual_clip=3.0))
+    loss, diagnostics = ppo_clip(tokens([0.9], [0.1], [-1.0]), Learner(dual_clip=3.0))
     assert loss.item() == pytest.approx(3.0)
     assert diagnostics["dropped"].item() == 1
 
@@ -95,11 +93,11 @@ def test_reinforce_is_minus_advantage_times_log_prob() -> None:
     assert loss.item() == pytest.approx(-3.0 * math.log(0.5))
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", LOSSES.ours)
 def test_all_losses_have_the_policy_gradient_at_an_unchanged_policy(name: str) -> None:
     """At ratio 1 every loss of the family has d loss / d log π = −A."""
     t = tokens([0.3, 0.6], [0.3, 0.6], [1.5, -0.5], prox=[0.3, 0.6])
-    LOSSES[name](t, OPTIONS)[0].sum().backward()  # type: ignore[no-untyped-call]
+    LOSSES.load(name)(t, OPTIONS)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert t.log_pi_T.grad is not None
     assert t.log_pi_T.grad.tolist() == pytest.approx([-1.5, 0.5], rel=1e-5)
 
@@ -128,6 +126,6 @@ def test_normalisations(how: str, expected: list[float]) -> None:
     assert weights.tolist() == pytest.approx(expected)
 
 
-def test_an_unknown_loss_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="dppo_tv"):
-        find_loss("ppo2")
+def test_an_unknown_loss_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="ppo2"):
+        LOSSES.load("ppo2")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.losses import LossOptions, Tokens, find_loss, token_weights
+from kbrl_async.learning.losses import Tokens, token_weights
+from kbrl_async.learning.settings import LOSSES
 from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
 from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.runs.config import load
@@ -36,7 +37,7 @@ def loss_of(method: str, groups: list[TrainGroup], log_pi: torch.Tensor) -> torc
     lengths = torch.full((len(samples),), LENGTH)
     place = torch.arange(len(samples)).repeat_interleave(LENGTH)
     advantage = torch.tensor([sample.advantage for sample in samples])[place]
-    per_token, _ = find_loss(config.loss)(Tokens(log_pi, torch.zeros_like(log_pi), advantage), LossOptions())
+    per_token, _ = LOSSES.load(config.loss)(Tokens(log_pi, torch.zeros_like(log_pi), advantage), config.learner)
     return (per_token * token_weights(lengths, place, config.learner.normalise, 1)).sum()
 
 
@@ -85,7 +86,7 @@ def test_reinforce_weighs_by_what_is_above_the_problems_running_mean() -> None:
         (["advantage=best_of_n", "group_size=10"], "holds them at the old policy"),
         (["method=reinforce", "advantage=reward_weight"], "needs a baseline"),
         (["dataset_builder.reward_plan_weight=0.2"], "weighs no part"),
-        (["preset=rloo", "corrections=tis,tis_sequence"], "weigh by the ratio twice"),
+        (["preset=rloo", "corrections=tis,tis_sequence"], "two corrections weigh"),
         (["learner.kl_weight=0.1"], "do not go together"),
     ],
 )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.corrections import CORRECTIONS
-from kbrl_async.learning.losses import LOSSES, LossOptions, Tokens, a3po, decoupled, gspo
-from kbrl_async.learning.objective import WEIGHTS, Objective, check_combination, kl_penalty
+from kbrl_async.learning.corrections import Ratios
+from kbrl_async.learning.losses import Tokens, a3po, cispo, decoupled, gspo, tis
+from kbrl_async.learning.objective import Objective, kl_penalty
+from kbrl_async.learning.settings import CORRECTIONS, LOSSES, WEIGHTS, Learner, check_combination
 
-SMOOTH = LossOptions(clip_low=0.9, clip_high=9.0, tv_delta=1.0, tis_cap=1e9, cispo_cap=1e9, gspo_low=0.9, gspo_high=9.0)
-"""Constants under which nothing is clipped, so that every loss is differentiable where it is tested."""
+SMOOTH = Learner(clip_low=0.9, clip_high=9.0, dppo_delta=1.0, kl="k3", kl_weight=0.1)
+"""Settings under which nothing is clipped, so that every loss is differentiable where it is tested."""
+wide_gspo = functools.partial(gspo, low=0.9, high=9.0)
+OWN = f"{__name__}:wide_gspo"
+"""A loss of the user's own, by where it is."""
 
 
 def tokens(log_pi: torch.Tensor | None = None) -> Tokens:
@@ -30,10 +36,10 @@ def tokens(log_pi: torch.Tensor | None = None) -> Tokens:
     )
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"tis", "cispo", "a3po"}))
+@pytest.mark.parametrize("loss", [*(name for name in LOSSES.ours if name not in ("tis", "cispo", "a3po", "gspo")), OWN])
 @pytest.mark.parametrize("correction", ["icepop", "sequence_mask"])
 def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> None:
-    objective = Objective(loss, SMOOTH, (correction,), kl="k3", kl_weight=0.1)
+    objective = Objective(loss, SMOOTH, (correction,))
     base = tokens()
 
     def value(log_pi: torch.Tensor) -> torch.Tensor:
@@ -42,10 +48,10 @@ def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> 
     assert torch.autograd.gradcheck(value, (base.log_pi_T,))
 
 
-@pytest.mark.parametrize("loss", ["tis", "cispo"])
-def test_losses_with_a_stopped_weight_have_the_weighted_policy_gradient(loss: str) -> None:
+@pytest.mark.parametrize("loss", [tis, cispo])
+def test_losses_with_a_stopped_weight_have_the_weighted_policy_gradient(loss: Any) -> None:
     t = tokens()
-    LOSSES[loss](t, SMOOTH)[0].sum().backward()  # type: ignore[no-untyped-call]
+    loss(t, SMOOTH, cap=1e9)[0].sum().backward()  # type: ignore[no-untyped-call]
     expected = -(t.log_pi_T.detach() - t.log_mu_T).exp() * t.advantage_T
     assert t.log_pi_T.grad is not None
     assert torch.allclose(t.log_pi_T.grad, expected)
@@ -53,21 +59,21 @@ def test_losses_with_a_stopped_weight_have_the_weighted_policy_gradient(loss: st
 
 def test_gspo_gives_every_token_of_a_sequence_the_same_ratio() -> None:
     t = tokens()
-    loss, _ = gspo(t, SMOOTH)
+    loss, _ = wide_gspo(t, SMOOTH)
     ratio = math.exp(((-1.1 + 1.0) + (-1.8 + 2.0)) / 2)
     assert loss[:2].tolist() == pytest.approx([-ratio, -ratio])
 
 
 def test_gspo_clips_by_sequence() -> None:
-    _, diagnostics = gspo(tokens(), LossOptions())
+    _, diagnostics = gspo(tokens(), Learner())
     assert diagnostics["dropped"].tolist() == [1, 1, 0, 0]
 
 
 def test_a3po_puts_the_proximal_policy_between_behaviour_and_learner_by_age() -> None:
     t = tokens()
     prox = torch.tensor([-1.0, -2.0, -0.5 + 2 / 3 * -0.1, -2.1 + 2 / 3 * 0.1]).double()
-    expected, _ = decoupled(dataclasses.replace(t, log_prox_T=prox), LossOptions())
-    assert torch.allclose(a3po(t, LossOptions())[0], expected)
+    expected, _ = decoupled(dataclasses.replace(t, log_prox_T=prox), Learner())
+    assert torch.allclose(a3po(t, Learner())[0], expected)
 
 
 def test_the_three_estimators_of_the_divergence_are_their_formulas() -> None:
@@ -80,29 +86,34 @@ def test_the_three_estimators_of_the_divergence_are_their_formulas() -> None:
 def test_a_masked_token_gives_neither_loss_nor_gradient_even_where_its_loss_is_infinite() -> None:
     log_pi = torch.tensor([-1.0, -math.inf], requires_grad=True)
     t = Tokens(log_pi, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 1.0]))
-    loss, diagnostics = Objective("reinforce", LossOptions(), ("icepop",))(t)
+    loss, diagnostics = Objective("reinforce", Learner(), ("icepop",))(t)
     assert loss.tolist() == [1.0, 0.0]
     assert diagnostics["masked"].tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"reinforce"}))
+@pytest.mark.parametrize("loss", [name for name in LOSSES.ours if name != "reinforce"])
 @pytest.mark.parametrize("correction", sorted(WEIGHTS))
 def test_a_ratio_is_never_weighed_twice(loss: str, correction: str) -> None:
     with pytest.raises(ConfigError, match="again"):
-        check_combination(loss, (correction,), "none")
+        check_combination(loss, (correction,))
 
 
 def test_masks_stand_beside_every_loss() -> None:
-    for loss in LOSSES:
-        for correction in set(CORRECTIONS) - WEIGHTS:
-            check_combination(loss, (correction,), "k1")
+    for loss in LOSSES.ours:
+        for correction in CORRECTIONS.ours.keys() - WEIGHTS:
+            check_combination(loss, (correction,))
 
 
 def test_two_weights_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="two corrections"):
-        check_combination("reinforce", ("tis", "tis_sequence"), "none")
+        check_combination("reinforce", ("tis", "tis_sequence"))
 
 
-def test_an_unknown_estimator_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="k3"):
-        check_combination("ppo", (), "k4")
+def halves(r: Ratios) -> torch.Tensor:
+    return torch.full_like(r.log_rho_T, 0.5)
+
+
+def test_a_correction_of_the_user_s_own_comes_in_by_its_place() -> None:
+    t = tokens()
+    whole = Objective("reinforce", Learner())(t)[0]
+    assert torch.equal(Objective("reinforce", Learner(), (f"{__name__}:halves",))(t)[0], whole * 0.5)

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 from kbrl_async.errors import ConfigError, MissingTool
-from kbrl_async.learning.engines import open_engine
-from kbrl_async.learning.policies.models import ModelOptions, load_model, wrap_lora
-from kbrl_async.learning.trainer import TrainerOptions, _engine_options
+from kbrl_async.learning.forward_backward import forward_backward
+from kbrl_async.learning.policies.models import load_model, wrap_lora
+from kbrl_async.learning.settings import Learner
 from kbrl_async.runs.config import load
 from tests.models import tiny_model
 
@@ -48,30 +48,30 @@ def test_a_base_in_four_bits_is_loaded_where_it_stays(
     installed: None, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.Module, "to", lambda *_: pytest.fail("a quantised model can't be moved"))
-    load_model(ModelOptions("org/model", device="cuda:1", quantisation="nf4"))
+    load_model("org/model", device="cuda:1", base_quantisation="nf4")
     assert asked["device_map"] == {"": 1}
     assert asked["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
 
 
 def test_a_base_in_eight_bits(installed: None, asked: dict[str, Any]) -> None:
-    load_model(ModelOptions("org/model", device="cuda", quantisation="int8"))
+    load_model("org/model", device="cuda", base_quantisation="int8")
     assert asked["quantization_config"] == {"load_in_8bit": True}
 
 
 def test_a_whole_base_is_loaded_as_before(asked: dict[str, Any]) -> None:
-    load_model(ModelOptions("org/model"))
+    load_model("org/model")
     assert not asked.keys() & {"quantization_config", "device_map"}
 
 
 def test_without_bitsandbytes_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingTool, match=r"base_quantisation=nf4 needs bitsandbytes.*pip install bitsandbytes"):
-        load_model(ModelOptions("org/model", device="cuda", quantisation="nf4"))
+        load_model("org/model", device="cuda", base_quantisation="nf4")
 
 
 def test_a_cpu_holds_no_quantised_base(installed: None) -> None:
     with pytest.raises(ConfigError, match="needs a GPU"):
-        load_model(ModelOptions("org/model", quantisation="int8"))
+        load_model("org/model", base_quantisation="int8")
 
 
 class _Rounded(nn.Linear):
@@ -83,9 +83,8 @@ def test_fused_kernels_step_aside_for_layers_of_another_kind() -> None:
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad is False:
             module.__class__ = _Rounded
-    options, cpu = _engine_options(TrainerOptions(), torch.device("cpu")), torch.device("cpu")
     with pytest.raises(ConfigError, match="its linear layers are _Rounded"):
-        open_engine("fused", model, options, cpu)
+        forward_backward(model, Learner(kernels="fused"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

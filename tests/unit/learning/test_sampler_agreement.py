@@ -13,11 +13,12 @@ import torch
 from kbrl_async.errors import PolicyMismatch
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.policies.versions import load_manifest, publish, version_folder
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.trainer import Trainer
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from protocols.records import SamplingParams, TrainGroup, TrainSample
-from tests.models import NumberTokenizer
+from tests.models import NumberTokenizer, update_settings
 
 CANARY = list(range(12))
 PROMPTS = ["1 2 3 4 5", "7 8", "20 21 22 23 24 25 26 27 28"]
@@ -25,7 +26,7 @@ PROMPTS = ["1 2 3 4 5", "7 8", "20 21 22 23 24 25 26 27 28"]
 
 def sample(model: torch.nn.Module, directory: Path, versions: list[int], temperature: float) -> list[Completion]:
     async def main() -> list[Completion]:
-        engine = TransformersEngine(model, NumberTokenizer(), TransformersOptions(max_rows=5))
+        engine = TransformersEngine(model, NumberTokenizer(), Sampler(slots=5))
         try:
             for version in versions:
                 folder = version_folder(directory, version)
@@ -65,7 +66,7 @@ def test_every_token_of_an_unchanged_policy_has_ratio_one(
     """Two versions: the start, and one that training moved. Both are sampled through a published folder."""
     base = copy.deepcopy(model)
     policy = wrap_lora(model, rank=4) if kind == "lora" else model
-    trainer = Trainer(policy, TrainerOptions(learning_rate=1e-2, warmup_steps=0))
+    trainer = Trainer(policy, update_settings(learning_rate=1e-2, warmup_steps=0))
     publish(tmp_path, policy, 0, None, 0, CANARY)
     first = as_groups(sample(base, tmp_path, [0], temperature))
     assert worst_ratio(trainer, first, temperature) < 1e-3

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.learning.losses import LossOptions, Tokens, reinforce
-from kbrl_async.learning.token_classes import flat_advantages, token_advantages
+from kbrl_async.learning.losses import Tokens, reinforce
+from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.trainer import flat_advantages, token_advantages
 from protocols.records import TrainSample
 
 SAMPLE = msgspec.structs.replace(
@@ -39,7 +40,7 @@ def test_samples_follow_one_another_flat(weight: float) -> None:
 
 def test_each_token_moves_by_its_own_advantage() -> None:
     log_pi = torch.full((6,), -0.5, requires_grad=True)
-    loss, _ = reinforce(Tokens(log_pi, torch.full((6,), -0.5), flat_advantages([SAMPLE])), LossOptions())
+    loss, _ = reinforce(Tokens(log_pi, torch.full((6,), -0.5), flat_advantages([SAMPLE])), Learner())
     loss.sum().backward()  # type: ignore[no-untyped-call]
     assert log_pi.grad is not None
     assert log_pi.grad.tolist() == [0.25, 0.25, -2.0, -2.0, -2.0, 0.25]

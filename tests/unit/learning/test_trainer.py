@@ -12,15 +12,17 @@ import torch
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning.metrics import ess, k3, staleness
 from kbrl_async.learning.optimizer import rate_at
-from kbrl_async.learning.policies.models import ModelOptions, causal_lm, load_model, wrap_lora
-from kbrl_async.learning.sft import SftOptions, train_sft
-from kbrl_async.learning.trainer import Trainer, TrainerOptions
+from kbrl_async.learning.policies.models import causal_lm, load_model, wrap_lora
+from kbrl_async.learning.settings import Sft
+from kbrl_async.learning.sft import train_sft
+from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
+from tests.models import update_settings
 
 
 def on_policy(model: torch.nn.Module, groups: list[TrainGroup], temperature: float = 1.0) -> list[TrainGroup]:
     """The same groups as if `model` had sampled them."""
-    trainer = Trainer(copy.deepcopy(model), TrainerOptions())
+    trainer = Trainer(copy.deepcopy(model), update_settings())
     return [
         msgspec.structs.replace(
             g,
@@ -43,7 +45,7 @@ def test_an_update_raises_what_was_good_and_lowers_what_was_bad(
 ) -> None:
     groups = on_policy(model, groups)
     samples = [s for g in groups for s in g.samples]
-    trainer = Trainer(model, TrainerOptions(loss=loss, learning_rate=1e-3, warmup_steps=0, epochs=1, minibatches=1))
+    trainer = Trainer(model, update_settings(loss=loss, learning_rate=1e-3, warmup_steps=0, epochs=1, minibatches=1))
     trainer.step(groups, 1.0)
     after = trainer.logprobs(samples, 1.0)
     gain = sum(s.advantage * (sum(new) - sum(s.logprobs)) for s, new in zip(samples, after, strict=True))
@@ -52,7 +54,7 @@ def test_an_update_raises_what_was_good_and_lowers_what_was_bad(
 
 def test_an_unchanged_policy_has_importance_ratio_one(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
     for temperature in (0.7, 1.0):
-        trainer = Trainer(copy.deepcopy(model), TrainerOptions(epochs=1, minibatches=1))
+        trainer = Trainer(copy.deepcopy(model), update_settings(epochs=1, minibatches=1))
         metrics = trainer.step(on_policy(model, groups, temperature), temperature)
         assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-3)
         assert metrics["ratio_p01"] == pytest.approx(1.0, abs=1e-3)
@@ -61,7 +63,7 @@ def test_an_unchanged_policy_has_importance_ratio_one(model: torch.nn.Module, gr
 
 
 def test_the_wrong_temperature_shows_as_mismatch(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
-    trainer = Trainer(copy.deepcopy(model), TrainerOptions(epochs=1, minibatches=1))
+    trainer = Trainer(copy.deepcopy(model), update_settings(epochs=1, minibatches=1))
     assert trainer.step(on_policy(model, groups, 0.7), 1.0)["mismatch_kl"] > 1e-2
 
 
@@ -69,9 +71,9 @@ def test_the_number_of_microbatches_does_not_change_the_update(
     model: torch.nn.Module, groups: list[TrainGroup]
 ) -> None:
     results = []
-    for budget, tree in ((4096, 768), (16, 0)):
+    for budget in (4096, 16):
         trained = copy.deepcopy(model)
-        trainer = Trainer(trained, TrainerOptions(token_budget=budget, tree_tokens=tree, epochs=1, minibatches=1))
+        trainer = Trainer(trained, update_settings(token_budget=budget, epochs=1, minibatches=1))
         metrics = trainer.step(on_policy(model, groups), 1.0)
         results.append((metrics["loss"], metrics["grad_norm"]))
     assert results[0] == pytest.approx(results[1], rel=1e-3, abs=1e-6)
@@ -82,7 +84,7 @@ def test_negative_advantages_can_be_scaled_away(model: torch.nn.Module, groups: 
         msgspec.structs.replace(g, samples=[msgspec.structs.replace(s, advantage=-1.0) for s in g.samples])
         for g in on_policy(model, groups)
     ]
-    trainer = Trainer(model, TrainerOptions(negative_scale=0.0, epochs=1, minibatches=1))
+    trainer = Trainer(model, update_settings(negative_scale=0.0, epochs=1, minibatches=1))
     assert trainer.step(only_bad, 1.0)["grad_norm"] < 1e-3
 
 
@@ -94,12 +96,12 @@ def test_a_value_that_is_not_finite_leaves_the_weights_untouched(
     samples = [msgspec.structs.replace(groups[0].samples[0], **{field: bad}), *groups[0].samples[1:]]
     before = weights(model)
     with pytest.raises(NonFiniteLoss):
-        Trainer(model, TrainerOptions()).step([msgspec.structs.replace(groups[0], samples=samples)], 1.0)
+        Trainer(model, update_settings()).step([msgspec.structs.replace(groups[0], samples=samples)], 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
-    trainer = Trainer(model, TrainerOptions())
+    trainer = Trainer(model, update_settings())
     before = weights(model)
     next(model.parameters()).register_hook(lambda g: g * math.nan)  # type: ignore[no-untyped-call]
     with pytest.raises(NonFiniteLoss, match="gradient"):
@@ -110,7 +112,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped(model: torch.nn.Module, gr
 def test_lora_trains_the_adapter_only(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
     base = weights(model)
     wrapped = wrap_lora(model, rank=4)
-    trainer = Trainer(wrapped, TrainerOptions(learning_rate=1e-3))
+    trainer = Trainer(wrapped, update_settings(learning_rate=1e-3))
     trainer.step(on_policy(wrapped, groups), 1.0)
     frozen = [p.detach() for n, p in causal_lm(wrapped).named_parameters() if "lora_" not in n]
     assert all(torch.equal(a, b) for a, b in zip(base, frozen, strict=True))
@@ -118,19 +120,19 @@ def test_lora_trains_the_adapter_only(model: torch.nn.Module, groups: list[Train
 
 
 def test_bf16_keeps_fp32_weights(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
-    metrics = Trainer(model, TrainerOptions(dtype="bf16")).step(on_policy(model, groups), 1.0)
+    metrics = Trainer(model, update_settings(dtype="bfloat16")).step(on_policy(model, groups), 1.0)
     assert math.isfinite(metrics["loss"])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_epochs_times_minibatches_optimiser_steps_are_taken(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
-    trainer = Trainer(model, TrainerOptions(epochs=2, minibatches=3))
+    trainer = Trainer(model, update_settings(epochs=2, minibatches=3))
     trainer.step(groups, 1.0)
     assert trainer.optimizer_step == 6
 
 
 def test_the_ages_of_the_samples_are_told(model: torch.nn.Module, groups: list[TrainGroup]) -> None:
-    metrics = Trainer(model, TrainerOptions()).step(groups, 1.0, version=2)
+    metrics = Trainer(model, update_settings()).step(groups, 1.0, version=2)
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 2.0)
 
 
@@ -149,7 +151,7 @@ def test_ess_and_k3_have_their_closed_forms(groups: list[TrainGroup]) -> None:
 
 def test_supervised_training_learns_its_targets(model: torch.nn.Module) -> None:
     examples = [([1, 2, 3], [10, 11, 12]), ([4, 5], [20, 21])]
-    report = train_sft(model, examples, SftOptions(epochs=60, batch_tokens=8, learning_rate=1e-2, dtype="fp32"))
+    report = train_sft(model, examples, Sft(steps=60, batch_tokens=8, lr=1e-2), bf16=False)
     assert report.loss < 0.1
     assert report.target_tokens == 60 * 5
 
@@ -157,9 +159,12 @@ def test_supervised_training_learns_its_targets(model: torch.nn.Module) -> None:
 def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> None:
     ticks = iter(range(1000))
     shares: list[float] = []
-    options = SftOptions(epochs=0, max_seconds=10.0, batch_tokens=4, dtype="fp32")
     report = train_sft(
-        model, [([1], [2, 3, 4])], options, lambda step, loss, share: shares.append(share), lambda: float(next(ticks))
+        model,
+        [([1], [2, 3, 4])],
+        Sft(max_seconds=10.0, batch_tokens=4),
+        lambda step, loss, share: shares.append(share),
+        clock=lambda: float(next(ticks)),
     )
     assert report.steps == 9
     assert shares == sorted(shares)
@@ -167,7 +172,7 @@ def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> 
 
 def test_a_missing_model_folder_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        load_model(ModelOptions(path="./no/such/model"))
+        load_model("./no/such/model")
 
 
 def test_the_mismatch_on_equal_weights_is_that_of_samples_as_new_as_the_policy(
@@ -178,7 +183,7 @@ def test_the_mismatch_on_equal_weights_is_that_of_samples_as_new_as_the_policy(
         fresh[0], samples=[msgspec.structs.replace(s, policy_version=1) for s in fresh[0].samples]
     )
     old = [msgspec.structs.replace(g, samples=[_aged(s) for s in g.samples]) for g in fresh[1:]]
-    trainer = Trainer(model, TrainerOptions(epochs=1, minibatches=1))
+    trainer = Trainer(model, update_settings(epochs=1, minibatches=1))
     metrics = trainer.step([new, *old], 1.0, version=1)
     assert metrics["mismatch_kl"] > 1e-3, "old samples differ"
     assert metrics["mismatch_kl_fresh"] < 1e-6, "those of the very same weights do not"

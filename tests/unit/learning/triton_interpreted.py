@@ -1,4 +1,4 @@
-"""Every Triton kernel of the learner against its plain torch twin, in fp32, for a process with TRITON_INTERPRET=1."""
+"""Every Triton kernel of the learner against plain torch, in fp32, for a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kbrl_async.sampling.vllm.meter import Meter
-from kbrl_async.sampling.vllm.options import Parts
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
+from kbrl_async.sampling.vllm.scheduler import Meter
 
 FINAL_ONLY, DELTA = "final_only", "delta"
 
@@ -255,3 +256,19 @@ def _prompt_table(ids: list[int], logits: torch.Tensor, count: int) -> Flat:
     for position, token in enumerate(ids[1:]):
         table.add(_row(logp[position], token, count))
     return table
+
+
+def vllm_options(model: str = "base", **given: Any) -> VLLMOptions:
+    """Those of a run with temperature 1 and S = 2 on a CPU, but for what is given: fields, or keys of `sampler`."""
+    mine = {
+        "temperature": 1.0,
+        "max_staleness": 2,
+        "device": "cpu",
+        "threads": 1,
+        "seed": 0,
+        "lora_rank": 0,
+        "roles": 1,
+    }
+    mine |= {name: value for name, value in given.items() if name in VLLMOptions.__struct_fields__}
+    settings = Sampler(**{name: value for name, value in given.items() if name not in mine})
+    return VLLMOptions(settings=settings, model=model, **mine)

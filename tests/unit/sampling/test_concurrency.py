@@ -6,24 +6,23 @@ import heapq
 import random
 from collections import deque
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbrl_async.sampling.concurrency import ConcurrencyOptions, Controller, Signals
+from kbrl_async.sampling.concurrency import Controller, Signals
 
-OPTIONS = ConcurrencyOptions(most=100, least=4)
+MOST, LEAST = 100, 4
 
 
 def test_without_pressure_all_places_are_used() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     assert [controller.observe(Signals(float(t), 100, 10 * t)) for t in range(20)] == [100] * 20
     assert controller.reason == ""
 
 
 def test_a_full_cache_shrinks_at_once_and_then_waits_for_what_was_admitted() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     limits = [controller.observe(Signals(float(t), 100, kv_usage=0.97)) for t in range(7)]
     assert limits[:5] == [70] * 5
     assert limits[5] < 70
@@ -31,14 +30,14 @@ def test_a_full_cache_shrinks_at_once_and_then_waits_for_what_was_admitted() -> 
 
 
 def test_a_preemption_counts_even_where_the_cache_looks_empty() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     controller.observe(Signals(0.0, 100, preemptions=3))
     assert controller.limit == 100
     assert controller.observe(Signals(1.0, 100, preemptions=4)) == 70
 
 
 def test_it_grows_again_only_while_its_places_are_taken() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     controller.observe(Signals(0.0, 100, kv_usage=0.97))
     assert controller.observe(Signals(10.0, 30, kv_usage=0.2)) == 70
     assert controller.observe(Signals(11.0, 70, kv_usage=0.2)) == 77
@@ -46,7 +45,7 @@ def test_it_grows_again_only_while_its_places_are_taken() -> None:
 
 
 def test_a_queue_behind_takes_it_down_to_what_keeps_that_stage_busy() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     for t in range(30):  # a generation takes 5 s: 100 under way, 20 end each second
         controller.observe(Signals(float(t), 100, 20 * t, queued_behind=44, rate_behind=4.0))
     assert controller.reason == "queue"
@@ -55,7 +54,7 @@ def test_a_queue_behind_takes_it_down_to_what_keeps_that_stage_busy() -> None:
 
 def test_several_samplers_share_what_the_stage_behind_can_take() -> None:
     def limit(samplers: int) -> int:
-        controller = Controller(msgspec.structs.replace(OPTIONS, least=1))
+        controller = Controller(MOST)
         for t in range(30):
             controller.observe(Signals(float(t), 100, 20 * t, queued_behind=44, rate_behind=4.0, samplers=samplers))
         return controller.limit
@@ -64,7 +63,7 @@ def test_several_samplers_share_what_the_stage_behind_can_take() -> None:
 
 
 def test_where_nobody_speaks_of_queues_they_bound_nothing() -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     for t in range(10):
         controller.observe(Signals(float(t), 100, 20 * t, queued_behind=900, rate_behind=4.0))
     assert controller.limit == 4
@@ -73,10 +72,10 @@ def test_where_nobody_speaks_of_queues_they_bound_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(0, 1), st.integers(0, 999), st.floats(0, 50)), max_size=30))
 def test_the_limit_is_always_within_its_bounds(moves: list[tuple[int, float, int, float]]) -> None:
-    controller = Controller(OPTIONS)
+    controller = Controller(MOST, LEAST)
     for t, (active, kv, queued, rate) in enumerate(moves):
         limit = controller.observe(Signals(float(t), active, t * 7, kv, t // 3, queued, rate))
-        assert OPTIONS.least <= limit <= OPTIONS.most
+        assert LEAST <= limit <= MOST
 
 
 class Pipeline:
@@ -127,7 +126,7 @@ class Pipeline:
 def test_in_front_of_a_slow_stage_the_queue_stays_flat_and_the_stage_busy() -> None:
     free, steered = Pipeline(4.0, 1e9), Pipeline(4.0, 1e9)
     free.run(300, None, 100)
-    steered.run(300, Controller(OPTIONS), 100)
+    steered.run(300, Controller(MOST, LEAST), 100)
     assert free.most_waiting > 1000
     assert steered.most_waiting < 4.0 * 10.0 * 3
     assert steered.done > 0.97 * free.done
@@ -136,7 +135,7 @@ def test_in_front_of_a_slow_stage_the_queue_stays_flat_and_the_stage_busy() -> N
 def test_with_too_little_memory_it_settles_below_it_and_loses_next_to_nothing() -> None:
     free, steered = Pipeline(1e3, 12_000.0), Pipeline(1e3, 12_000.0)
     free.run(300, None, 100)
-    steered.run(300, Controller(OPTIONS), 100)
+    steered.run(300, Controller(MOST, LEAST), 100)
     assert free.preempted > 500
     assert steered.preempted < 0.1 * free.preempted
 
@@ -144,5 +143,5 @@ def test_with_too_little_memory_it_settles_below_it_and_loses_next_to_nothing() 
 def test_with_room_for_all_it_takes_nothing_away() -> None:
     free, steered = Pipeline(1e3, 1e9), Pipeline(1e3, 1e9)
     free.run(120, None, 100)
-    steered.run(120, Controller(OPTIONS), 100)
+    steered.run(120, Controller(MOST, LEAST), 100)
     assert steered.done == free.done

@@ -15,10 +15,8 @@ from kbrl_async.cli.preflight import check_engine
 from kbrl_async.errors import ConfigError, InfraError, PolicyMismatch
 from kbrl_async.runs.config import load, to_yaml
 from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.openai.endpoint import Prices
 from kbrl_async.sampling.openai.engine import OpenAIEngine
-from kbrl_async.sampling.openai.options import OpenAIOptions, options_of
-from kbrl_async.sampling.openai.pacing import Backoff
+from kbrl_async.sampling.settings import Sampler
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, Reply, chat, error, fake_endpoint
 
@@ -50,8 +48,8 @@ def play(use: Use, clock: Clock | None = None, **options: Any) -> Any:
 
     async def main() -> Any:
         async with fake_endpoint() as fake:
-            given = OpenAIOptions(**{"base_url": fake.base_url, "model": "m", "deadline_s": 30.0, **options})
-            engine = OpenAIEngine(given, {"MY_KEY": KEY}, rng=random.Random(0), clock=time, sleep=time.sleep)
+            given = Sampler(**{"base_url": fake.base_url, "endpoint_deadline_s": 30.0, **options})
+            engine = OpenAIEngine(given, "m", {"MY_KEY": KEY}, rng=random.Random(0), clock=time, sleep=time.sleep)
             try:
                 return await use(fake, engine)
             finally:
@@ -84,7 +82,7 @@ def test_a_chat_completion_comes_back_with_its_usage() -> None:
 
 def test_the_completions_route_sends_the_bare_prompt() -> None:
     reply = Reply(body={"choices": [{"text": "x", "finish_reason": "length"}]})
-    done, fake, _ = play(answering(reply), style="completions")
+    done, fake, _ = play(answering(reply), endpoint_style="completions")
     assert (done.text, done.finish_reason) == ("x", "length")
     assert (fake.seen[0].path, fake.seen[0].body["prompt"]) == ("/v1/completions", "write a kernel")
 
@@ -133,7 +131,7 @@ def test_an_endpoint_that_keeps_failing_is_a_fault_of_the_infrastructure() -> No
             await ask(engine)
         assert len(fake.seen) == 3
 
-    play(use, backoff=Backoff(retries=2))
+    play(use, endpoint_retries=2)
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
@@ -161,7 +159,7 @@ def test_an_answer_that_never_comes_ends_at_the_deadline_and_hangs_up(monkeypatc
             await asyncio.wait_for(asking, 30)
         await asyncio.wait_for(fake.hung_up.wait(), 30)
 
-    play(use, deadline_s=100.0)
+    play(use, endpoint_deadline_s=100.0)
 
 
 def test_cancelling_closes_the_request() -> None:
@@ -214,7 +212,7 @@ def test_cost_is_counted_and_limited() -> None:
             await ask(engine)
         assert len(fake.seen) == 2
 
-    play(use, prices=Prices(input=2.0, output=10.0), max_cost=5e-4)
+    play(use, price_input=2.0, price_output=10.0, max_cost=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_the_key_goes_into_the_header_and_nowhere_else(caplog: pytest.LogCapture
             await ask(engine)
         assert fake.seen[0].headers["authorization"] == f"Bearer {KEY}"
         assert KEY not in str(caught.value)
-        assert KEY not in repr(engine.stats()) + repr(vars(engine)["_options"])
+        assert KEY not in repr(engine.stats()) + repr(vars(engine)["_settings"])
 
     play(use, api_key_env="MY_KEY")
     assert KEY not in caplog.text
@@ -267,13 +265,13 @@ def test_the_key_goes_into_the_header_and_nowhere_else(caplog: pytest.LogCapture
 
 def test_an_empty_variable_is_named() -> None:
     with pytest.raises(ConfigError, match=r"OTHER_KEY is empty .*export OTHER_KEY="):
-        OpenAIEngine(OpenAIOptions("http://127.0.0.1:1/v1", "m", api_key_env="OTHER_KEY"), {})
+        OpenAIEngine(Sampler(base_url="http://127.0.0.1:1/v1", api_key_env="OTHER_KEY"), "m", {})
 
 
 @pytest.mark.parametrize("address", ["http://user:pw@host/v1", "http://host/v1?key=1", "host/v1", "ftp://host", ""])
 def test_an_address_that_is_none_or_holds_a_secret_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"sampler\.base_url"):
-        OpenAIEngine(OpenAIOptions(address, "m"), {})
+        OpenAIEngine(Sampler(base_url=address), "m", {})
 
 
 # ── before the first request ─────────────────────────────────────────────────────────────────────────────────────
@@ -281,7 +279,7 @@ def test_an_address_that_is_none_or_holds_a_secret_is_refused(address: str) -> N
 
 def test_nobody_at_the_address_is_said_at_once() -> None:
     async def main() -> None:
-        engine = OpenAIEngine(OpenAIOptions("http://127.0.0.1:1/v1", "m"), {})
+        engine = OpenAIEngine(Sampler(base_url="http://127.0.0.1:1/v1"), "m", {})
         with pytest.raises(ConfigError, match=r"nothing answers at http://127\.0\.0\.1:1/v1: no connection"):
             await engine.check()
         await engine.close()
@@ -371,10 +369,8 @@ def test_an_endpoint_with_other_weights_stops_the_run(reply: Reply) -> None:
 OPENAI = ["sampler.engine=openai", "model_name=m", "sampler.base_url=http://h/v1"]
 
 
-def test_the_configuration_becomes_options_and_holds_no_key() -> None:
-    config = load(overrides=[*OPENAI, "sampler.api_key_env=MY_KEY", "sampler.price_output=3", "sampler.slots=5"])
-    options = options_of(config.sampler, config.model_name)
-    assert (options.model, options.slots, options.prices.output, options.api_key_env) == ("m", 5, 3.0, "MY_KEY")
+def test_the_configuration_holds_no_key() -> None:
+    config = load(overrides=[*OPENAI, "sampler.api_key_env=MY_KEY"])
     assert "MY_KEY" in to_yaml(config)
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMismatch, PromptTooLong
-from kbrl_async.sampling.transformers.engine import TransformersEngine, TransformersOptions
+from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.transformers.engine import TransformersEngine
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 Publish = Callable[[int], tuple[PolicyVersion, Path]]
@@ -25,10 +26,11 @@ def with_engine(
     tokenizer: Any,
     body: Callable[[TransformersEngine], Awaitable[None]],
     tick: Callable[[], None] = lambda: None,
+    slots: int = 64,
     **options: int,
 ) -> None:
     async def main() -> None:
-        engine = TransformersEngine(model, tokenizer, TransformersOptions(**options), tick)
+        engine = TransformersEngine(model, tokenizer, Sampler(slots=slots), tick=tick, **options)
         try:
             async with asyncio.timeout(100):
                 await body(engine)
@@ -70,7 +72,7 @@ def test_many_requests_over_few_rows_all_complete(model: torch.nn.Module, tokeni
         assert all(c.finish_reason == ("stop" if c.token_ids[-1] == 63 else "length") for c in done)
         assert engine.stats().active == 0
 
-    with_engine(model, tokenizer, body, max_rows=4)
+    with_engine(model, tokenizer, body, slots=4)
 
 
 def test_a_running_sequence_ends_on_its_version_and_a_new_one_begins_on_the_newest(
@@ -129,7 +131,7 @@ def test_cancelling_frees_the_row(model: torch.nn.Module, tokenizer: Any, publis
         await engine.generate("short", "1 2", SamplingParams(max_tokens=2))
         assert engine.stats().generated_tokens <= 5
 
-    with_engine(model, tokenizer, body, gate, max_rows=1)
+    with_engine(model, tokenizer, body, gate, slots=1)
 
 
 def test_the_same_request_twice_gets_two_answers(model: torch.nn.Module, tokenizer: Any, publish: Publish) -> None:
@@ -274,4 +276,4 @@ def test_short_answers_leave_and_others_come_while_a_long_one_goes_on(
         gate.open.set()
         await long
 
-    with_engine(model, tokenizer, body, gate, max_rows=2)
+    with_engine(model, tokenizer, body, gate, slots=2)

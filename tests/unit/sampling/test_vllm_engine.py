@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import warnings
 from collections.abc import Awaitable, Callable
@@ -17,12 +18,12 @@ from kbrl_async.errors import CheckpointError, ConfigError, InfraError, PolicyMi
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import causal_lm, wrap_lora
+from kbrl_async.sampling.engine import Computing
 from kbrl_async.sampling.vllm.engine import VLLMEngine
-from kbrl_async.sampling.vllm.meter import Meter
-from kbrl_async.sampling.vllm.options import VLLMOptions
+from kbrl_async.sampling.vllm.scheduler import Meter
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 from tests.models import EOS, NumberTokenizer
-from tests.unit.sampling.fake_vllm import PARTS, FakeAsyncLLM, FakeLoRARequest
+from tests.unit.sampling.fake_vllm import PARTS, FakeAsyncLLM, FakeLoRARequest, vllm_options
 
 CANARY = [1, 2, 3, 4, 5, 6]
 TEXT = "7 8 9 10 11 12 13"
@@ -73,15 +74,24 @@ class Shifted(NumberTokenizer):
         return [(int(word) + 1) % EOS for word in text.split()]
 
 
-def served(learner: Learner, body: Body, kv_tokens: int = 10_000, tokenizer: Any = None, **changes: Any) -> None:
+def served(
+    learner: Learner,
+    body: Body,
+    kv_tokens: int = 10_000,
+    tokenizer: Any = None,
+    computing: Computing = contextlib.nullcontext,
+    **changes: Any,
+) -> None:
     """Runs `body` with an engine over the learner's base."""
 
     async def main() -> None:
-        given = {"update": learner.kind, "lora_rank": 4, "max_model_len": 256, "device": "cpu", **changes}
+        given = {"lora_rank": 4 if learner.kind == "adapter" else 0, "max_model_len": 256, **changes}
         meter = Meter()
         llm = FakeAsyncLLM(learner.base, meter, kv_tokens)
-        options = VLLMOptions("base", **given)
-        engine = VLLMEngine(llm, PARTS, tokenizer or NumberTokenizer(), frozenset([EOS]), options, meter)
+        options = vllm_options(**given)
+        engine = VLLMEngine(
+            llm, PARTS, tokenizer or NumberTokenizer(), frozenset([EOS]), options, meter, computing=computing
+        )
         try:
             async with asyncio.timeout(60):
                 await body(engine, llm)
@@ -131,12 +141,12 @@ def test_a_stop_token_ends_an_answer_and_is_part_of_it(adapters: Learner) -> Non
         done = await engine.generate("r", "1", LONG)
         assert (done.token_ids, done.finish_reason) == ([9], "stop")
 
-    served(adapters, body, stop=("9",))
+    served(adapters, body, stop=["9"])
 
 
 def test_a_stop_text_of_several_tokens_is_refused(adapters: Learner) -> None:
     with pytest.raises(ConfigError, match=r"sampler\.stop: '9 9' is 2 tokens"):
-        served(adapters, None, stop=("9 9",))  # type: ignore[arg-type]
+        served(adapters, None, stop=["9 9"])  # type: ignore[arg-type]
 
 
 def test_a_prompt_beyond_the_context_is_refused_alone(adapters: Learner) -> None:
@@ -174,7 +184,7 @@ def test_an_answer_past_its_deadline_is_given_back_and_frees_its_kv(adapters: Le
     # The canaries are asked within the same deadline, and must not meet it on a slow machine.
     async def slow(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
-        engine._options = msgspec.structs.replace(engine._options, deadline_s=0.05)
+        engine._deadline_s = 0.05
         engine.load = lambda *_: asyncio.sleep(0)  # type: ignore[assignment, method-assign]
         await body(engine, llm)
 
@@ -254,7 +264,7 @@ def test_a_new_version_waits_for_room_among_the_live_ones(adapters: Learner) -> 
         for task in tasks:
             task.cancel()
 
-    served(adapters, body, live_versions=2)
+    served(adapters, body, max_staleness=0)
 
 
 def test_a_broken_adapter_is_named_and_the_version_before_goes_on_serving(adapters: Learner) -> None:

@@ -20,14 +20,13 @@ import torch
 
 from kbrl_async.errors import CheckpointError, InfraError, PolicyMismatch
 from kbrl_async.learning.policies import versions
-from kbrl_async.sampling.engine import Completion
-from kbrl_async.sampling.guards import Prompts
+from kbrl_async.sampling.engine import Completion, Prompts
 from kbrl_async.sampling.vllm.engine import VLLMEngine
-from kbrl_async.sampling.vllm.options import VLLMOptions
-from kbrl_async.sampling.vllm.start import start
+from kbrl_async.sampling.vllm.start import launch
 from kbrl_async.sampling.vllm.versions import Served
 from protocols.records import SamplingParams
 from tests.models import EOS, NumberTokenizer, tiny_model
+from tests.unit.sampling.fake_vllm import vllm_options
 from tests.unit.sampling.test_vllm_engine import Learner, Shifted
 
 pytestmark = [
@@ -57,9 +56,14 @@ def base(folder: Path) -> torch.nn.Module:
 
 def served(learner: Learner, folder: Path, body: Callable[[VLLMEngine], Awaitable[None]], **changes: Any) -> None:
     async def main() -> None:
-        given = {"update": learner.kind, "lora_rank": 8, "eager": True, "memory_share": 0.3, "kv_bytes": 16 << 20}
-        options = VLLMOptions(str(folder), device=DEVICE, slots=32, **{**given, **changes})
-        engine = await start(options, NumberTokenizer(), [EOS])
+        given = {
+            "lora_rank": 8 if learner.kind == "adapter" else 0,
+            "eager": True,
+            "memory_share": 0.3,
+            "kv_bytes": 16 << 20,
+        }
+        options = vllm_options(str(folder), device=DEVICE, slots=32, **{**given, **changes})
+        engine = await launch(options, NumberTokenizer(), [EOS])
         try:
             async with asyncio.timeout(600):
                 await body(engine)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from kbrl_async.errors import ConfigError, MissingTool, PolicyMismatch
 from kbrl_async.sampling.canary import check_temperature, judge
-from kbrl_async.sampling.vllm.drafts import Draft
-from kbrl_async.sampling.vllm.guard import watch
-from kbrl_async.sampling.vllm.options import VLLMOptions, arguments, check_installed, set_environment
-from kbrl_async.sampling.vllm.versions import LiveVersions, Served
+from kbrl_async.sampling.vllm.options import arguments, check_installed, set_environment, watch
+from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
+from tests.unit.sampling.fake_vllm import vllm_options
 
 KNOWN = frozenset(
     {
@@ -52,28 +51,28 @@ def test_a_vllm_of_this_torch_will_do() -> None:
 
 
 def test_room_is_made_for_all_live_versions_and_the_one_that_is_proven() -> None:
-    made = arguments(VLLMOptions("m", lora_rank=12, live_versions=4, roles=3), KNOWN)
+    made = arguments(vllm_options("m", lora_rank=12, max_staleness=2, roles=3), KNOWN)
     assert (made["max_loras"], made["max_cpu_loras"], made["max_lora_rank"]) == (15, 15, 16)
 
 
 def test_arguments_that_a_neighbouring_version_lacks_are_left_out() -> None:
-    assert arguments(VLLMOptions("m", update="full"), KNOWN).keys() <= KNOWN
+    assert arguments(vllm_options("m"), KNOWN).keys() <= KNOWN
 
 
 def test_a_vllm_without_processed_logprobs_is_refused() -> None:
     with pytest.raises(MissingTool, match="no logprobs_mode"):
-        arguments(VLLMOptions("m", update="full"), KNOWN - {"logprobs_mode"})
+        arguments(vllm_options("m"), KNOWN - {"logprobs_mode"})
 
 
-@pytest.mark.parametrize("rank", [0, 1024])
+@pytest.mark.parametrize("rank", [513, 1024])
 def test_ranks_that_vllm_has_no_kernels_for_are_refused(rank: int) -> None:
     with pytest.raises(ConfigError, match=f"lora_rank={rank}"):
-        arguments(VLLMOptions("m", lora_rank=rank), KNOWN)
+        arguments(vllm_options("m", lora_rank=rank), KNOWN)
 
 
 def test_what_somebody_has_set_in_the_environment_stays() -> None:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "8"}
-    set_environment(VLLMOptions("m", device="cpu", threads=3), environment)
+    set_environment("cpu", 3, environment)
     assert (environment["VLLM_CPU_KVCACHE_SPACE"], environment["OMP_NUM_THREADS"]) == ("8", "3")
 
 

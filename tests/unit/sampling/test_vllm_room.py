@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kbrl_async.errors import HostError
-from kbrl_async.sampling.vllm.room import PATIENCE_S, Memory, memory_now, wait_for_room
+from kbrl_async.sampling.vllm.start import PATIENCE_S, Memory, memory_now, wait_for_memory
 
 GIB = 1 << 30
 
@@ -27,7 +27,7 @@ def wait(share: float, *free_gib: float | None) -> tuple[list[str], int]:
         nonlocal now
         now += seconds
 
-    asyncio.run(wait_for_room(share, told.append, look, pause, lambda: now))
+    asyncio.run(wait_for_memory(share, told.append, look, pause, lambda: now))
     return told, looks
 
 

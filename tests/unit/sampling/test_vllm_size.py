@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kbrl_async.sampling.vllm.options import VLLMOptions, arguments
-from kbrl_async.sampling.vllm.size import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
+from kbrl_async.sampling.vllm.start import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
+from tests.unit.sampling.fake_vllm import vllm_options
 
 GIB = 1 << 30
 SMALL = {"num_hidden_layers": 6, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 1024}
@@ -32,7 +33,7 @@ def model(folder: Path, shape: dict[str, Any] | None, weights: int = 1000) -> st
 
 
 def options(name: str, **given: Any) -> VLLMOptions:
-    return VLLMOptions(name, dtype="float32", slots=64, memory_share=0.2, **given)
+    return vllm_options(name, dtype="float32", slots=64, memory_share=0.2, **given)
 
 
 def test_a_token_holds_keys_and_values_of_all_layers() -> None:
@@ -42,9 +43,9 @@ def test_a_token_holds_keys_and_values_of_all_layers() -> None:
 
 
 def test_a_small_model_gets_a_cache_for_every_slot_and_measures_nothing(tmp_path: Path) -> None:
-    found = fitted(options(model(tmp_path, SMALL), update="full"), 141 * GIB)
+    found = fitted(options(model(tmp_path, SMALL)), 141 * GIB)
     assert found.kv_bytes == 18432 * (1024 + BLOCK_TOKENS) * 65
-    assert found.memory_share == pytest.approx((found.kv_bytes + 2000 + BESIDE_BYTES) / (141 * GIB))
+    assert found.settings.memory_share == pytest.approx((found.kv_bytes + 2000 + BESIDE_BYTES) / (141 * GIB))
     given = arguments(found, frozenset(["logprobs_mode", "skip_tokenizer_init", "kv_cache_memory_bytes"]))
     assert given["kv_cache_memory_bytes"] == found.kv_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.kernels.backends.building import backend, backends
+from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
@@ -15,7 +15,7 @@ from services.runtime.quiet import shared_resources
 def test_a_farm_offers_what_it_can_build_and_says_why_not_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     name = backends()[0]
     monkeypatch.setattr(type(backend(name)), "missing", lambda _: "its compiler is not installed")
-    caps, lacking = farm_caps()
+    caps, lacking = farm_caps("c")
     assert name not in caps[BACKENDS].split(",")
     assert lacking[name] == "its compiler is not installed"
     assert set(caps[BACKENDS].split(",")) | set(lacking) >= set(backends())

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from kbrl_async.kernels.backends.building import backends
+from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.learning.losses import find_loss
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.prompts import TEMPLATES
@@ -38,5 +38,8 @@ def test_every_prompt_option_is_a_template() -> None:
     assert set(choices(DatasetBuilder, "prompt_option")) - {"auto", "raicl", "custom"} == set(TEMPLATES)
 
 
-def test_every_backend_is_built_by_somebody() -> None:
-    assert set(choices(Config, "backend")) == set(backends())
+@pytest.mark.parametrize("name", backends())
+def test_every_backend_can_be_found_and_is_told_of(name: str) -> None:
+    found = backend(name)
+    assert found.name == name
+    assert found.contracts[""].startswith("You write fast")

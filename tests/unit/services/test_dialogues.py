@@ -8,7 +8,7 @@ import msgspec
 
 from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
 from kbrl_async.rollouts.turns import TurnOptions, TurnScore, with_returns
-from kbrl_async.runs.telemetry import training_metrics, turn_metrics
+from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
 from services.reward_aggregator.journal import Journal
@@ -137,8 +137,8 @@ def test_trajectory_numbers_are_those_of_whole_rollouts() -> None:
     assert values["trajectory/avg_turns"] == 2.5
     assert values["trajectory/compile_fix_rate"] == 0.5
     assert values["turn_2/correct_rate"] == 0.5
-    assert turn_metrics.compile_fix_rate(turns, turn=1) == 1.0
-    assert turn_metrics.compile_fix_rate(turns[:1]) is None
+    assert training_metrics.compile_fix_rate(turns, turn=1) == 1.0
+    assert training_metrics.compile_fix_rate(turns[:1]) is None
 
 
 def test_a_corrector_gets_the_newest_failure_of_another_rollout_of_the_same_problem() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kbrl_async.learning import kept
+from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
-from kbrl_async.runs.config.sections import Learner
 from protocols.records import TrainBatch, TrainGroup
 from services.learner import actor
-from services.learner.actor import Learning, trainer_options
+from services.learner.actor import Learning
 from tests.models import SMALLER, drawn_sample, tiny_model
 from tests.unit.services.log import Log
 
@@ -31,7 +31,7 @@ def learning(folder: Path, **settings: Any) -> Learning:
     service: Any = SimpleNamespace(
         config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
-    made = Learning(service, Trainer(tiny_model(scale=1.0, **SMALLER), trainer_options(config, "cpu")), "base", CANARY)
+    made = Learning(service, Trainer(tiny_model(scale=1.0, **SMALLER), config), "base", CANARY)
     made._resume()
     return made
 

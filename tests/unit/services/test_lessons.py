@@ -13,7 +13,7 @@ from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade
 from kbrl_async.runs.config import Config, load
-from kbrl_async.runs.demonstrations import Lesson, Span
+from kbrl_async.runs.demonstrations import LearnedTurn, Lesson
 from protocols.records import GroupOutcome, TrainGroup
 from services.reward_aggregator.planning import plan_of
 from services.reward_aggregator.sft_dataset import NOT_A_PROBLEM, SftDataset, corpus, described
@@ -22,7 +22,7 @@ GROUP = 2
 
 
 def lesson(number: int, turns: int = 1) -> Lesson:
-    return Lesson(tuple(Span([number], [100 + number, turn]) for turn in range(turns)))
+    return Lesson(tuple(LearnedTurn([number], [100 + number, turn]) for turn in range(turns)))
 
 
 def config(*words: str) -> Config:

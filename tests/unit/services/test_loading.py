@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from kbrl_async.errors import CheckpointError, InfraError
-from protocols.messages import Message, Pause, Resume
+from protocols.messages import Pause, Resume
 from protocols.records import SamplingParams
-from services.runtime.quiet import Gate
 from services.sampler.__main__ import watched
 from services.sampler.actor import EngineLost, Sampling
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, until
-from tests.unit.services.test_sampling_vllm import ask, sampling
+from tests.unit.services.test_sampling_vllm import Quiet, ask, sampling
 
 PATIENCE_S = 30.0
 WINDOW = Pause("window", "cpu", 600.0)
@@ -48,14 +47,6 @@ async def loading(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> tuple[H
     return held, task
 
 
-def shared(one: Sampling, *, is_idle: bool) -> tuple[Gate, list[Message], asyncio.Task[None]]:
-    """A gate before the sampler, what it says to the broker, and the sampler's ear for it."""
-    said: list[Message] = []
-    gate = Gate(lambda: 0.0, said.append, lambda: is_idle)
-    one.share(gate)
-    return gate, said, asyncio.create_task(one.stand_still(gate))
-
-
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_rollout_that_is_revoked_takes_no_load_with_it(tmp_path: Path, kind: str) -> None:
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
@@ -73,8 +64,11 @@ def test_a_rollout_that_is_revoked_takes_no_load_with_it(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_bench_gets_its_quiet_when_the_load_is_done(tmp_path: Path, kind: str) -> None:
+    quiet = Quiet(is_idle=True)
+    gate, said = quiet.gate, quiet.said
+
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
-        gate, said, helper = shared(one, is_idle=True)
+        helper = asyncio.create_task(one.stand_still())
         held, asked = await loading(one, llm, learner)
         gate.handle(WINDOW)
         await asyncio.sleep(0.1)
@@ -86,13 +80,16 @@ def test_a_bench_gets_its_quiet_when_the_load_is_done(tmp_path: Path, kind: str)
         await asked
         helper.cancel()
 
-    sampling(tmp_path, body, kind)
+    sampling(tmp_path, body, kind, quiet)
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_canaries_that_wait_among_rollouts_stand_still_with_them(tmp_path: Path, kind: str) -> None:
+    quiet = Quiet()
+    gate, said = quiet.gate, quiet.said
+
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
-        gate, said, helper = shared(one, is_idle=False)
+        helper = asyncio.create_task(one.stand_still())
         llm.held_at = 0  # no answer moves on, no canary either
         learner.publish()
         asked = asyncio.create_task(one.catch_up())
@@ -107,7 +104,7 @@ def test_canaries_that_wait_among_rollouts_stand_still_with_them(tmp_path: Path,
         assert one.stats().policy_version == 1
         helper.cancel()
 
-    sampling(tmp_path, body, kind)
+    sampling(tmp_path, body, kind, quiet)
 
 
 def test_an_engine_that_dies_in_a_load_is_noticed_though_its_answer_never_comes(tmp_path: Path) -> None:
@@ -124,9 +121,10 @@ def test_an_engine_that_dies_in_a_load_is_noticed_though_its_answer_never_comes(
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_no_load_begins_in_a_quiet_window(tmp_path: Path, kind: str) -> None:
+    quiet = Quiet(is_idle=True)
+    gate = quiet.gate
+
     async def body(one: Sampling, llm: FakeAsyncLLM, learner: Learner) -> None:
-        gate = Gate(lambda: 0.0, lambda _: None, lambda: True)
-        one.share(gate)
         gate.handle(WINDOW)
         learner.publish()
         asked = asyncio.create_task(one.catch_up())
@@ -139,7 +137,7 @@ def test_no_load_begins_in_a_quiet_window(tmp_path: Path, kind: str) -> None:
         await asked
         assert one.stats().policy_version == 1
 
-    sampling(tmp_path, body, kind)
+    sampling(tmp_path, body, kind, quiet)
 
 
 def test_after_a_reload_that_broke_off_no_answer_leaves(tmp_path: Path) -> None:

@@ -15,21 +15,21 @@ from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import checkpoints, kept
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchFailed, BatchMade
-from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, Outcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, TurnOutcome, Update, make_row
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
     BenchReport,
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Purpose,
     SamplingParams,
     TrainBatch,
     Verdict,
 )
-from services.learner.actor import make_trainer
+from protocols.rollout import Record, Work
+from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import JOURNAL, replay_run
 from services.reward_aggregator.journal import Journal
@@ -39,7 +39,6 @@ from services.rollouts.examples import FirstPrompts
 from services.rollouts.manager import RolloutManager
 from services.rollouts.scoring import Scored
 from tests.models import SMALLER, VOCABULARY, tiny_model
-from tests.records import packed
 
 CANARY = [1, 2, 3, 4]
 DEADLINE_S = 30.0
@@ -91,7 +90,7 @@ class FakeRun:
         groups = self.campaign.book.train_groups(batch.batch_id)
         self._archive.outcomes(
             [
-                Outcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
+                TurnOutcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
                 for group in groups
                 for s in group.samples
             ]
@@ -121,15 +120,15 @@ class FakeRun:
         request = self._conductor.request(
             rollout_id, group_id, self.campaign.problem(self.campaign.book.group_problem(group_id)), Purpose.TRAIN, 0
         )
-        record: list[Frame] = [request, *self._work(place)]
+        record = Record.of(request, *self._work(place))
         scored = self._conductor.score(rollout_id, record, preset_for(group_id, self._presets, self.campaign))
         assert isinstance(scored, Scored)
-        row = make_row(rollout_id, group_id, rollout_id, record, at=1.0, reward=scored.sample.reward)
-        self._archive.add(row, packed(record)).result(DEADLINE_S)
+        row = make_row(rollout_id, record, at=1.0, reward=scored.sample.reward)
+        self._archive.add(row, record.encode()).result(DEADLINE_S)
         change = self.campaign.book.scored(group_id, rollout_id, [scored.sample], self._tick())
         self._change(change, RolloutEnded(rollout_id, group_id, scored.stats))
 
-    def _work(self, place: int) -> Iterator[Frame]:
+    def _work(self, place: int) -> Iterator[Work]:
         tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(2, 8))]
         logprobs = [-self._rng.uniform(3.5, 4.5) for _ in tokens]
         version = self.campaign.book.version

@@ -15,11 +15,13 @@ from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
-from services.rollouts.scoring import lost_reason, score
+from protocols.rollout import Record
+from services.rollouts.scoring import score
 from services.runtime.service import Service
-from services.sampler.actor import Sampling
+from services.sampler.actor import Sampling, start_engine
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
 from tests.unit.services.log import Log
+from tests.unit.services.test_sampling_vllm import Quiet, worker
 
 ANSWER = "Here it is:\n```python\nclass ModelNew:\n    def forward(self):\n        pass\n```\n"
 
@@ -42,8 +44,10 @@ def run(tmp_path: Path, purpose: Purpose) -> tuple[Any, Log, FakeEndpoint]:
         async with fake_endpoint() as fake:
             fake.replies = [chat(ANSWER)]
             given = service(tmp_path, fake.base_url)
-            sampling = await Sampling.open(given, asyncio.Event())
-            assert sampling is not None
+            engine = await start_engine(given, worker(), asyncio.Event())
+            assert engine is not None
+            sampling = Sampling(given, engine, Quiet().gate, lambda: None)
+            await sampling.begin()
             try:
                 task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
                 return await sampling.generate(task, [frame(purpose)]), given.log, fake
@@ -75,7 +79,7 @@ def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_el
     class Refusing:
         """An engine for which the first prompt is too long."""
 
-        policy_version = 7
+        policy_version, tokenizer, is_remote = 7, None, False
         asked = 0
 
         async def generate(self, *_given: Any) -> Completion:
@@ -85,15 +89,12 @@ def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_el
             return Completion([1], [2], [-0.5], ANSWER, "stop", 7, 0.0, 0.0)
 
     given = msgspec.structs.replace(service(tmp_path, "http://127.0.0.1:1/v1"), log=Log())
-    sampling = Sampling(given, Refusing())  # type: ignore[arg-type]
+    sampling = Sampling(given, Refusing(), Quiet().gate, lambda: None)  # type: ignore[arg-type]
     task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
     refused, done = [asyncio.run(sampling.generate(task, [frame(Purpose.EVAL)])) for _ in range(2)]
     generation = msgspec.msgpack.decode(refused.frames[0], type=Generation)
     assert refused.next_stage == Stage.SCORE
     assert generation.fault is Fault.INFRA_ERROR
-    assert lost_reason([generation]) == "prompt_too_long"
-    assert (
-        score([msgspec.msgpack.decode(frame(Purpose.EVAL), type=RolloutRequest), generation], find_preset("stage3"))
-        is None
-    )
+    record = Record.decode([frame(Purpose.EVAL), *refused.frames])
+    assert (record.lost_because, score(record, find_preset("stage3"))) == ("prompt_too_long", None)
     assert done.next_stage == Stage.COMPILE

@@ -13,15 +13,15 @@ import torch
 
 from kbrl_async.errors import CheckpointError, ConfigError, MissingTool
 from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
+from kbrl_async.sampling.engine import EngineSetup
 from kbrl_async.sampling.vllm import start as vllm_start
-from kbrl_async.sampling.vllm.options import VLLMOptions
-from protocols.messages import Pause, Resume, Stage, Task
+from kbrl_async.sampling.vllm.start import end_ids, options_of
+from protocols.messages import Message, Pause, Resume, Stage, Task
 from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
 from services.runtime.quiet import Gate
 from services.runtime.service import Service
-from services.sampler.actor import EngineLost, Sampling
-from services.sampler.vllm import end_ids, options_of
-from tests.records import packed
+from services.runtime.worker import Worker
+from services.sampler.actor import EngineLost, Sampling, start_engine
 from tests.unit.sampling.conftest import make_model
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, served, until
@@ -36,25 +36,34 @@ def service(tmp_path: Path, *words: str) -> Service:
     return Service("sampler", "sampler.1", tmp_path, config, endpoints(config, tmp_path), layout, Log())
 
 
-def sampling(tmp_path: Path, body: Body, kind: str = "full") -> None:
+class Quiet:
+    """The gate before a sampler, and what it says to the broker."""
+
+    def __init__(self, *, is_idle: bool = False) -> None:
+        self.said: list[Message] = []
+        self.gate = Gate(lambda: 0.0, self.said.append, lambda: is_idle)
+
+
+def sampling(tmp_path: Path, body: Body, kind: str = "full", quiet: Quiet | None = None) -> None:
     """Runs `body` with a sampler that follows a learner's folder."""
+    gate = (quiet or Quiet()).gate
     (tmp_path / "policies").mkdir()
     learner = Learner(make_model(), tmp_path / "policies", kind)
 
     async def main(engine: Any, llm: FakeAsyncLLM) -> None:
         learner.publish()
-        one = Sampling(service(tmp_path), engine)
+        one = Sampling(service(tmp_path), engine, gate, lambda: None)
         await one.catch_up()
         await body(one, llm, learner)
 
-    served(learner, main)
+    served(learner, main, computing=gate.unstoppable)
 
 
 def ask(number: int) -> tuple[Task, list[bytes]]:
     request = RolloutRequest(
         f"r{number}", "g", Problem("L1/01_x", 1, "x", ""), "1 2 3", "c", SamplingParams(max_tokens=40)
     )
-    return Task(f"r{number}@0", f"lease{number}", Stage.GENERATE, 1, 60.0, 0), packed([request])
+    return Task(f"r{number}@0", f"lease{number}", Stage.GENERATE, 1, 60.0, 0), [msgspec.msgpack.encode(request)]
 
 
 def test_with_its_engine_the_process_ends_so_that_no_task_loses_its_attempts_to_it(tmp_path: Path) -> None:
@@ -100,10 +109,11 @@ def test_a_broken_version_stops_the_sampler_and_gives_no_rollout_away(tmp_path: 
 
 
 def test_the_engine_stands_still_while_a_bench_wants_quiet(tmp_path: Path) -> None:
+    quiet = Quiet()
+    gate, said = quiet.gate, quiet.said
+
     async def body(one: Sampling, llm: FakeAsyncLLM, _: Learner) -> None:
-        clock, said = [0.0], []
-        gate = Gate(lambda: clock[0], said.append, lambda: False)
-        helper = asyncio.create_task(one.stand_still(gate))
+        helper = asyncio.create_task(one.stand_still())
         running = asyncio.create_task(one.generate(*ask(1)))
         await until(lambda: bool(llm.running))
         gate.handle(Pause("window", "cpu", 30.0))
@@ -114,7 +124,7 @@ def test_the_engine_stands_still_while_a_bench_wants_quiet(tmp_path: Path) -> No
         assert not llm.paused
         helper.cancel()
 
-    sampling(tmp_path, body)
+    sampling(tmp_path, body, quiet=quiet)
 
 
 async def _said(said: list[Any]) -> None:
@@ -122,18 +132,46 @@ async def _said(said: list[Any]) -> None:
         await asyncio.sleep(0.005)
 
 
+def setup_of(tmp_path: Path, *words: str) -> EngineSetup:
+    """What `start_engine` gives an engine of a run with these settings."""
+    seen: list[EngineSetup] = []
+
+    async def taken(setup: EngineSetup) -> None:
+        seen.append(setup)
+
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm_start, "start", taken)
+            await start_engine(service(tmp_path, *words), worker(), asyncio.Event())
+
+    asyncio.run(main())
+    return seen[0]
+
+
+def worker() -> Worker:
+    async def handler(_: Task, __: list[bytes]) -> None:
+        return None
+
+    return Worker("ipc:///nowhere", "sampler.1", [Stage.GENERATE], 1, handler)
+
+
+def adapter(folder: Path, rank: int) -> Path:
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    return folder
+
+
 def test_the_run_s_configuration_makes_the_engine_s_options(tmp_path: Path) -> None:
     manifest = PolicyVersion(0, None, 0, "lora", "", [1, 2], [0.0], base_model="base", adapters={})
     words = ("lora_rank=16", "max_staleness=3", "temperature=0.8", "sampler.slots=256", "sampler.memory_share=0.4")
-    options = options_of(service(tmp_path, *words), manifest, 16)
-    shown = (options.update, options.lora_rank, options.live_versions, options.temperature, options.slots)
+    options = options_of(setup_of(tmp_path, *words), manifest, adapter(tmp_path, 16))
+    shown = (options.update, options.lora_rank, options.live_versions, options.temperature, options.settings.slots)
     assert shown == ("adapter", 16, 5, 0.8, 256)
 
 
 def test_an_update_that_the_learner_does_not_publish_is_refused(tmp_path: Path) -> None:
     manifest = PolicyVersion(0, None, 0, "lora", "", [1, 2], [0.0])
     with pytest.raises(ConfigError, match=r"sampler\.update=full, and the learner publishes lora"):
-        options_of(service(tmp_path, "sampler.update=full"), manifest, 8)
+        options_of(setup_of(tmp_path, "sampler.update=full"), manifest, adapter(tmp_path, 8))
 
 
 def test_end_of_text_tokens_are_those_of_the_model_s_folder(tmp_path: Path) -> None:
@@ -154,14 +192,14 @@ def test_vllm_is_imported_while_the_learner_makes_the_first_version(
     async def main() -> None:
         stop = asyncio.Event()
 
-        def preload(options: VLLMOptions) -> None:
-            seen.append(options.device)
+        def preload(device: str, _: int) -> None:
+            seen.append(device)
             loop.call_soon_threadsafe(stop.set)
 
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(vllm_start, "preload", preload)
         # There is no version, and there will be none: it ends because the import ended it.
-        assert await asyncio.wait_for(Sampling.open(service(tmp_path), stop), 30) is None
+        assert await asyncio.wait_for(start_engine(service(tmp_path), worker(), stop), 30) is None
 
     asyncio.run(main())
     assert seen == ["cpu"]
@@ -170,12 +208,12 @@ def test_vllm_is_imported_while_the_learner_makes_the_first_version(
 def test_a_missing_vllm_ends_the_sampler_before_there_is_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preload(_: VLLMOptions) -> None:
+    def preload(_: str, __: int) -> None:
         raise MissingTool("sampler.engine=vllm needs vLLM, and it is not installed here", "Install it")
 
     async def main() -> None:
         monkeypatch.setattr(vllm_start, "preload", preload)
         with pytest.raises(MissingTool):
-            await asyncio.wait_for(Sampling.open(service(tmp_path), asyncio.Event()), 30)
+            await asyncio.wait_for(start_engine(service(tmp_path), worker(), asyncio.Event()), 30)
 
     asyncio.run(main())

@@ -21,7 +21,7 @@ from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.metrics_writer import MetricsWriter
 from services.reward_aggregator.planning import plan_of
 from services.reward_aggregator.run_state import RunState
-from tests.records import packed, record
+from tests.records import record
 from tests.unit.services.test_catching_up import PATIENCE_S, Silent, service
 from tests.unit.services.test_limits import settings
 
@@ -49,7 +49,7 @@ async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tupl
         rollout_id = rollout_ids(opened.group_id, 2)[0]
         archive.meanwhile = lambda: meanwhile(actor, campaign)
         task = Task(turn_id(rollout_id, 0), "1:1", Stage.SCORE, 1, 60.0, 0, group_id=opened.group_id)
-        await actor.handle(task, packed(record(rollout_id, problem=problem)))
+        await actor.handle(task, record(rollout_id, problem=problem).encode())
         await actor._submissions.finish()
     return campaign, rollout_id
 

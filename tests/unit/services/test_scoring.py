@@ -12,7 +12,6 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -20,8 +19,8 @@ from protocols.records import (
     Timing,
     Verdict,
 )
-from services.rollouts.scoring import decode, score, score_prediction, stage_seconds
-from tests.records import packed
+from protocols.rollout import Frame, Record
+from services.rollouts.scoring import received, score, score_prediction
 
 STAGE3 = find_preset("stage3")
 REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))
@@ -34,14 +33,14 @@ TIMED = BenchReport(
 )
 
 
-def reward(*record: Frame) -> float:
-    scored = score(record, STAGE3)
+def reward(*frames: Frame) -> float:
+    scored = score(Record.of(*frames), STAGE3)
     assert scored is not None
     return scored.sample.reward
 
 
 def test_a_sample_carries_tokens_logprobs_and_the_version_that_wrote_it() -> None:
-    scored = score([REQUEST, WRITTEN, BUILT, TIMED], STAGE3)
+    scored = score(Record.of(REQUEST, WRITTEN, BUILT, TIMED), STAGE3)
     assert scored is not None
     sample = scored.sample
     assert (sample.token_ids, sample.logprobs, sample.policy_version) == ([3, 4], [-0.5, -0.25], 3)
@@ -64,39 +63,43 @@ def test_each_stage_that_is_passed_pays_more() -> None:
 
 
 def test_a_lost_worker_is_no_reward_at_all() -> None:
-    assert score([REQUEST], STAGE3) is None
-    assert score([REQUEST, WRITTEN, BUILT, BenchReport(Verdict(Fault.INFRA_ERROR))], STAGE3) is None
+    assert score(Record.of(REQUEST), STAGE3) is None
+    assert score(Record.of(REQUEST, WRITTEN, BUILT, BenchReport(Verdict(Fault.INFRA_ERROR))), STAGE3) is None
 
 
 def test_cheating_scores_the_floor_and_is_counted() -> None:
     cheat = BenchReport(Verdict(Fault.CHEATING, passed=5, total=5, rule="input_mutation"))
-    scored = score([REQUEST, WRITTEN, BUILT, cheat], STAGE3)
+    scored = score(Record.of(REQUEST, WRITTEN, BUILT, cheat), STAGE3)
     assert scored is not None
     assert (scored.sample.reward, scored.stats.cheated, scored.stats.correct) == (STAGE3.floor, True, False)
 
 
 def test_the_seconds_of_each_stage_and_of_waiting_between_them_are_kept() -> None:
-    assert stage_seconds([REQUEST, WRITTEN, BUILT, TIMED]) == pytest.approx(
-        {"generate": 1.0, "compile": 0.5, "bench": 2.0, "queue": 1.5}
-    )
+    scored = score(Record.of(REQUEST, WRITTEN, BUILT, TIMED), STAGE3)
+    assert scored is not None
+    assert scored.stats.seconds == pytest.approx({"generate": 1.0, "compile": 0.5, "bench": 2.0, "queue": 1.5})
 
 
-def test_frames_survive_the_wire() -> None:
-    record: list[Frame] = [REQUEST, WRITTEN, BUILT, TIMED]
-    assert decode(packed(record)) == record
+def test_frames_that_are_no_record_lose_their_rollout_and_nothing_else() -> None:
+    sound = Record.of(REQUEST, WRITTEN, BUILT, TIMED)
+    assert received(sound.encode(), "ok") == sound
+    for frames in ([*sound.encode()[:3], b"garbage"], [*sound.encode(), sound.encode()[3]], sound.encode()[::2]):
+        lost = received(frames, "ok")
+        assert (lost.request, lost.lost_because, score(lost, STAGE3)) == (REQUEST, "infra_error", None)
 
 
 def test_a_prediction_is_paid_by_the_real_verdict_and_counts_as_no_kernel() -> None:
     asked = msgspec.structs.replace(REQUEST, role="verifier", turn=1)
     said = msgspec.structs.replace(WRITTEN, candidate=None, text="compile\n")
-    scored = score_prediction([asked, said], "compile")
+    scored = score_prediction(Record.of(asked, said), "compile")
     assert scored is not None
     assert (scored.sample.reward, scored.sample.turn, scored.stats.role) == (1.0, 1, "verifier")
-    assert score_prediction([asked, said], "fast").sample.reward == 0.0  # type: ignore[union-attr]
+    assert score_prediction(Record.of(asked, said), "fast").sample.reward == 0.0  # type: ignore[union-attr]
     assert "correct_rate" not in outcome_rates([scored.stats])
 
 
 def test_a_lost_prediction_is_no_reward() -> None:
+    asked = msgspec.structs.replace(REQUEST, role="verifier", turn=1)
     lost = msgspec.structs.replace(WRITTEN, fault=Fault.INFRA_ERROR)
-    assert score_prediction([REQUEST, lost], "fast") is None
-    assert score_prediction([REQUEST], "fast") is None
+    assert score_prediction(Record.of(asked, lost), "fast") is None
+    assert score_prediction(Record.of(asked), "fast") is None

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify.options import bench_options
 from kbrl_async.kernels.verify.reference import References
 from protocols import messages as msg
 from services.runtime.quiet import Gate
@@ -38,7 +39,7 @@ def test_what_was_started_for_the_next_candidate_ends_before_another_bench_times
 
 
 def test_references_settle_the_children_that_wait() -> None:
-    references = References(cast(Any, None), BenchOptions(), random.Random(0))
+    references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
     references.settle()
     waiting = references._spares = cast(Any, Settling())
     references.settle()

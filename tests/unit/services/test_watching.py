@@ -21,7 +21,6 @@ from protocols.records import (
     BenchReport,
     BuildReport,
     Fault,
-    Frame,
     Generation,
     GroupOutcome,
     Problem,
@@ -33,23 +32,23 @@ from protocols.records import (
     UpdateReport,
     Verdict,
 )
+from protocols.rollout import Record
 from services.reward_aggregator.ageing import ages_by_stage
 from services.reward_aggregator.alarming import AlarmAction, watched
 from services.reward_aggregator.archiving import Archiving
 from services.reward_aggregator.planning import plan_of
 from services.reward_aggregator.run_state import AFTER, RunState
-from tests.records import packed
 from tests.unit.services.log import Log
 
 
-def record() -> list[Frame]:
+def record() -> Record:
     request = RolloutRequest("g000001.r0", "g000001", Problem("L1/a", 1, "a", ""), "p", "c", SamplingParams(8))
-    return [
+    return Record.of(
         request,
         Generation(2, [1], [2], [-1.0], "text", "stop", finished_at=10.0),
         BuildReport(Fault.OK, finished_at=20.0),
         BenchReport(Verdict(Fault.INCORRECT), finished_at=30.0),
-    ]
+    )
 
 
 def task(status: str = Status.OK, group_id: str = "g000001") -> Task:
@@ -57,11 +56,11 @@ def task(status: str = Status.OK, group_id: str = "g000001") -> Task:
 
 
 def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = "g000001") -> Archive | None:
-    frames = packed(record())
+    frames = record().encode()
 
     async def write() -> None:
         with Archiving(Config(archive=ArchiveSettings(keep=keep)), folder) as archiving:
-            await archiving.scored(task(group_id=group_id), "g000001.r0", frames, record(), None, 1.0, is_best=is_best)
+            await archiving.scored(task(group_id=group_id), frames, record(), None, 1.0, is_best=is_best)
             sample = TrainSample("g000001.r0", [], [], [], -0.5, 0.25, 2)
             groups = [TrainGroup("g000001", "L1/a", 1, [sample])]
             await archiving.batch(BatchMade("batch-000000", 3, ["g000001"], 2.0), groups)

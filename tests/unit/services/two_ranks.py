@@ -1,7 +1,7 @@
 """A learner of two ranks under its nanny, without queues: `python -m tests.unit.services.two_ranks`.
 
-Its folder is in TWO_RANKS. Nanny, ranks, team and checkpoints are the learner's own. Rank 0 stops after its second
-update until the test has killed rank 1, and then goes on into an update with a rank that is not there.
+Its folder is in TWO_RANKS. Nanny, ranks and checkpoints are the learner's own. Rank 0 stops after its second update
+until the test has killed rank 1, and then goes on into an update with a rank that is not there.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def train(folder: Path, others: list[int]) -> None:
     from kbrl_async.learning import checkpoints
     from kbrl_async.learning.trainer import Trainer
     from protocols.records import TrainGroup
-    from tests.unit.learning.rank import digest, make, options
+    from tests.unit.learning.rank import digest, make, settings
 
     torch.set_num_threads(1)
-    team = ranks.join("cpu")
+    group = ranks.join("cpu")
     torch.manual_seed(0)
-    trainer = Trainer(make("plain"), options("plain"), team=team)
-    if team is not None and team.rank:
-        team.follow(trainer)
-        team.close()
+    trainer = Trainer(make("plain"), settings("plain"), process_group=group)
+    if group is not None and group.rank:
+        group.follow(trainer)
+        group.close()
         return
     groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
     resumed = checkpoints.resume(folder / "checkpoints", trainer)
@@ -51,8 +51,8 @@ def train(folder: Path, others: list[int]) -> None:
         while version == KILL_AFTER and others and not (folder / "killed").exists():
             time.sleep(0.02)
     (folder / "weights.json").write_text(json.dumps(digest(trainer)))
-    if team is not None:
-        team.close()
+    if group is not None:
+        group.close()
 
 
 async def main(stop: asyncio.Event) -> None:

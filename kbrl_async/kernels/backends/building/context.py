@@ -20,6 +20,7 @@ from kbrl_async.errors import DiskFull, InfraError
 from kbrl_async.kernels.backends.building.store import ArtifactStore
 from kbrl_async.kernels.sandbox import Access, BadOutput, Child, Isolation, Limits, Zygote, is_over, read_output
 from kbrl_async.kernels.sandbox.tool import Command
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Fault
 
 _ENVIRONMENT = {"PATH": "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C"}
@@ -28,8 +29,6 @@ MAX_WORDS = 256 << 20
 """A tool that says more than this is not listened to; what is kept of less is far shorter."""
 MAX_ENTRIES = 4096
 """Files and folders that a tool may leave in its folder."""
-PYTHON_PRELOAD = ("torch", "kbrl_async.kernels.backends.building.confined")
-"""What a confined Python has imported before it forks; its entries are functions of `building.confined`."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -37,21 +36,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     message: str
     hint: str = ""
-
-
-class BuildOptions(msgspec.Struct, frozen=True):
-    deadline_s: float = 10.0
-    """Wall clock for one translation unit of C; a full CUDA extension gets `slow_factor` times as long."""
-    slow_factor: float = 30.0
-    nice: int = 0
-    cores: tuple[int, ...] = ()
-    memory_bytes: int = 2 << 30
-    """Address space of one compiler process; CUDA's compilers get four times as much."""
-    file_bytes: int = 256 << 20
-    arch: str = ""
-    """Of the bench's GPU, as `sm_90`; empty: this host's own GPU, else `sm_90`."""
-    march: str = "native"
-    """Architecture of the processors that C is compiled for, as gcc names it."""
 
 
 class ToolRun(msgspec.Struct, frozen=True):
@@ -70,10 +54,20 @@ class ToolRun(msgspec.Struct, frozen=True):
 class BuildContext:
     """Safe for many threads. Everything a candidate causes to run, runs in a child of one of its zygotes."""
 
-    def __init__(self, store: ArtifactStore, options: BuildOptions) -> None:
-        self.store, self.options = store, options
+    def __init__(
+        self,
+        store: ArtifactStore,
+        farm: CompileFarm,
+        cores: tuple[int, ...] = (),
+        *,
+        memory_bytes: int = 2 << 30,
+        file_bytes: int = 256 << 20,
+    ) -> None:
+        """`memory_bytes`: address space of one compiler process; CUDA's compilers get four times as much."""
+        self.store, self.farm, self._cores = store, farm, cores
+        self.memory_bytes, self.file_bytes = memory_bytes, file_bytes
         self._tools = Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool")
-        self._python: Zygote | None = None
+        self._python: dict[str, Zygote] = {}
         self._gpu_tools: Zygote | None = None
         self._lock = threading.Lock()
 
@@ -82,9 +76,8 @@ class BuildContext:
 
     def close(self) -> None:
         self._tools.close()
-        for zygote in (self._python, self._gpu_tools):
-            if zygote is not None:
-                zygote.close()
+        for zygote in (*self._python.values(), *((self._gpu_tools,) if self._gpu_tools else ())):
+            zygote.close()
 
     @property
     def isolation(self) -> Isolation:
@@ -123,8 +116,8 @@ class BuildContext:
         """Run a compiler confined: it reads the system and `read`, and writes into `folder` only. `on_gpu`: a tool that
         watches a program on the GPU, see the sandbox's profile `gpu-tool`.
         """
-        deadline = deadline_s or self.options.deadline_s
-        limits = self._limits(deadline, memory_bytes or self.options.memory_bytes, threads)
+        deadline = deadline_s or self.farm.deadline_s
+        limits = self._limits(deadline, memory_bytes or self.memory_bytes, threads)
         variables = {**_ENVIRONMENT, "TMPDIR": str(folder), **(environment or {})}
         output = "output.txt"
         payload = msgspec.msgpack.encode(Command(command, str(folder), variables, output))
@@ -133,7 +126,7 @@ class BuildContext:
         child = zygote.spawn("kbrl_async.kernels.sandbox.tool:run", payload, (), limits, access)
         try:
             isolation = isolation_of(child)
-            status = child.result(deadline, lambda: is_over(folder, 2 * self.options.file_bytes, MAX_ENTRIES))
+            status = child.result(deadline, lambda: is_over(folder, 2 * self.file_bytes, MAX_ENTRIES))
         finally:
             child.close()
         words = _words(folder, output)
@@ -148,21 +141,23 @@ class BuildContext:
     def collect(self, folder: Path, name: str) -> bytes:
         """What a tool was to leave in its folder; `InfraError` where it is no ordinary file of acceptable size."""
         try:
-            return read_output(folder, name, self.options.file_bytes)
+            return read_output(folder, name, self.file_bytes)
         except BadOutput as error:
             raise InfraError(f"a tool left no usable output: {error}", "It is tried again elsewhere") from error
 
     def python(self, entry: str, payload: bytes, folder: Path, *, deadline_s: float, threads: int = 1) -> Child:
-        """Start function `entry` of `building.confined` in a confined Python that has torch; the caller closes it.
+        """Start `entry`, a `package.module:function`, in a confined Python that has torch; the caller closes it.
 
         Its first message is its `Isolation`; see `isolation_of`.
         """
         with self._lock:
-            if self._python is None:
-                self._python = Zygote(PYTHON_PRELOAD, profile="tool")
-        limits = self._limits(deadline_s, 4 * self.options.memory_bytes, threads)
+            module = entry.partition(":")[0]
+            zygote = self._python.get(module)
+            if zygote is None:
+                zygote = self._python[module] = Zygote(("torch", module), profile="tool")
+        limits = self._limits(deadline_s, 4 * self.memory_bytes, threads)
         access = Access(write=(str(folder),))
-        return self._python.spawn(f"kbrl_async.kernels.backends.building.confined:{entry}", payload, (), limits, access)
+        return zygote.spawn(entry, payload, (), limits, access)
 
     def failure(self, run: ToolRun, diagnose: Callable[[str], Diagnosis]) -> BuildReport:
         """The report of a tool that did not succeed. Raises where the host is to blame."""
@@ -180,10 +175,10 @@ class BuildContext:
         return Limits(
             cpu_s=int(deadline_s) + 1,
             memory_bytes=memory_bytes,
-            file_bytes=self.options.file_bytes,
+            file_bytes=self.file_bytes,
             threads=threads,
-            nice=self.options.nice,
-            cores=self.options.cores,
+            nice=self.farm.nice,
+            cores=self._cores,
         )
 
 

@@ -13,18 +13,26 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from kbrl_async.errors import MissingTool
+from kbrl_async.kernels.backends.backend import Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.c.symbols import foreign_calls
 from kbrl_async.kernels.backends.checks.python import Program, parse
+from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
+if TYPE_CHECKING:
+    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+
+_LAUNCHER = re.compile(r"\bc_kernel\b")
 HEADERS = frozenset(
     [
         "math.h",
@@ -64,12 +72,43 @@ _HINTS = (
 )
 
 
-class CBackend:
+class CBackend(TakesPlans):
     """See the module."""
 
     name = "c"
+    launcher = "c_kernel"
+    is_recorded = True
+    is_closed = True
+    hints: ClassVar[Mapping[str, str]] = {
+        "slow": 'It is right. Make it faster: `#pragma GCC optimize("Ofast")` before math.h gives vector math, '
+        "`restrict` and one pass over memory let loops vectorise.",
+        "compile": "Fix the first error; declare what you use, end statements with a semicolon, include math.h.",
+    }
 
-    def check(self, candidate: Candidate) -> BuildReport | None:
+    def claims(self, source: str) -> float:
+        return 0.4 if _LAUNCHER.search(source) else 0.0
+
+    def prepare(self, artifacts: dict[str, str], device: str) -> None:
+        launch.register(artifacts)
+
+    @property
+    def contracts(self) -> Mapping[str, str]:
+        from kbrl_async.kernels.backends.c import prompt
+
+        return prompt.CONTRACTS
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        from kbrl_async.kernels.backends.c import prompt
+
+        return prompt.SHOTS
+
+    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+        from kbrl_async.kernels.backends.c.sanitize import sanitize
+
+        return sanitize(sanitizer, task, folder)
+
+    def check_module(self, candidate: Candidate) -> BuildReport | None:
         program = parse(candidate.source)
         if isinstance(program, BuildReport):
             return program
@@ -82,12 +121,12 @@ class CBackend:
     def missing(self) -> str:
         return "" if shutil.which("gcc") else f"gcc is not installed: {launch.GCC_CURE}"
 
-    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+    def build_module(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         program = parse(candidate.source)
         assert isinstance(program, Program), "build is called only after check"
         reports = []
         for source in dict.fromkeys(source for source, _ in program.kernels):
-            report = self._unit(source, workshop)
+            report = self._unit(source, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -95,23 +134,23 @@ class CBackend:
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, cached=cached)
 
-    def _unit(self, source: str, workshop: BuildContext) -> BuildReport:
-        march = workshop.options.march
+    def _unit(self, source: str, context: BuildContext) -> BuildReport:
+        march = context.farm.march
         (toolchain, cpu), key = _toolchain(march), launch.source_key(source)
 
         def compile_() -> tuple[BuildReport, bool]:
-            with workshop.folder() as folder:
+            with context.folder() as folder:
                 (folder / "kernel.c").write_text(source)
-                run = workshop.run(_command("kernel.c", "kernel.so", march), folder)
+                run = context.run(_command("kernel.c", "kernel.so", march), folder)
                 if run.status == 0:
-                    built = workshop.collect(folder, "kernel.so")
-                    report = _check_calls(built) or BuildReport(Fault.OK, {key: workshop.store.put(built)})
+                    built = context.collect(folder, "kernel.so")
+                    report = _check_calls(built) or BuildReport(Fault.OK, {key: context.store.put(built)})
                 else:
-                    report = workshop.failure(run, self.diagnose)
+                    report = context.failure(run, self.diagnose)
             report = msgspec.structs.replace(report, toolchain=toolchain, cpu=cpu, isolation=run.isolation)
             return report, run.is_deterministic
 
-        return workshop.cached(self.name, toolchain, key, make=compile_)
+        return context.cached(self.name, toolchain, key, make=compile_)
 
     def diagnose(self, output: str) -> Diagnosis:
         lines = [line for line in output.splitlines() if "error" in line or "undefined" in line]
@@ -213,3 +252,6 @@ def _probe(march: str = NATIVE) -> str:
         subprocess.run(_command("probe.c", "probe.so", march), cwd=folder, capture_output=True, check=False, timeout=30)
         built = Path(folder) / "probe.so"
         return hashlib.sha256(built.read_bytes()).hexdigest() if built.exists() else ""
+
+
+BACKEND = CBackend()

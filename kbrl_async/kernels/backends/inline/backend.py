@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from kbrl_async.errors import MissingTool
+from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
-from kbrl_async.kernels.backends.inline.launch import Extension
+from kbrl_async.kernels.backends.inline.launch import Extension, install
 from kbrl_async.kernels.backends.inline.recording import RECORDS, Order, Recorded, mentions_loader, read
-from kbrl_async.kernels.backends.inline.toolchain import slim_version, toolchain
+from kbrl_async.kernels.backends.inline.toolchain import NVCC_CURE, slim_version, toolchain
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
-DEFAULT_ARCH = "sm_90"
+if TYPE_CHECKING:
+    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+
+_CHILD = "kbrl_async.kernels.backends.inline.ahead:record_inline"
 _MAX_TEXT = 800
 _MAX_EXTENSIONS = 16
 _MAX_UNITS = 32
@@ -53,6 +61,8 @@ _MODULES = frozenset(
     ]
 )
 _OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
+_CUDA_MARKS = re.compile(r"cuda_sources\s*=|\bCUDAExtension\b|\bload\([^)]*\.cu\b")
+_CPP_MARKS = re.compile(r"\bload_inline\b|\bCppExtension\b|\bcpp_(sources\s*=|extension\b|kernel\()|torch/extension\.h")
 _ERROR = re.compile(r"\berror\b|undefined reference|multiple definition")
 _OURS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/|tmpxft_\w+-\d+_|collect2: error: |\(\.text\+\w+\): ")
 _HINTS = (
@@ -79,11 +89,30 @@ _HINTS = (
 )
 
 
-class InlineBackend:
-    """See the module. `name` is `"cpp"` or `"cuda"`."""
+class InlineBackend(Backend):
+    """See the module."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def prepare(self, artifacts: dict[str, str], device: str) -> None:
+        install(artifacts)
+
+    @property
+    def contracts(self) -> Mapping[str, str]:
+        from kbrl_async.kernels.backends.inline import prompt
+
+        return {"": prompt.CONTRACTS[self.name]}
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        from kbrl_async.kernels.backends.inline import prompt
+
+        return prompt.SHOTS[self.name]
+
+    def missing(self) -> str:
+        try:
+            toolchain()
+        except MissingTool as error:
+            return str(error)
+        return ""
 
     def check(self, candidate: Candidate) -> BuildReport | None:
         tree = syntax.parsed(candidate.source)
@@ -97,16 +126,16 @@ class InlineBackend:
         hint = "Compile with `from torch.utils.cpp_extension import load_inline`."
         return _report(Fault.STATIC_VIOLATION, "no_kernel", "the candidate compiles no extension", hint)
 
-    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+    def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         extensions = read(ast.parse(candidate.source))
         if extensions is None:
-            found = _recorded(candidate, problem, workshop)
+            found = _recorded(candidate, problem, context)
             if isinstance(found, BuildReport):
                 return found
             extensions = found
         reports = []
         for extension in extensions:
-            report = self._extension(extension, workshop)
+            report = self._extension(extension, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -115,9 +144,9 @@ class InlineBackend:
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
 
-    def _extension(self, extension: Extension, workshop: BuildContext) -> BuildReport:
-        if extension.with_cuda and self.name != "cuda":
-            hint = "Backend cpp compiles cpp_sources only."
+    def _extension(self, extension: Extension, context: BuildContext) -> BuildReport:
+        if extension.with_cuda and "cuda" not in self.runs_on:
+            hint = f"Backend {self.name} compiles cpp_sources only."
             return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
         if len(extension.units) > _MAX_UNITS or len(extension.name) > _MAX_NAME or "\0" in extension.name:
             hint = f"Up to {_MAX_UNITS} sources under one plain name."
@@ -125,7 +154,7 @@ class InlineBackend:
                 Fault.STATIC_VIOLATION, "extension", "the extension's name or sources are no compiler's", hint
             )
         try:
-            flags = chosen(extension, workshop.options.arch or DEFAULT_ARCH)
+            flags = chosen(extension, context.farm.arch)
         except Refused as refused:
             hint = (
                 "Optimisation, warning, macro and floating-point flags are allowed; the architecture is chosen for you."
@@ -135,28 +164,61 @@ class InlineBackend:
         label = tools.label(extension.with_cuda)
 
         def make() -> tuple[BuildReport, bool]:
-            build = Build(extension, flags, tools, workshop)
+            build = Build(extension, flags, tools, context)
             attempt = build.fast()
             way = "fast"
             if not attempt.is_built:
                 attempt, way = build.full(attempt.failed_units), "full"
-            report = _verdict(attempt, extension, workshop)
+            report = _verdict(attempt, extension, context)
             isolation = attempt.run.isolation if attempt.run else "none"
             is_deterministic = attempt.run is None or attempt.run.is_deterministic
             stamped = msgspec.structs.replace(report, toolchain=f"{label} {flags.arch} {way}", isolation=isolation)
             return stamped, is_deterministic
 
-        return workshop.cached("inline", label, flags.arch, slim_version(), extension.key, make=make)
+        return context.cached("inline", label, flags.arch, slim_version(), extension.key, make=make)
 
 
-def _verdict(attempt: Attempt, extension: Extension, workshop: BuildContext) -> BuildReport:
+class CppBackend(InlineBackend):
+    """`load_inline(cpp_sources=…)`, compiled by g++ for the CPU."""
+
+    name = "cpp"
+
+    def claims(self, source: str) -> float:
+        return 0.5 if _CPP_MARKS.search(source) else 0.0
+
+    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+        from kbrl_async.kernels.backends.inline.sanitize import sanitize
+
+        return sanitize(sanitizer, task, folder)
+
+
+class CudaBackend(InlineBackend):
+    """`load_inline(cuda_sources=…)`, compiled by nvcc and g++ on any host."""
+
+    name = "cuda"
+    runs_on = frozenset({"cuda"})
+    hints: ClassVar[Mapping[str, str]] = {
+        "slow": "It is right. Make it faster: coalesced 16-byte loads, fewer launches, shared memory for reuse.",
+        "runtime": "Check grid and block sizes, bounds in the kernel, and shared memory sizes.",
+    }
+
+    def claims(self, source: str) -> float:
+        """A kernel alone is CUDA's, too, where nothing says what launches it."""
+        return 0.8 if _CUDA_MARKS.search(source) else 0.6 if "__global__" in source else 0.0
+
+    def missing(self) -> str:
+        reason = super().missing()
+        return reason or ("" if toolchain().nvcc else f"nvcc is not installed: {NVCC_CURE}")
+
+
+def _verdict(attempt: Attempt, extension: Extension, context: BuildContext) -> BuildReport:
     assert attempt.run is not None, "a full build always runs a tool"
     if not attempt.is_built:
-        return workshop.failure(attempt.run, diagnose)
+        return context.failure(attempt.run, diagnose)
     if attempt.open_symbols:
         text = "\n".join(f"undefined symbol: {symbol}" for symbol in attempt.open_symbols[:8])
         return BuildReport(Fault.COMPILE_ERROR, message=text[:_MAX_TEXT], hint=_hint(text))
-    address = workshop.store.put(attempt.content)
+    address = context.store.put(attempt.content)
     return BuildReport(Fault.OK, {extension.key: address}, kernels=kernel_names(extension))
 
 
@@ -185,11 +247,11 @@ def _hint(text: str) -> str:
     )
 
 
-def _recorded(candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> list[Extension] | BuildReport:
-    deadline = workshop.options.deadline_s
-    with workshop.folder() as folder:
+def _recorded(candidate: Candidate, problem: Problem | None, context: BuildContext) -> list[Extension] | BuildReport:
+    deadline = context.farm.deadline_s
+    with context.folder() as folder:
         order = Order(candidate.source, "" if problem is None else problem.source, str(folder))
-        child = workshop.python("record_inline", msgspec.msgpack.encode(order), folder, deadline_s=deadline)
+        child = context.python(_CHILD, msgspec.msgpack.encode(order), folder, deadline_s=deadline)
         done = answers.collect(child, folder, deadline)
     if done.is_late:
         text = f"importing the candidate took longer than {deadline:g} s"
@@ -249,3 +311,6 @@ def _words(node: ast.AST) -> list[str]:
 
 def _report(fault: Fault, rule: str, message: str, hint: str) -> BuildReport:
     return BuildReport(fault, message=message[:_MAX_TEXT], hint=hint, rule=rule)
+
+
+CPP, CUDA = CppBackend(), CudaBackend()

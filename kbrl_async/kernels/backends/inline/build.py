@@ -41,7 +41,8 @@ _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
 _GRADIENTS = re.compile(r"requires_grad\w*\s*\((?!\s*false\s*\))")
 _MAX_FAST_TEXT = 1 << 20
-_FAST_FACTOR = 3.0
+_FAST_FACTOR, _FULL_FACTOR = 3.0, 30.0
+"""How much longer than one unit of C it may take."""
 _FULL_MEMORY_FACTOR = 4
 # What the full headers bring along: included by the fast way only where the text uses it, for each costs its time.
 _STANDARD = {
@@ -89,8 +90,8 @@ class Attempt(msgspec.Struct, frozen=True):
 class Build:
     """One extension, one toolchain, one set of flags."""
 
-    def __init__(self, extension: Extension, flags: Flags, tools: Toolchain, workshop: BuildContext) -> None:
-        self._extension, self._flags, self._tools, self._workshop = extension, flags, tools, workshop
+    def __init__(self, extension: Extension, flags: Flags, tools: Toolchain, context: BuildContext) -> None:
+        self._extension, self._flags, self._tools, self._context = extension, flags, tools, context
 
     def fast(self) -> Attempt:
         if self._tools.slim_defines is None or any(_needs_full(unit.text) for unit in self._extension.units):
@@ -111,7 +112,7 @@ class Build:
     def _attempt(self, is_slim: bool, first: tuple[int, ...] = ()) -> Attempt:
         units = self._extension.units
         rest = tuple(number for number in range(len(units)) if number not in first)
-        with self._workshop.folder() as folder, ThreadPoolExecutor(len(units)) as pool:
+        with self._context.folder() as folder, ThreadPoolExecutor(len(units)) as pool:
             places = [folder / str(number) for number in range(len(units))]
             for numbers in filter(None, (first, rest)):
                 here = [places[number] for number in numbers]
@@ -167,9 +168,9 @@ class Build:
         run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self._libraries()], place, is_slim)
         if run.status != 0:
             return Attempt(run=run)
-        words = self._workshop.collect(place, "output.txt").decode(errors="replace")  # all: Python's symbols come first
+        words = self._context.collect(place, "output.txt").decode(errors="replace")  # all: Python's symbols come first
         left = {symbol for symbol in _OPEN_SYMBOL.findall(words) if not self._tools.may_stay_open(symbol)}
-        return Attempt(self._workshop.collect(place, "extension.so"), run, tuple(sorted(left)))
+        return Attempt(self._context.collect(place, "extension.so"), run, tuple(sorted(left)))
 
     def _libraries(self) -> list[str]:
         here = self._tools.libraries
@@ -187,10 +188,9 @@ class Build:
         return [f"-l{name}"] if name in system else self._tools.cuda_library(name)
 
     def _run(self, command: list[str], place: Path, is_slim: bool) -> ToolRun:
-        options = self._workshop.options
-        deadline = options.deadline_s * (_FAST_FACTOR if is_slim else options.slow_factor)
-        memory = options.memory_bytes * _FULL_MEMORY_FACTOR
-        return self._workshop.run(
+        deadline = self._context.farm.deadline_s * (_FAST_FACTOR if is_slim else _FULL_FACTOR)
+        memory = self._context.memory_bytes * _FULL_MEMORY_FACTOR
+        return self._context.run(
             command, place, deadline_s=deadline, memory_bytes=memory, read=self._tools.readable(), threads=2
         )
 

@@ -39,7 +39,7 @@ def unpack(data: bytes) -> dict[str, bytes]:
         raise ValueError("this is no bundle of files, or it is too large")
     try:
         items = _decode(data[len(_MAGIC) :])
-    except (ValueError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise ValueError(f"a broken bundle of files: {error}") from error
     names = [name for name, _ in items]
     if len(names) > MAX_FILES or names != sorted(set(names)) or not all(map(_NAME.fullmatch, names)):

@@ -9,22 +9,8 @@ import msgspec
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
+from kbrl_async.kernels.backends.nvrtc.build import Built, Order
 from kbrl_async.kernels.sandbox import Isolation
-
-
-class Order(msgspec.Struct, frozen=True):
-    source: str
-    names: list[str]
-    arch: str
-    options: tuple[str, ...]
-    folder: str
-
-
-class Built(msgspec.Struct, frozen=True):
-    error: str = ""
-    """NVRTC's log; empty where it succeeded."""
-    unusable: str = ""
-    """Why NVRTC itself does not work on this host."""
 
 
 def compile_nvrtc(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:

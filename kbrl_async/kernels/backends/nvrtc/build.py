@@ -13,21 +13,25 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Mapping
 
 import msgspec
 
 from kbrl_async.errors import InfraError, MissingTool
+from kbrl_async.kernels.backends.backend import Shot
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree, string_constants
 from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
-from kbrl_async.kernels.backends.nvrtc.ahead import Built, Order
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 LAUNCHERS = ("cuda_kernel", "_compile_kernel")
-DEFAULT_ARCH = "sm_90"
+_CHILD = "kbrl_async.kernels.backends.nvrtc.ahead:compile_nvrtc"
+_LAUNCHER = re.compile(r"\b_compile_kernel\b|\b(?:cuda|nvrtc)_kernel\b")
+_PLAN = re.compile(r"\A(?=.*^PLAN\s*=).*__global__", re.DOTALL | re.MULTILINE)
 _OPTIONS = re.compile(
     r"-{1,2}(use_fast_math|fmad=(true|false)|ftz=(true|false)|prec-(div|sqrt)=(true|false)|maxrregcount[= ]?\d{1,3}"
     r"|std=c\+\+(11|14|17|20)|extra-device-vectorization|O[0-3]|lineinfo)"
@@ -53,15 +57,56 @@ class Kernel(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
 
 
-class NvrtcBackend:
+class Order(msgspec.Struct, frozen=True):
+    """What the confined child is told."""
+
+    source: str
+    names: list[str]
+    arch: str
+    options: tuple[str, ...]
+    folder: str
+
+
+class Built(msgspec.Struct, frozen=True):
+    """How it went; the machine code lies in its bundle."""
+
+    error: str = ""
+    """NVRTC's log; empty where it succeeded."""
+    unusable: str = ""
+    """Why NVRTC itself does not work on this host."""
+
+
+class NvrtcBackend(TakesPlans):
     """See the module."""
 
     name = "cuda-nvrtc"
+    runs_on = frozenset({"cuda"})
+    launcher = "cuda_kernel"
+    is_cuda = True
+    reads_bytes = True
+
+    def claims(self, source: str) -> float:
+        return 0.7 if _LAUNCHER.search(source) or _PLAN.search(source) else 0.0
+
+    def prepare(self, artifacts: dict[str, str], device: str) -> None:
+        cuda.prepare(artifacts)
+
+    @property
+    def contracts(self) -> Mapping[str, str]:
+        from kbrl_async.kernels.backends.nvrtc import prompt
+
+        return prompt.CONTRACTS
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        from kbrl_async.kernels.backends.nvrtc import prompt
+
+        return prompt.SHOTS
 
     def missing(self) -> str:
         return "" if nvrtc.library_path() else f"NVRTC is not installed: {nvrtc.CURE}"
 
-    def check(self, candidate: Candidate) -> BuildReport | None:
+    def check_module(self, candidate: Candidate) -> BuildReport | None:
         try:
             for kernel in kernels_of(candidate.source):
                 _check_kernel(kernel)
@@ -69,12 +114,12 @@ class NvrtcBackend:
             return refusal.report
         return None
 
-    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+    def build_module(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         kernels = kernels_of(candidate.source)
         reports = []
         for source, options in dict.fromkeys((kernel.source, kernel.options) for kernel in kernels):
             used = {kernel.name for kernel in kernels if (kernel.source, kernel.options) == (source, options)}
-            report = self._unit(source, sorted(used), options, workshop)
+            report = self._unit(source, sorted(used), options, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -85,17 +130,17 @@ class NvrtcBackend:
             kernels=sorted({kernel.name for kernel in kernels}),
         )
 
-    def _unit(self, source: str, names: list[str], options: tuple[str, ...], workshop: BuildContext) -> BuildReport:
+    def _unit(self, source: str, names: list[str], options: tuple[str, ...], context: BuildContext) -> BuildReport:
         toolchain = _toolchain()
-        arch = workshop.options.arch or DEFAULT_ARCH
+        arch = context.farm.arch
 
         def compile_() -> tuple[BuildReport, bool]:
-            done = _compiled(source, names, arch, options, workshop)
-            report = _report(done, cuda.source_key(source, options), workshop, arch)
+            done = _compiled(source, names, arch, options, context)
+            report = _report(done, cuda.source_key(source, options), context, arch)
             is_deterministic = not done.is_late and bool(done.data)
             return msgspec.structs.replace(report, toolchain=toolchain, isolation=done.isolation), is_deterministic
 
-        return workshop.cached(self.name, toolchain, arch, *options, *names, source, make=compile_)
+        return context.cached(self.name, toolchain, arch, *options, *names, source, make=compile_)
 
     def diagnose(self, output: str) -> Diagnosis:
         """NVRTC's log with line numbers of the source, each error with the line it stands in."""
@@ -112,38 +157,38 @@ class NvrtcBackend:
 
 
 def _compiled(
-    source: str, names: list[str], arch: str, options: tuple[str, ...], workshop: BuildContext
+    source: str, names: list[str], arch: str, options: tuple[str, ...], context: BuildContext
 ) -> answers.Collected:
-    with workshop.folder() as folder:
+    with context.folder() as folder:
         order = Order(source, names, arch, options, str(folder))
-        deadline = workshop.options.deadline_s
-        child = workshop.python("compile_nvrtc", msgspec.msgpack.encode(order), folder, deadline_s=deadline)
+        deadline = context.farm.deadline_s
+        child = context.python(_CHILD, msgspec.msgpack.encode(order), folder, deadline_s=deadline)
         return answers.collect(child, folder, deadline)
 
 
-def _works(arch: str, workshop: BuildContext) -> bool:
+def _works(arch: str, context: BuildContext) -> bool:
     """Whether NVRTC compiles a source of ours: what a child says of its host, it may say because of its source."""
-    done = _compiled(_OURS, ["ours"], arch, (), workshop)
+    done = _compiled(_OURS, ["ours"], arch, (), context)
     return answers.read(done.data, Built) == Built() and bool(done.files)
 
 
-def _report(done: answers.Collected, key: str, workshop: BuildContext, arch: str) -> BuildReport:
+def _report(done: answers.Collected, key: str, context: BuildContext, arch: str) -> BuildReport:
     if done.is_late:
-        text = f"compiling took longer than {workshop.options.deadline_s:g} s"
+        text = f"compiling took longer than {context.farm.deadline_s:g} s"
         return BuildReport(Fault.COMPILE_ERROR, message=text, hint="Simplify the kernel; avoid huge unrolled code.")
     built = answers.read(done.data, Built)
     is_empty = built is not None and not built.error and not done.files
-    if built is None or ((built.unusable or is_empty) and _works(arch, workshop)):
+    if built is None or ((built.unusable or is_empty) and _works(arch, context)):
         hint = "Simplify the kernel; huge templates and constant tables do this."
         return BuildReport(Fault.COMPILE_ERROR, message="the compiler crashed or ran out of memory", hint=hint)
     if built.unusable:
         raise InfraError(f"NVRTC does not work here: {built.unusable}", "It is tried again elsewhere")
     if built.error:
-        diagnosis = NvrtcBackend().diagnose(built.error)
+        diagnosis = BACKEND.diagnose(built.error)
         return BuildReport(Fault.COMPILE_ERROR, message=diagnosis.message, hint=diagnosis.hint)
     if not done.files:
         raise InfraError("NVRTC's child left no machine code", "It is tried again elsewhere")
-    return BuildReport(Fault.OK, {key: workshop.store.put(bundle.pack(done.files))})
+    return BuildReport(Fault.OK, {key: context.store.put(bundle.pack(done.files))})
 
 
 def kernels_of(source: str) -> list[Kernel]:
@@ -198,3 +243,6 @@ def _toolchain() -> str:
     if not path:
         raise MissingTool("NVRTC is not installed", nvrtc.CURE)
     return f"nvrtc {nvrtc.identity()}"
+
+
+BACKEND = NvrtcBackend()

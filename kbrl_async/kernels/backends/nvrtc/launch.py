@@ -26,11 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kbrl_async.kernels import cuda_driver
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
-from kbrl_async.kernels.cuda_driver import launching as cuda_driver
-from kbrl_async.kernels.cuda_driver.launching import Arguments
 
 PREFIX = "cubin:"
 Size = int | tuple[int, ...]
@@ -130,7 +129,7 @@ class CudaKernel:
         self._source, self._options = source, options
         parsed = [_parameter(text, name, place) for place, text in enumerate(declared)]
         self._converters = [convert for convert, _ in parsed]
-        self._arguments = Arguments([kind() for _, kind in parsed])
+        self._arguments = cuda_driver.Arguments([kind() for _, kind in parsed])
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._function = 0
         self._shared = cuda_driver.DEFAULT_SHARED
@@ -169,17 +168,17 @@ class CudaKernel:
         if not self._function:
             self._load()
         if shared > self._shared:
-            self._shared = cuda_driver.allow_shared(self._function)
+            self._shared = cuda_driver.driver().allow_shared(self._function)
         stream = _cuda_getCurrentRawStream(_cuda_getDevice())
-        cuda_driver.launch(self._function, grid, block, shared, stream, self._arguments)
+        cuda_driver.driver().launch(self._function, grid, block, shared, stream, self._arguments)
 
     def _load(self) -> None:
         import torch
 
         torch.cuda.current_stream()  # torch makes the context that the code is loaded into
         linked: str = json.loads(self._files[_NAMES]).get(self.name, self.name)
-        self._module = cuda_driver.load_module(self._files[_CODE])
-        self._function = cuda_driver.function(self._module, linked)
+        self._module = cuda_driver.driver().load_module(self._files[_CODE])
+        self._function = cuda_driver.driver().function(self._module, linked)
 
 
 class _Bound:

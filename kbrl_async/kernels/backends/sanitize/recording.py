@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import torch
 
+from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.c import launch as launch_c
-from kbrl_async.kernels.backends.launch import entry as launch
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
@@ -40,6 +40,7 @@ class Task(msgspec.Struct, frozen=True):
     seed: int = 0
     max_calls: int = 64
     max_bytes: int = 256 << 20
+    backend: str = ""
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -117,7 +118,7 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
 def run_once(task: Task) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate."""
     torch.set_grad_enabled(False)
-    launch.prepare(task.artifacts, task.device.partition(":")[0])
+    backend(task.backend).prepare(task.artifacts, task.device.partition(":")[0])
     problem, candidate = _module("problem", task.problem), _module("candidate", task.candidate)
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())

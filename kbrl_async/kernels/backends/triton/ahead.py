@@ -25,6 +25,7 @@ import torch
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch.pretend import pretend
 from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton.build import Ahead, Order
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
 from kbrl_async.kernels.sandbox import Isolation
 
@@ -39,22 +40,6 @@ def preload() -> None:
         triton_cache.preload()
     one = torch.randn(2, 2, device="meta")
     torch.nn.Linear(2, 2, device="meta")(one).relu().sum()
-
-
-class Order(msgspec.Struct, frozen=True):
-    source: str
-    problem: str
-    arch: int
-    folder: str
-
-
-class Ahead(msgspec.Struct, frozen=True):
-    """How it went. Untrusted: it comes from where the candidate ran."""
-
-    error: str = ""
-    """Triton's own compile error, as `line N: source: reason`."""
-    note: str = ""
-    """Why not everything was compiled."""
 
 
 def compile_triton(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -196,3 +181,6 @@ def _first_lines(text: str) -> str:
             break
         kept.append(line.strip())
     return "\n".join(kept)
+
+
+preload()

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kbrl_async.kernels.cuda_driver import launching as cuda_driver
+from kbrl_async.kernels import cuda_driver
 
 _SCALARS: dict[str, type[Any]] = {
     "i1": ctypes.c_int8,
@@ -113,11 +113,12 @@ def _encode(address: int, value: Any, meta: Any) -> None:
     strides = (ctypes.c_uint64 * rank)(*(meta["elem_size"] * stride for stride in reversed(value.strides[:-1])))
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-    code = cuda_driver.library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(address),
+    cuda_driver.driver().call(
+        "cuTensorMapEncodeTiled",
+        address,
         TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
         rank,
-        ctypes.c_void_p(pointer(value.base)),
+        pointer(value.base),
         sizes,
         strides,
         box,
@@ -127,7 +128,6 @@ def _encode(address: int, value: Any, meta: Any) -> None:
         _PROMOTE_128B,
         int(value.padding == "nan"),
     )
-    cuda_driver.check(code, "cuTensorMapEncodeTiled")
 
 
 def _converter(kind: str) -> Callable[[Any], Any]:

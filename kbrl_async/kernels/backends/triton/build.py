@@ -13,20 +13,25 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
 from kbrl_async.kernels.backends.launch import bundle
-from kbrl_async.kernels.backends.nvrtc.build import DEFAULT_ARCH
 from kbrl_async.kernels.backends.triton import cache as triton_cache
-from kbrl_async.kernels.backends.triton.ahead import Ahead, Order
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 CURE = "Install it with `pip install 'kbrl-async[triton]'`"
 _MAX_TEXT = 800
+_CHILD = "kbrl_async.kernels.backends.triton.ahead:compile_triton"
+_MARKS = re.compile(r"^\s*(import triton|from triton)\b|@triton\.(jit|autotune)|\btl\.load\b", re.MULTILINE)
 _HINTS = (
     ("out of resource", "Take smaller blocks, fewer stages or fewer warps."),
     ("power of 2", "Block sizes are powers of two: round up with triton.next_power_of_2 and mask."),
@@ -38,10 +43,64 @@ _HINTS = (
 )
 
 
-class TritonBackend:
+class Order(msgspec.Struct, frozen=True):
+    """What the confined child is told."""
+
+    source: str
+    problem: str
+    arch: int
+    folder: str
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """How it went. Untrusted: it comes from where the candidate ran."""
+
+    error: str = ""
+    """Triton's own compile error, as `line N: source: reason`."""
+    note: str = ""
+    """Why not everything was compiled."""
+
+
+class TritonBackend(Backend):
     """See the module."""
 
     name = "triton"
+    runs_on = frozenset({"cpu", "cuda"})
+    is_recorded = True
+    reads_bytes = True
+    preload = ("kbrl_async.kernels.backends.triton.preload",)
+    hints: ClassVar[Mapping[str, str]] = {
+        "mismatch": "Check masks, strides and the reduction axis; accumulate in float32.",
+        "slow": "It is right. Make it faster: larger blocks, more warps, fewer passes over memory.",
+    }
+
+    def claims(self, source: str) -> float:
+        return 0.9 if _MARKS.search(source) else 0.0
+
+    def prepare(self, artifacts: dict[str, str], device: str) -> None:
+        for path in artifacts.values():
+            triton_cache.prepare(path, device)
+
+    def is_interpreted(self, device: str) -> bool:
+        return device == "cpu"
+
+    def refuse(self, candidate: str, problem: str) -> None:
+        """The interpreter's arithmetic on bfloat16 is silently wrong: nobody's candidate may be judged by it."""
+        if re.search(r"bfloat16|\bbf16\b", candidate + problem):
+            cure = "Verify it where there is a GPU"
+            raise InfraError("Triton's interpreter computes wrongly with bfloat16, so it says nothing here", cure)
+
+    @property
+    def contracts(self) -> Mapping[str, str]:
+        from kbrl_async.kernels.backends.triton import prompt
+
+        return prompt.CONTRACTS
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        from kbrl_async.kernels.backends.triton import prompt
+
+        return prompt.SHOTS
 
     def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else f"triton is not installed: {CURE}"
@@ -56,24 +115,24 @@ class TritonBackend:
             return refusal.report
         return None
 
-    def build(self, candidate: Candidate, problem: Problem | None, workshop: BuildContext) -> BuildReport:
+    def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         """Without a problem nothing is known of the launches, so nothing is compiled."""
         toolchain = f"triton {importlib.metadata.version('triton')}"
-        arch = workshop.options.arch or DEFAULT_ARCH
+        arch = context.farm.arch
         known = "" if problem is None else problem.source
 
         def compile_() -> tuple[BuildReport, bool]:
-            deadline = workshop.options.deadline_s
-            with workshop.folder() as folder:
+            deadline = context.farm.deadline_s
+            with context.folder() as folder:
                 order = Order(candidate.source, known, int(arch.removeprefix("sm_").rstrip("af")), str(folder))
                 payload = msgspec.msgpack.encode(order)
-                child = workshop.python("compile_triton", payload, folder, deadline_s=deadline)
+                child = context.python(_CHILD, payload, folder, deadline_s=deadline)
                 done = answers.collect(child, folder, deadline)
-            report = _report(done, candidate.source, workshop, deadline)
+            report = _report(done, candidate.source, context, deadline)
             is_deterministic = not done.is_late and bool(done.data)
             return msgspec.structs.replace(report, toolchain=toolchain, isolation=done.isolation), is_deterministic
 
-        return workshop.cached(self.name, toolchain, arch, candidate.source, known, make=compile_)
+        return context.cached(self.name, toolchain, arch, candidate.source, known, make=compile_)
 
 
 def _is_jit(node: ast.FunctionDef) -> bool:
@@ -84,7 +143,7 @@ def _is_jit(node: ast.FunctionDef) -> bool:
     return False
 
 
-def _report(done: answers.Collected, source: str, workshop: BuildContext, deadline_s: float) -> BuildReport:
+def _report(done: answers.Collected, source: str, context: BuildContext, deadline_s: float) -> BuildReport:
     if done.is_late:
         text = f"compiling took longer than {deadline_s:g} s"
         hint = "Fewer autotune configurations, smaller blocks, less unrolling; or an endless loop outside the kernel."
@@ -93,6 +152,9 @@ def _report(done: answers.Collected, source: str, workshop: BuildContext, deadli
     if ahead.error:
         hint = next((hint for pattern, hint in _HINTS if pattern in ahead.error), "Fix the kernel at this line.")
         return BuildReport(Fault.COMPILE_ERROR, message=ahead.error[:_MAX_TEXT], hint=hint)
-    artifacts = {triton_cache.key(source): workshop.store.put(bundle.pack(done.files))}
+    artifacts = {triton_cache.key(source): context.store.put(bundle.pack(done.files))}
     note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ""
     return BuildReport(Fault.OK, artifacts, hint=note, kernels=triton_cache.kernel_names(done.files))
+
+
+BACKEND = TritonBackend()

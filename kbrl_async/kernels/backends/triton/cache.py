@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 
@@ -165,21 +163,6 @@ def _interpret_the_language() -> None:
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):
                     setattr(module, attribute, InterpretedFunction(value.fn))
-
-
-def is_interpreted(backend: str, device: str) -> bool:
-    """Whether candidates of `backend` are interpreted on `device`: verified there, and slow, so never timed."""
-    return backend == "triton" and device == "cpu"
-
-
-def refuse_what_is_not_interpreted(source: str, problem: str) -> None:
-    """The interpreter's arithmetic on bfloat16 is silently wrong; nobody's candidate may be judged by it.
-
-    Raises `InfraError`: it is no fault of the candidate.
-    """
-    if re.search(r"bfloat16|\bbf16\b", source + problem):
-        cure = "Verify it where there is a GPU"
-        raise InfraError("Triton's interpreter computes wrongly with bfloat16, so it says nothing here", cure)
 
 
 def kernel_names(files: dict[str, bytes]) -> list[str]:

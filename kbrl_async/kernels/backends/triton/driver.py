@@ -11,11 +11,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from kbrl_async.kernels import cuda_driver
 from kbrl_async.kernels.backends.launch.pretend import DEVICE_PROPERTIES
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.backends.triton.arguments import Bound
-from kbrl_async.kernels.cuda_driver import launching as cuda_driver
-from kbrl_async.kernels.cuda_driver.launching import Arguments
 
 _TUNING_MS = {"warmup": 2, "rep": 10}
 _CACHE_BYTES = 256 << 20
@@ -133,11 +132,11 @@ class LaunchDriver(PretendDriver):
 
 
 def _load_binary(name: str, image: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-    module = cuda_driver.load_module(image)
-    function = cuda_driver.function(module, name)
-    registers, spills, threads = cuda_driver.function_facts(function)
+    module = cuda_driver.driver().load_module(image)
+    function = cuda_driver.driver().function(module, name)
+    registers, spills, threads = cuda_driver.driver().function_facts(function)
     if shared > cuda_driver.DEFAULT_SHARED:
-        cuda_driver.allow_shared(function, device)
+        cuda_driver.driver().allow_shared(function, device)
     return module, function, registers, spills, threads
 
 
@@ -148,7 +147,7 @@ class Launcher:
         self._bound = Bound(list(src.signature.values()), getattr(metadata, "tensordesc_meta", None))
         # Two hidden arguments of every kernel: global scratch and profile scratch.
         self._scratch_cell = ctypes.c_uint64()
-        self._arguments = Arguments([*self._bound.cells, self._scratch_cell, ctypes.c_uint64()])
+        self._arguments = cuda_driver.Arguments([*self._bound.cells, self._scratch_cell, ctypes.c_uint64()])
         self._meta = metadata
         self._is_plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
 
@@ -168,9 +167,9 @@ class Launcher:
         warps, ctas, shared = packed[:3]
         block = (32 * warps, 1, 1)
         if self._is_plain:
-            cuda_driver.launch(function, grid, block, shared, stream, self._arguments)
+            cuda_driver.driver().launch(function, grid, block, shared, stream, self._arguments)
             return
-        cuda_driver.launch_extended(
+        cuda_driver.driver().launch_extended(
             function,
             (grid[0] * ctas, grid[1], grid[2]),
             block,

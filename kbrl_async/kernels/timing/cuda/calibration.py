@@ -97,8 +97,8 @@ class Calibration:
     def __init__(self, device: Any) -> None:
         import torch
 
+        from kbrl_async.kernels import cuda_driver
         from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
-        from kbrl_async.kernels.cuda_driver import launching as cuda_driver
 
         self._device = torch.device(device)
         found = torch.cuda.get_device_properties(self._device)
@@ -110,10 +110,12 @@ class Calibration:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()  # there is a context from here on
             self._out = torch.zeros(2 * self._blocks, dtype=torch.int64, device=self._device)
-            self._function = cuda_driver.function(cuda_driver.load_module(built.cubin), built.names[NAME])
+            self._function = cuda_driver.driver().function(
+                cuda_driver.driver().load_module(built.cubin), built.names[NAME]
+            )
         cells = [ctypes.c_void_p(self._out.data_ptr()), ctypes.c_int(ROUNDS)]
         self._arguments = cuda_driver.Arguments(cells)
-        self._launch = cuda_driver.launch
+        self._launch = cuda_driver.driver().launch
         self.beat()
 
     def beat(self) -> Beat:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.backends.launch import entry as launch
-from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import values, wire
@@ -71,7 +71,8 @@ class Runner:
         self.copy_to = -1
         self.arena: mmap.mmap | None = None
         self.double: torch.nn.Module | None = None
-        launch.prepare(setup.artifacts, self.device)
+        if setup.artifacts:
+            backend(setup.backend).prepare(setup.artifacts, self.device)
         self.module: Any = plan.load(setup.source) or _load(setup.source)
         contract.seed(setup.seed)
         init = self._init(setup)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.cuda_driver.sharing import driver
+from kbrl_async.kernels.cuda_driver import driver
 from kbrl_async.kernels.verify import values, wire
 
 ALIGNMENT = 512

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.cuda_driver.sharing import CHILD, EMPTY, HOST, KERNEL, MEMCPY, MEMSET, Driver
+from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, HOST, KERNEL, MEMCPY, MEMSET, Driver
 
 _NAMES = {HOST: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
 _ALLOWED = (KERNEL, MEMCPY, MEMSET, EMPTY, CHILD)

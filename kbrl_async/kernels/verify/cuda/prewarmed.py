@@ -21,8 +21,6 @@ from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.verify.memory import memory_file, seal
 
 ENTRY = "kbrl_async.kernels.verify.cuda.runner:main"
-BYTES_ONLY = ("triton:", "cubin:")
-"""Artifacts that a launcher reads as bytes; others are loaded by path and need a child of their own."""
 _SETTLE_S = 10.0
 
 

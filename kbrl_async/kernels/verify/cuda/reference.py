@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
@@ -106,10 +106,11 @@ class CudaReference(Reference):
         entry: str,
         artifacts: dict[str, str],
         deadline_s: float,
+        backend: str = "",
     ) -> CudaSession:
         """The weights are copied for each child: it can write to what it is given."""
         setup = msgspec.structs.replace(
-            self.setup(source, entry, artifacts),
+            self.setup(source, entry, artifacts, backend),
             device=self._options.device,
             weights_bytes=self._weights.size if self._weights else 0,
         )

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.kernels.cuda_driver.sharing import CudaError, driver
+from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import replies, values, wire

@@ -18,10 +18,11 @@ import msgspec
 import torch
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
-from kbrl_async.kernels.verify.cuda.prewarmed import BYTES_ONLY, ENTRY, Spares, as_files
+from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
 from kbrl_async.kernels.verify.session import Outcome, Session, no_meter
 
 _POISON = 0x7F
@@ -68,7 +69,7 @@ class CudaSession(Session):
 
     def _spawn(self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits) -> Child:
         self._orders: tuple[wire.Setup, tuple[int, ...]] | None = (setup, fds)
-        if all(key.startswith(BYTES_ONLY) for key in setup.artifacts):
+        if not setup.artifacts or backend(setup.backend).reads_bytes:
             return self._spares.take()
         self._orders = None
         return super()._spawn(zygote, setup, fds, limits)

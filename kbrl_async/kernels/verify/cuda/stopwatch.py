@@ -29,7 +29,8 @@ from collections import Counter
 import msgspec
 import torch
 
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.kernels.timing.cuda.calibration import Calibration, Steady
 from kbrl_async.kernels.timing.cuda.clocks import Observation, observe
@@ -119,7 +120,7 @@ class CudaStopwatch:
         try:
             captured = self._capture()
             self._tick()
-            if candidate.backend not in proof.OWN_KERNELS:
+            if not backend(candidate.backend).needs_own_kernels:
                 return
             finding = self._own_kernels(captured, candidate)
             if finding is not None:

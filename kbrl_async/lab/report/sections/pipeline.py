@@ -26,9 +26,10 @@ from kbrl_async.lab.report.model import STAGES, RunData, StageSpan
 from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.lab.report.scales import Points, binned, time_label, time_ticks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
+from protocols.messages import Stage
 
 COLUMNS = 150
-QUEUES = ("generate", "compile", "bench", "train")
+QUEUES = tuple(stage for stage in STAGES if stage != Stage.SCORE)
 DETAIL_S = 20.0
 MOST_LANES = 8
 MOST_ROWS = 40
@@ -103,7 +104,7 @@ def _detail(run: RunData) -> Markup:
     spans += [
         StageSpan("train", update.start, update.at, "learner") for update in run.updates if update.start is not None
     ]
-    if not any(span.stage == "bench" for span in spans):
+    if not any(span.stage == Stage.BENCH for span in spans):
         return Markup("")
     start = _middle(run, spans)
     inside = [span for span in spans if span.end > start and span.start < start + DETAIL_S]

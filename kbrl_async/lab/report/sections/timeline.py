@@ -12,11 +12,11 @@ from kbrl_async.lab.report.layout import Bar, axis_row, figure, legend, row, row
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
 from kbrl_async.lab.report.scales import time_label, time_ticks
+from protocols.messages import Stage
+from protocols.rollout import STAGES
 
 SHOWN = 12
-KEY = (
-    ("wait", "waiting"), ("generate", "generate"), ("compile", "compile"), ("bench", "bench"), ("train", "train"),
-)  # fmt: skip
+KEY = (("wait", "waiting"), *((stage, stage) for stage in (*STAGES, Stage.TRAIN)))
 
 
 class Journey(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ def _journeys(run: RunData) -> list[Journey]:
     return [
         journey
         for turn in run.training
-        if {span.stage for span in turn.spans} >= {"generate", "compile", "bench"}
+        if {span.stage for span in turn.spans} >= set(STAGES)
         and (journey := _journey(turn, trained.get(turn.group_id))) is not None
     ]
 
@@ -94,17 +94,18 @@ def _share(journeys: Sequence[Journey]) -> Markup:
     """The mean rollout's time in parts."""
     work = {
         stage: statistics.fmean(sum(s.end - s.start for s in j.spans if s.stage == stage) for j in journeys)
-        for stage in ("generate", "compile", "bench", "train")
+        for stage in (*STAGES, Stage.TRAIN)
     }
     scored = statistics.fmean(journey.scored for journey in journeys)
     whole = statistics.fmean(journey.end for journey in journeys) or 1.0
-    before = max(0.0, scored - work["generate"] - work["compile"] - work["bench"])
-    after = max(0.0, whole - scored - work["train"])
+    before = max(0.0, scored - sum(work[stage] for stage in STAGES))
+    after = max(0.0, whole - scored - work[Stage.TRAIN])
     words = [
         ("waiting for a stage", before, "wait"),
-        *((stage, work[stage], stage) for stage in work if stage != "train"),
+        *((stage, work[stage], stage) for stage in STAGES),
+        ("waiting for a batch", after, "wait"),
+        (Stage.TRAIN, work[Stage.TRAIN], Stage.TRAIN),
     ]
-    words += [("waiting for a batch", after, "wait"), ("train", work["train"], "train")]
     made = [_part(name, value, whole, class_) for name, value, class_ in words]
     note = f"the mean of {len(journeys):,} rollouts that reached training: {numbers.seconds(whole)}"
     return figure("Where the time goes", note, rows(made, label="share of a rollout's time by stage", kind="bars"))
@@ -132,6 +133,6 @@ def _typical(run: RunData) -> Markup:
 
 
 def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = ("generate", "queue", "compile", "bench")
+    names = (STAGES[0], "queue", *STAGES[1:])
     values = {name: [seconds[name] for seconds in found if name in seconds] for name in names}
     return {name: statistics.median(some) for name, some in values.items() if some}

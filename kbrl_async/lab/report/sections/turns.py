@@ -10,7 +10,7 @@ from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legen
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
-from kbrl_async.runs.telemetry import turn_metrics
+from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
 from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
 
@@ -25,7 +25,7 @@ def make(run: RunData) -> Markup:
     written = [answer.stats for answers in found.versions.values() for answer in answers]
     two = ends(found)
     rollouts = len({s.rollout_id for s in written})
-    repaired = turn_metrics.compile_fix_rate(written)
+    repaired = training_metrics.compile_fix_rate(written)
     said = (
         ""
         if repaired is None
@@ -80,7 +80,7 @@ def _success(two: Ends) -> Markup:
 
 
 def _solved(stats: Sequence[RolloutStats]) -> list[tuple[float, float]]:
-    rollouts = turn_metrics.trajectories(stats)
+    rollouts = training_metrics.trajectories(stats)
     longest = max((len(rollout) for rollout in rollouts), default=0)
     return [
         (float(n), sum(any(turn.correct for turn in rollout[:n]) for rollout in rollouts) / len(rollouts))

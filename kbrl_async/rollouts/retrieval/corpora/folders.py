@@ -16,7 +16,8 @@ from pathlib import Path
 import yaml
 
 from kbrl_async.errors import UserError
-from kbrl_async.rollouts.retrieval.entries import MAX_KERNEL, MAX_REFERENCE, Entry, Skip, backend_of, digest
+from kbrl_async.kernels.backends import guess_backend
+from kbrl_async.rollouts.retrieval.entries import MAX_KERNEL, MAX_REFERENCE, Entry, Skip, digest
 
 FOLDER, RUN = "folder", "run"
 SUFFIX = "_kernel"
@@ -71,7 +72,7 @@ def _folder_entry(folder: Path, path: Path) -> Entry:
         corpus=FOLDER,
         reference=reference,
         kernel=kernel,
-        backend=backend_of(kernel),
+        backend=guess_backend(kernel, "other"),
         origin=str(path.relative_to(folder)),
     )
 

@@ -7,15 +7,13 @@
 | `watching` | what is kept and shown of a run; what an evaluation measures |
 """
 
-from kbrl_async.runs.config.sections.actors import Broker, CompileFarm, Cpu, Processes, Sampler, TimingBench
+from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes
 from kbrl_async.runs.config.sections.training import (
     Agents,
     Alarms,
     Curriculum,
     DatasetBuilder,
     Demonstrations,
-    Learner,
-    Sft,
     Turns,
 )
 from kbrl_async.runs.config.sections.watching import Archive, Evaluation, Metrics, Tensorboard
@@ -25,18 +23,13 @@ __all__ = [
     "Alarms",
     "Archive",
     "Broker",
-    "CompileFarm",
     "Cpu",
     "Curriculum",
     "DatasetBuilder",
     "Demonstrations",
     "Evaluation",
-    "Learner",
     "Metrics",
     "Processes",
-    "Sampler",
-    "Sft",
     "Tensorboard",
-    "TimingBench",
     "Turns",
 ]

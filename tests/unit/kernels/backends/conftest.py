@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate
 from tests.candidates import in_c
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import DiskFull, MissingTool
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis, ToolRun
 from kbrl_async.kernels.backends.c import build as c_backend
 from kbrl_async.kernels.backends.c import launch
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Candidate, Fault
 
 Make = Callable[..., Candidate]
@@ -56,7 +58,7 @@ def test_a_missing_symbol_is_a_compile_time_or_load_time_matter_not_a_crash(buil
 def test_a_compile_bomb_ends_at_the_deadline_and_is_not_cached(tmp_path: Path, candidate: Make) -> None:
     source = "".join(f"#define A{i} A{i - 1} A{i - 1} A{i - 1} A{i - 1}\n" for i in range(1, 16))
     source = "#define A0 y[0]++;\n" + source + "void f(const float *x, float *y, long n) { A15 }"
-    with Builder(ArtifactStore(tmp_path), BuildOptions(deadline_s=0.5)) as builder:
+    with Builder(ArtifactStore(tmp_path), CompileFarm(deadline_s=0.5)) as builder:
         report = builder.build(candidate(source))
         assert report.fault is Fault.COMPILE_ERROR
         assert "longer than 0.5 s" in report.message
@@ -70,7 +72,7 @@ def test_the_compiler_itself_can_not_read_outside(builder: Builder, tmp_path: Pa
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "kernel.c").write_text(f'#include "{secret}"\nint f(void) {{ return secret; }}')
-    workshop = BuildContext(ArtifactStore(tmp_path / "store"), BuildOptions())
+    workshop = BuildContext(ArtifactStore(tmp_path / "store"), CompileFarm())
     try:
         run = workshop.run(c_backend._command("kernel.c", "kernel.so"), folder)
     finally:
@@ -93,7 +95,7 @@ def test_a_full_disk_is_the_hosts_fault_and_not_cached(
     store = ArtifactStore(tmp_path)
     full = "kernel.c: fatal error: error writing to x.o: No space left on device"
     with pytest.raises(DiskFull):
-        BuildContext(store, BuildOptions()).failure(ToolRun(1, full, "full", 1.0), Diagnosis)
+        BuildContext(store, CompileFarm()).failure(ToolRun(1, full, "full", 1.0), Diagnosis)
     monkeypatch.setattr(BuildContext, "run", lambda *_, **__: ToolRun(1, full, "full", 1.0))
     with Builder(store) as builder, pytest.raises(DiskFull):
         builder.build(candidate())

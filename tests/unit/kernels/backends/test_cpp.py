@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
 
 SOURCE = """
@@ -273,7 +274,7 @@ def test_a_candidate_that_fails_before_it_compiles_says_why(builder: Builder) ->
 
 
 def test_a_host_without_compilers_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kbrl_async.kernels.backends.building import backend
+    from kbrl_async.kernels.backends import backend
     from kbrl_async.kernels.backends.inline import toolchain as inline_toolchain
 
     inline_toolchain.toolchain.cache_clear()

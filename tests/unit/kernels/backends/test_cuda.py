@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, backend
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault
 
 CANDIDATE = '''

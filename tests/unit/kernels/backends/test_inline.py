@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder, backend
+from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.inline import launch as inline
-from kbrl_async.kernels.backends.inline.backend import InlineBackend, diagnose, kernel_names
+from kbrl_async.kernels.backends.inline.backend import diagnose, kernel_names
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
 from kbrl_async.kernels.backends.inline.launch import Extension, Unit, file_extension, inline_extension
 from kbrl_async.kernels.backends.inline.recording import read
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Candidate, Fault
 
 _HEAD = "from torch.utils.cpp_extension import load_inline\n"
@@ -198,21 +200,20 @@ def test_flags_that_read_or_run_are_refused(flags: dict[str, tuple[str, ...]]) -
 
 def test_a_candidate_learns_which_flag_was_refused() -> None:
     text = _HEAD + 'e = load_inline("n", "x", extra_cflags=["-fplugin=evil.so"])' + _MODEL
-    report = backend("cpp").build(Candidate(text, "cpp"), None, _NoWorkshop())  # type: ignore[arg-type]
+    report = backend("cpp").build(Candidate(text, "cpp"), None, _NoContext())  # type: ignore[arg-type]
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, "flag")
     assert "-fplugin=evil.so" in report.message
 
 
-class _NoWorkshop:
+class _NoContext:
     """Nothing may be built with it."""
 
-    class options:  # noqa: N801 - stands in for an attribute
-        arch = "sm_90"
+    farm = CompileFarm()
 
 
 def test_cuda_sources_need_the_cuda_backend() -> None:
     text = _HEAD + 'e = load_inline("n", "x", cuda_sources="k")' + _MODEL
-    report = backend("cpp").build(Candidate(text, "cpp"), None, _NoWorkshop())  # type: ignore[arg-type]
+    report = backend("cpp").build(Candidate(text, "cpp"), None, _NoContext())  # type: ignore[arg-type]
     assert report.rule == "cuda_source"
 
 
@@ -250,7 +251,7 @@ import os, sys
 import msgspec
 import torch
 from torch.utils.cpp_extension import load_inline
-from kbrl_async.launch import bundle
+from kbrl_async.kernels.backends.launch import bundle
 
 def forge(files):
     open("bundle", "wb").write(bundle._MAGIC + msgspec.msgpack.encode([["extensions", files]]))
@@ -279,7 +280,7 @@ class ModelNew(torch.nn.Module):
 )
 def test_a_record_that_no_recorder_wrote_is_the_candidates_fault(warm_builder: Builder, extensions: str) -> None:
     candidate = Candidate(FORGED_RECORD.replace("EXTENSIONS", extensions), "cpp")
-    report = InlineBackend("cpp").build(candidate, None, warm_builder._workshop)
+    report = backend("cpp").build(candidate, None, warm_builder._context)
     assert (report.fault, report.rule) == (Fault.CHEATING, "forged_result")
 
 

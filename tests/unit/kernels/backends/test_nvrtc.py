@@ -8,12 +8,15 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.backends.building import Builder, answers, static_check
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch import bundle
-from kbrl_async.kernels.backends.nvrtc import build as backend
+from kbrl_async.kernels.backends.nvrtc import build
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
-from kbrl_async.kernels.backends.nvrtc.ahead import Built
+from kbrl_async.kernels.backends.nvrtc.build import Built
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.library_path(), reason="NVRTC is not installed here")
@@ -114,13 +117,12 @@ def test_the_compiler_reads_no_file_of_the_host(builder: Builder, tmp_path: Path
 
 
 @needs_nvrtc
-def test_a_macro_bomb_ends_at_the_deadline(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = msgspec.structs.replace(builder._workshop.options, deadline_s=1.0)
-    monkeypatch.setattr(builder._workshop, "options", options)
+def test_a_macro_bomb_ends_at_the_deadline(builder: Builder) -> None:
     bomb = "#define R0 y[n] += x[n] * y[n+1];\n"
     bomb += "".join(f"#define R{i} R{i - 1} R{i - 1} R{i - 1} R{i - 1}\n" for i in range(1, 14))
     bomb += "__global__ void f(const float *x, float *y, int n) { R13 }"
-    report = builder.build(make(bomb))
+    with Builder(builder.store, CompileFarm(deadline_s=1.0)) as hasty:
+        report = hasty.build(make(bomb))
     assert report.fault is Fault.COMPILE_ERROR
     assert "longer than 1 s" in report.message or "crashed" in report.message
     assert not builder.build(make(bomb)).cached
@@ -158,7 +160,7 @@ def test_what_must_not_be_built_is_refused_by_rule(builder: Builder, candidate: 
     ],
 )
 def test_legitimate_imports_pass(head: str) -> None:
-    assert static_check(make(head=head)) is None
+    assert backend("cuda-nvrtc").check(make(head=head)) is None
 
 
 @needs_nvrtc
@@ -167,8 +169,8 @@ def test_a_child_that_blames_its_host_is_held_against_a_source_of_ours(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, built: Built
 ) -> None:
     told = answers.Collected("full", msgspec.msgpack.encode(built), False, {})
-    report = backend._report(told, "key", builder._workshop, "sm_90")
+    report = build._report(told, "key", builder._context, "sm_90")
     assert report.fault is Fault.COMPILE_ERROR
-    monkeypatch.setattr(backend, "_works", lambda arch, workshop: False)
+    monkeypatch.setattr(build, "_works", lambda arch, context: False)
     with pytest.raises(InfraError):
-        backend._report(told, "key", builder._workshop, "sm_90")
+        build._report(told, "key", builder._context, "sm_90")

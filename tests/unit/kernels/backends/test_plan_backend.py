@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault
 
 C = "void f(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = 3 * x[i]; }"

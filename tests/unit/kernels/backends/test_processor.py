@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder, BuildOptions, check_processor
+from kbrl_async.kernels.backends.building import ArtifactStore, check_processor
 from kbrl_async.kernels.backends.building.processor import extensions, lacking, needed
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault
 from tests.unit.kernels.backends.test_reproducible import SOURCE
 
@@ -18,7 +20,7 @@ OLD = "processor : 0\nflags : fpu sse sse2 pni ssse3 sse4_1 sse4_2 popcnt abm bm
 
 
 def built(tmp_path: Path, march: str) -> BuildReport:
-    with Builder(ArtifactStore(tmp_path / "store"), BuildOptions(march=march)) as builder:
+    with Builder(ArtifactStore(tmp_path / "store"), CompileFarm(march=march)) as builder:
         return builder.build(Candidate(SOURCE, "c"))
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import build as c
+from kbrl_async.kernels.funnel import Builder
 from protocols.opinions import _BY_BYTES
 from protocols.records import BuildReport, Candidate, Fault
 from tests.candidates import in_c

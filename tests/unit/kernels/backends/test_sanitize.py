@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.backends.c.sanitize import driver
 from kbrl_async.kernels.backends.sanitize import recording
 from kbrl_async.kernels.backends.sanitize.recording import Argument, Call
 from kbrl_async.kernels.backends.sanitize.reports import GPU_EXIT, asan, compute_sanitizer, ubsan
-from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, driver, gpu_command
+from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, gpu_command
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
 
 PROBLEM = """
@@ -124,8 +126,8 @@ def test_a_kernel_that_crashes_is_still_explained(sanitize: Sanitize) -> None:
 
 def test_a_backend_that_no_sanitizer_knows_is_said(tmp_path: Path) -> None:
     with Sanitizer(ArtifactStore(tmp_path)) as sanitizer:
-        found = sanitizer.run(Problem("x", 1, "x", PROBLEM), Candidate("", "fortran"), {})
-    assert found.not_run == "there is no sanitizer for fortran on cpu"
+        found = sanitizer.run(Problem("x", 1, "x", PROBLEM), Candidate("", "cuda"), {})
+    assert found.not_run == "there is no sanitizer for cuda on cpu"
 
 
 CPP = '''

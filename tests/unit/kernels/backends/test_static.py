@@ -7,18 +7,22 @@ from collections.abc import Callable
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.kernels.backends.building import backend, static_check
-from protocols.records import Candidate, Fault
+from kbrl_async.kernels.backends import backend
+from protocols.records import BuildReport, Candidate, Fault
 
 Make = Callable[..., Candidate]
 
 
+def _refused(given: Candidate) -> BuildReport | None:
+    return backend(given.backend).check(given)
+
+
 def test_a_plain_candidate_passes(candidate: Make) -> None:
-    assert static_check(candidate()) is None
+    assert _refused(candidate()) is None
 
 
 def test_a_syntax_error_is_a_format_error(candidate: Make) -> None:
-    report = static_check(Candidate("class ModelNew(:", "c"))
+    report = _refused(Candidate("class ModelNew(:", "c"))
     assert report is not None
     assert report.fault is Fault.FORMAT_ERROR
     assert "line 1" in report.message
@@ -26,25 +30,25 @@ def test_a_syntax_error_is_a_format_error(candidate: Make) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("class ModelNew", "class Other"), ("def forward", "def backward")])
 def test_the_model_must_be_there(candidate: Make, old: str, new: str) -> None:
-    report = static_check(candidate(replace=(old, new)))
+    report = _refused(candidate(replace=(old, new)))
     assert report is not None
     assert report.fault is Fault.FORMAT_ERROR
 
 
 def test_a_kernel_must_be_launched(candidate: Make) -> None:
-    report = static_check(candidate(replace=('c_kernel(SOURCE, "f")', "None")))
+    report = _refused(candidate(replace=('c_kernel(SOURCE, "f")', "None")))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, "no_kernel")
 
 
 def test_the_source_must_be_known_without_a_run(candidate: Make) -> None:
-    report = static_check(candidate(replace=("c_kernel(SOURCE", "c_kernel(str(torch.rand(1))")))
+    report = _refused(candidate(replace=("c_kernel(SOURCE", "c_kernel(str(torch.rand(1))")))
     assert report is not None
     assert report.rule == "kernel_source"
 
 
 def test_the_function_must_be_defined(candidate: Make) -> None:
-    report = static_check(candidate("void g(float *x) {}"))
+    report = _refused(candidate("void g(float *x) {}"))
     assert report is not None
     assert report.rule == "unknown_function"
 
@@ -72,7 +76,7 @@ def test_the_function_must_be_defined(candidate: Make) -> None:
     ],
 )
 def test_tripwires_fire(candidate: Make, forward: str, rule: str) -> None:
-    report = static_check(candidate(forward=forward))
+    report = _refused(candidate(forward=forward))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
     assert report.message
@@ -84,13 +88,13 @@ def test_tripwires_fire(candidate: Make, forward: str, rule: str) -> None:
 )
 def test_a_library_call_is_left_to_the_bench_which_sees_what_really_runs(candidate: Make, call: str) -> None:
     held = ("self.kernel =", "self.linear = nn.Linear(2, 2); self.kernel =")
-    assert static_check(candidate(forward=f"y = {call}", replace=held)) is None
+    assert _refused(candidate(forward=f"y = {call}", replace=held)) is None
 
 
 def test_reading_a_held_module_is_allowed(candidate: Make) -> None:
     held = ("self.kernel =", "self.linear = nn.Linear(2, 2); self.kernel =")
     forward = "w = self.linear.weight.detach().contiguous().view(-1); n = w.numel() * w.stride(0) + w.size(0)"
-    assert static_check(candidate(forward=forward, replace=held)) is None
+    assert _refused(candidate(forward=forward, replace=held)) is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_reading_a_held_module_is_allowed(candidate: Make) -> None:
     ],
 )
 def test_c_that_no_kernel_needs_is_refused(candidate: Make, line: str, rule: str) -> None:
-    report = static_check(candidate(f"{line}\nvoid f(const float *x, float *y, long n) {{}}"))
+    report = _refused(candidate(f"{line}\nvoid f(const float *x, float *y, long n) {{}}"))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
 
@@ -116,15 +120,15 @@ def test_c_that_no_kernel_needs_is_refused(candidate: Make, line: str, rule: str
 def test_words_in_comments_and_strings_are_no_violation(candidate: Make) -> None:
     source = '// asm system\n/* #include <x.h> */\nstatic const char *s = "asm";\n'
     source += "void f(const float *x, float *y, long n) {}"
-    assert static_check(candidate(source)) is None
+    assert _refused(candidate(source)) is None
 
 
 def test_the_check_executes_nothing(candidate: Make) -> None:
-    assert static_check(candidate(replace=("import torch\n", "import torch\nprint(1 / 0)\n"))) is None
+    assert _refused(candidate(replace=("import torch\n", "import torch\nprint(1 / 0)\n"))) is None
 
 
 def test_an_unknown_backend_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="Choose one of: c"):
+    with pytest.raises(ConfigError, match="Choose among c"):
         backend("fortran")
 
 
@@ -143,14 +147,14 @@ def test_an_unknown_backend_is_a_config_error() -> None:
 )
 def test_text_that_becomes_code_is_refused(candidate: Make, line: str, rule: str) -> None:
     """Annotations are text; what evaluates them would run what no tripwire has read."""
-    report = static_check(candidate(replace=("class ModelNew", f"{line}\nclass ModelNew")))
+    report = _refused(candidate(replace=("class ModelNew", f"{line}\nclass ModelNew")))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
 
 
 def test_an_annotation_that_nobody_evaluates_is_text(candidate: Make) -> None:
     assert (
-        static_check(candidate(replace=("def forward(self, x)", "def forward(self, x: 'torch.Tensor') -> 'object'")))
+        _refused(candidate(replace=("def forward(self, x)", "def forward(self, x: 'torch.Tensor') -> 'object'")))
         is None
     )
 
@@ -158,6 +162,6 @@ def test_an_annotation_that_nobody_evaluates_is_text(candidate: Make) -> None:
 @pytest.mark.parametrize("name", ["c", "cpp", "triton", "cuda-nvrtc"])
 def test_text_that_is_in_no_file_is_no_program(candidate: Make, name: str) -> None:
     """A compiler's source would have to be encoded, and can't be."""
-    report = static_check(Candidate(candidate().source + "\nHALF = '\\ud800'\n", name))
+    report = _refused(Candidate(candidate().source + "\nHALF = '\\ud800'\n", name))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.FORMAT_ERROR, "syntax")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder
 from kbrl_async.kernels.backends.c import build as backend
+from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault
 
 Make = Callable[..., Candidate]

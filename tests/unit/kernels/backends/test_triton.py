@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 
-import msgspec
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 pytest.importorskip("triton", reason="triton is not installed here")
@@ -163,13 +163,12 @@ def test_what_is_no_compile_error_is_left_to_the_bench_with_a_note(builder: Buil
     assert list(report.artifacts) == [triton_cache.key(make(body=body).source)]
 
 
-def test_an_endless_loop_ends_at_the_deadline(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
-    workshop = builder._workshop
-    monkeypatch.setattr(workshop, "options", msgspec.structs.replace(workshop.options, deadline_s=1.0))
-    report = build(builder, make(body="while True: pass"))
-    assert report.fault is Fault.COMPILE_ERROR
-    assert "longer than 1 s" in report.message
-    assert not build(builder, make(body="while True: pass")).cached
+def test_an_endless_loop_ends_at_the_deadline(builder: Builder) -> None:
+    with Builder(builder.store, CompileFarm(deadline_s=1.0)) as hasty:
+        report = build(hasty, make(body="while True: pass"))
+        assert report.fault is Fault.COMPILE_ERROR
+        assert "longer than 1 s" in report.message
+        assert not build(hasty, make(body="while True: pass")).cached
 
 
 def test_a_candidate_that_dies_in_the_farm_is_left_to_the_bench(builder: Builder) -> None:

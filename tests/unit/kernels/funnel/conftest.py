@@ -8,8 +8,9 @@ import pytest
 
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import BenchOptions
+from kbrl_async.kernels.verify import bench_options
 from protocols.records import Problem
 from tests.candidates import affine, elementwise
 
@@ -21,7 +22,11 @@ def kernel(body: str = "2 * x[i] + 1", extra: str = "") -> str:
 
 
 QUICK = VerifyOptions(
-    bench=BenchOptions(deadline_s=10.0, call_floor_s=1.0, recipe=Recipe(min_pairs=4, max_pairs=6, cap_s=0.2))
+    bench=bench_options(
+        TimingBench(deadline_s=10.0),
+        call_floor_s=1.0,
+        recipe=Recipe.of(TimingBench(min_pairs=4, max_pairs=6, cap_s=0.2)),
+    )
 )
 
 

@@ -40,6 +40,7 @@ from protocols.records import (
     Timing,
     Verdict,
 )
+from protocols.rollout import Record
 
 COMPILED = (StageReport("compile", Fault.OK, 0.1),)
 
@@ -180,7 +181,7 @@ def test_a_record_becomes_the_result_that_verify_would_give(
     asked = RolloutRequest("r", "g", problem("1_a"), "prompt", "c", SamplingParams(8))
     candidate = Candidate("k", "c") if frames else None
     wrote = Generation(0, [], [], [], "", "stop", candidate, Fault.OK if frames else Fault.FORMAT_ERROR)
-    result = result_of([asked, wrote, *frames])
+    result = result_of(Record.of(asked, wrote, *frames))
     assert result.compiled is compiled
     assert result.fault is (fault or (Fault.OK if compiled else Fault.COMPILE_ERROR))
     assert (result.timing is not None) == (compiled and fault is None)
@@ -190,9 +191,9 @@ def test_a_timing_of_a_wrong_kernel_is_no_timing() -> None:
     asked = RolloutRequest("r", "g", problem("1_a"), "prompt", "c", SamplingParams(8))
     wrote = Generation(0, [], [], [], "", "stop", Candidate("k", "c"))
     bench = BenchReport(Verdict(Fault.CHEATING), Timing(1, 2, 1, 3, 1, 2))
-    assert result_of([asked, wrote, BuildReport(Fault.OK), bench]).timing is None
+    assert result_of(Record.of(asked, wrote, BuildReport(Fault.OK), bench)).timing is None
     with pytest.raises(ValueError, match="without a generation"):
-        result_of([asked])
+        result_of(Record.of(asked))
 
 
 def test_results_of_another_program_need_no_field_of_ours(tmp_path: Path) -> None:

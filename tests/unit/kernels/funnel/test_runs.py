@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import InfraError, UserError
-from kbrl_async.kernels.funnel import Result, Verifier
+from kbrl_async.kernels.funnel import Result, Verifier, VerifyOptions
 from kbrl_async.kernels.kernelbench.formats import Outcome, eval_results, problems_root, samples
 from kbrl_async.kernels.kernelbench.runs import JOURNAL_FILE, RESULTS_FILE, RunOptions, verify_run
 from protocols.records import Fault, Problem, StageReport, Verdict
@@ -76,7 +76,7 @@ def test_a_run_folder_gets_both_result_files(
 ) -> None:
     monkeypatch.setattr(Verifier, "__enter__", lambda _self: verifier)
     monkeypatch.setattr(Verifier, "__exit__", lambda *_: None)
-    written = verify_run(run_folder, bench(run_folder), RunOptions(timing=True, verify=QUICK))
+    written = verify_run(run_folder, bench(run_folder), RunOptions(verify=QUICK))
     table = json.loads((run_folder / "eval_results.json").read_text())
     assert list(table) == ["1", "2"]
     right, wrong = table["1"]
@@ -126,7 +126,7 @@ def test_a_host_fault_is_tried_again_and_never_becomes_a_score(run_folder: Path,
     verify_run(run_folder, bench(run_folder))
     assert fake.asked.count("restart") == 1
     fake.broken = 99
-    written = verify_run(run_folder, bench(run_folder), RunOptions(timing=False, overwrite=True))
+    written = verify_run(run_folder, bench(run_folder), RunOptions(overwrite=True, verify=VerifyOptions(timing=False)))
     assert all(outcome.error.startswith(("InfraError", "ProblemError")) for outcome in written.outcomes)
     assert json.loads((run_folder / "eval_results.json").read_text()) == {}
 

@@ -40,7 +40,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Sanitized | Exception]:
 
 
 def checks(tmp_path: Path, share: float) -> SpotChecks:
-    return SpotChecks(ArtifactStore(tmp_path), share, random.Random(0))
+    return SpotChecks(Sanitizer(ArtifactStore(tmp_path)), share, random.Random(0))
 
 
 @pytest.mark.usefixtures("runs")

@@ -14,7 +14,8 @@ import pytest
 
 import kbrl_async
 from kbrl_async.errors import MissingTool, ProblemError, UserError
-from kbrl_async.kernels.funnel import Result, Verifier, guess_backend, read_candidate
+from kbrl_async.kernels.backends import guess_backend
+from kbrl_async.kernels.funnel import Result, Verifier, read_candidate
 from kbrl_async.kernels.problems import parse_problem
 from protocols.records import Fault, Problem
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kbrl_async.errors import MissingTool
+from kbrl_async.kernels import cuda_driver
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
 from kbrl_async.kernels.backends.nvrtc.launch import cuda_kernel, parameters
-from kbrl_async.kernels.cuda_driver import launching as cuda_driver
 
 SOURCE = """
 template <typename T, int N> __global__ void __launch_bounds__(256) scale(const T* __restrict__ x, // in

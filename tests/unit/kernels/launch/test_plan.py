@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.backends.launch.plan import PlanError
 
 SOURCE = """

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.backends.launch.entry import is_interpreted, refuse_what_is_not_interpreted
+from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.triton.cache import BundleCache, kernel_names
 
 INTERPRETED = """
 import sys, torch, triton, triton.language as tl
-from kbrl_async.kernels.backends.launch.entry import prepare
-prepare({"triton:x": "no bundle is read"}, "cpu")
+from kbrl_async.kernels.backends import backend
+backend("triton").prepare({"triton:x": "no bundle is read"}, "cpu")
 @triton.jit
 def total(x, y, BLOCK: tl.constexpr):
     tl.store(y, tl.sum(tl.load(x + tl.arange(0, BLOCK)), axis=0))
@@ -64,13 +64,13 @@ def test_only_what_the_bench_needs_is_kept_of_what_is_compiled(cache: BundleCach
 
 
 def test_triton_is_interpreted_on_cpus_only() -> None:
-    assert is_interpreted("triton", "cpu")
-    assert not is_interpreted("triton", "cuda:0")
-    assert not is_interpreted("c", "cpu")
+    assert backend("triton").is_interpreted("cpu")
+    assert not backend("triton").is_interpreted("cuda:0")
+    assert not backend("c").is_interpreted("cpu")
 
 
 @pytest.mark.parametrize("text", ["x.to(tl.bfloat16)", "dtype=torch.bfloat16", "tl.bf16"])
 def test_bfloat16_is_refused_for_the_interpreter_as_nobodys_fault(text: str) -> None:
     with pytest.raises(InfraError, match="bfloat16"):
-        refuse_what_is_not_interpreted(text, "")
-    refuse_what_is_not_interpreted("tl.float16", "bf16x9 = 1")
+        backend("triton").refuse(text, "")
+    backend("triton").refuse("tl.float16", "bf16x9 = 1")

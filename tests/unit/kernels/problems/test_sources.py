@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kbrl_async.errors import MissingTool, ProblemError
+from kbrl_async.errors import MissingTool, ProblemError, UserError
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.contract import parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
@@ -195,3 +195,37 @@ def test_loaded_problems_are_in_the_asked_precision(tmp_path: Path) -> None:
     (plain,), (half,) = load_problems(str(tmp_path)), load_problems(str(tmp_path), precision="bf16")
     assert half.source.startswith(plain.source.rstrip())
     assert "bfloat16" in half.source
+
+
+OWN = """
+from pathlib import Path
+from kbrl_async.kernels.problems import parse_problem
+
+SOURCE = "SIZE = 2  # gpu: 4\\nclass Model: ...\\ndef get_inputs(): return [SIZE]\\ndef get_init_inputs(): return []\\n"
+
+def problems(shapes):
+    return [parse_problem(SOURCE, "L3/own", level=3, shapes=shapes)]
+
+def folder(shapes):
+    return Path(__file__).parent / "files"
+
+def nothing(shapes):
+    return []
+"""
+
+
+def test_a_users_own_source_gives_problems_or_says_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_problems_of_a_user.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "own_problems_of_a_user"
+    (problem,) = load_problems(f"{own}:problems", shapes="gpu", levels=[3])
+    assert (problem.problem_id, "SIZE = 4" in problem.source) == ("L3/own", True)
+    (tmp_path / "files" / "level2").mkdir(parents=True)
+    (tmp_path / "files" / "level2" / "1_a.py").write_text(problem.source)
+    assert [p.problem_id for p in load_problems(f"{own}:folder")] == ["L2/1_a"]
+    with pytest.raises(ProblemError, match="gave no problems"):
+        load_problems(f"{own}:nothing")
+    with pytest.raises(UserError, match="can't be imported"):
+        load_problems(f"{own}:missing")

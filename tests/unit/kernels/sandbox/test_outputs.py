@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, BuildOptions
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.sandbox import BadOutput, is_over, read_output, remove_tree
+from kbrl_async.kernels.settings import CompileFarm
 from tests.unit.kernels.sandbox.test_attacks import processes_named
 
 
@@ -83,8 +84,8 @@ def test_a_tree_of_a_thousand_levels_is_removed_and_links_are_not_followed(tmp_p
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildContext]:
-    options = BuildOptions(memory_bytes=1 << 30, file_bytes=8 << 20)
-    made = BuildContext(ArtifactStore(tmp_path_factory.mktemp("store")), options)
+    store = ArtifactStore(tmp_path_factory.mktemp("store"))
+    made = BuildContext(store, CompileFarm(), memory_bytes=1 << 30, file_bytes=8 << 20)
     made.start()
     yield made
     made.close()

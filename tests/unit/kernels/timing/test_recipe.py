@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Pair, Point, Recipe, measure, share_at
 from kbrl_async.kernels.timing.cpu.host import CoreUse, Flush, hardware, l2_bytes, pinned, taken_by_others
 
@@ -24,35 +25,39 @@ def noisy(speedup: float, noise: float, seed: int = 0) -> Callable[[], Pair]:
 
 
 def test_a_quiet_measurement_is_resolved_early() -> None:
-    found = measure(noisy(2.0, 0.001), Recipe(), ticking(0.0))
+    found = measure(noisy(2.0, 0.001), Recipe.of(TimingBench()), ticking(0.0))
     assert (found.stopped, found.n) == ("resolved", 10)
     assert found.interval.median == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_noisy_measurement_ends_at_the_cap_of_pairs() -> None:
-    found = measure(noisy(1.0, 0.5), Recipe(), ticking(0.0))
+    found = measure(noisy(1.0, 0.5), Recipe.of(TimingBench()), ticking(0.0))
     assert (found.stopped, found.n) == ("cap", 30)
 
 
 def test_a_slow_measurement_ends_at_the_cap_of_time_but_not_below_the_minimum() -> None:
-    found = measure(noisy(1.0, 0.5), Recipe(), ticking(0.04))
-    assert (found.stopped, found.n) == ("cap", 10)
+    found = measure(noisy(1.0, 0.5), Recipe.of(TimingBench()), ticking(0.04))
+    assert (found.stopped, found.n) == ("cap", TimingBench().min_pairs)
 
 
 def test_a_very_slow_measurement_does_not_wait_for_the_minimum_but_for_two() -> None:
-    assert measure(noisy(1.0, 0.5), Recipe(), ticking(0.2)).n < 6
-    assert measure(noisy(1.0, 0.5), Recipe(), ticking(100.0)).n == 2
+    assert measure(noisy(1.0, 0.5), Recipe.of(TimingBench()), ticking(0.2)).n < 6
+    assert measure(noisy(1.0, 0.5), Recipe.of(TimingBench()), ticking(100.0)).n == 2
 
 
 def test_two_pairs_that_agree_by_chance_claim_nothing() -> None:
     pairs = itertools.cycle([Pair(1010.0, 1000.0), Pair(1014.0, 1000.0)])
-    found = measure(lambda: next(pairs), Recipe(placement=0.0), ticking(100.0))
+    found = measure(lambda: next(pairs), Recipe.of(TimingBench(), placement=0.0), ticking(100.0))
     assert found.interval.lo < 1 < found.interval.hi
 
 
 @pytest.mark.parametrize(
     ("recipe", "thrown_away"),
-    [(Recipe(warmup=3), 3), (Recipe(warmup=3, warmup_s=0.02), 10), (Recipe(warmup_s=9.0, cap_s=0.1), 25)],
+    [
+        (Recipe.of(TimingBench(), warmup=3), 3),
+        (Recipe.of(TimingBench(), warmup=3, warmup_s=0.02), 10),
+        (Recipe.of(TimingBench(cap_s=0.1), warmup_s=9.0), 25),
+    ],
 )
 def test_warming_up_goes_by_count_and_by_time_and_leaves_half_of_the_cap(recipe: Recipe, thrown_away: int) -> None:
     count = itertools.count()
@@ -68,21 +73,23 @@ def test_warming_up_goes_by_count_and_by_time_and_leaves_half_of_the_cap(recipe:
 def test_polluted_pairs_are_left_out_and_counted() -> None:
     good = noisy(2.0, 0.001)
     turns = itertools.cycle([True, True, False])
-    found = measure(lambda: good() if next(turns) else Pair(9e9, 1.0, 0.9, True), Recipe(), ticking(0.0))
+    found = measure(
+        lambda: good() if next(turns) else Pair(9e9, 1.0, 0.9, True), Recipe.of(TimingBench()), ticking(0.0)
+    )
     assert found.interval.hi < 2.1
     assert found.rejected > 0
     assert found.load > 0.2
 
 
 def test_a_core_that_is_never_quiet_still_gives_a_result_with_its_load() -> None:
-    found = measure(lambda: Pair(2.0, 1.0, 0.9, True), Recipe(), ticking(0.0))
+    found = measure(lambda: Pair(2.0, 1.0, 0.9, True), Recipe.of(TimingBench()), ticking(0.0))
     assert found.stopped == "disturbed"
     assert found.load == pytest.approx(0.9)
 
 
 def test_a_core_that_others_mostly_had_claims_no_speedup() -> None:
     turns = itertools.cycle([Pair(2.0, 1.0), Pair(2.0, 1.0, 0.9, True), Pair(2.0, 1.0, 0.9, True)])
-    found = measure(lambda: next(turns), Recipe(), ticking(0.0))
+    found = measure(lambda: next(turns), Recipe.of(TimingBench()), ticking(0.0))
     assert (found.interval.median, found.interval.lo) == (2.0, 1.0)
 
 
@@ -120,7 +127,7 @@ def in_random_order(noise: Noise, speedup: float, seed: int) -> Callable[[], Pai
     return sample
 
 
-EXACT = Recipe(placement=0.0)
+EXACT = Recipe.of(TimingBench(), placement=0.0)
 """Nothing widens the interval: the statistics alone must hold."""
 
 
@@ -140,7 +147,7 @@ def test_a_known_slowdown_lies_in_its_interval(noise: Noise) -> None:
 
 
 def test_a_clear_speedup_is_found() -> None:
-    found = [measure(in_random_order(heavy, 1.5, seed), Recipe(), ticking(0.0)) for seed in range(100)]
+    found = [measure(in_random_order(heavy, 1.5, seed), Recipe.of(TimingBench()), ticking(0.0)) for seed in range(100)]
     assert all(m.interval.lo > 1.2 for m in found)
 
 
@@ -155,15 +162,15 @@ def test_a_bench_that_was_never_tested_against_itself_uses_a_fixed_share() -> No
 
 
 def test_the_interval_is_widened_by_what_the_bench_can_not_tell_apart() -> None:
-    exact = measure(noisy(1.03, 0.001), Recipe(placement=0.0), ticking(0.0))
-    wide = measure(noisy(1.03, 0.001), Recipe(resolved=(Point(1e-3, 0.05),)), ticking(0.0))
+    exact = measure(noisy(1.03, 0.001), Recipe.of(TimingBench(), placement=0.0), ticking(0.0))
+    wide = measure(noisy(1.03, 0.001), Recipe.of(TimingBench(), resolved=(Point(1e-3, 0.05),)), ticking(0.0))
     assert exact.interval.lo > 1.02
     assert wide.interval.lo < 1
     assert wide.share == pytest.approx(0.05, rel=0.1)
 
 
 def test_a_difference_below_the_resolution_is_never_called_decided() -> None:
-    recipe = Recipe(placement=0.1, resolution=0.004)
+    recipe = Recipe.of(TimingBench(), placement=0.1, resolution=0.004)
     assert measure(noisy(1.08, 0.01), recipe, ticking(0.0)).stopped == "cap"
     assert measure(noisy(1.3, 0.01), recipe, ticking(0.0)).stopped == "decided"
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from protocols.records import BenchReport, Candidate, Problem
 
@@ -46,8 +48,8 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def bench(zygote: Zygote) -> Iterator[Bench]:
-    options = BenchOptions(
-        deadline_s=10.0, call_floor_s=1.0, limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20)
+    options = bench_options(
+        TimingBench(deadline_s=10.0), call_floor_s=1.0, limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20)
     )
     with contextlib.closing(Bench(zygote, options)) as made:
         yield made
@@ -67,11 +69,10 @@ def evaluate(bench: Bench) -> Evaluate:
     """
 
     def run(
-        source: str, *, problem: str = SCALE_AND_SHIFT, timing: bool = False, backend: str = "torch", **artifacts: Path
+        source: str, *, problem: str = SCALE_AND_SHIFT, timing: bool = False, backend: str = "", **artifacts: Path
     ) -> BenchReport:
-        return bench.evaluate(
-            Problem("L1/01_test", 1, "test", problem), Candidate(source, backend), dict(artifacts), timing=timing
-        )
+        chosen = Candidate(source, backend or ("c" if artifacts else "torch"))
+        return bench.evaluate(Problem("L1/01_test", 1, "test", problem), chosen, dict(artifacts), timing=timing)
 
     return run
 

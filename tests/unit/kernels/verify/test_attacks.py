@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from protocols.records import BenchReport, Candidate, Fault, Problem
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
 
@@ -133,14 +134,14 @@ def test_a_memory_bomb_is_out_of_memory(evaluate: Evaluate) -> None:
 
 
 def test_an_endless_import_is_a_timeout(zygote: Zygote) -> None:
-    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=1.0))) as bench:
+    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=1.0)))) as bench:
         one = Problem("L1/01_test", 1, "test", SCALE_AND_SHIFT)
         report = bench.evaluate(one, Candidate(candidate(top="while True: pass"), "torch"), {}, timing=False)
     assert report.verdict.fault is Fault.TIMEOUT
 
 
 def test_an_endless_forward_is_a_timeout_after_the_short_deadline_of_one_call(zygote: Zygote) -> None:
-    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=60.0, call_floor_s=1.0))) as bench:
+    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=60.0), call_floor_s=1.0))) as bench:
         one = Problem("L1/01_test", 1, "test", SCALE_AND_SHIFT)
         endless = Candidate(candidate(forward="while True: pass"), "torch")
         verdict = bench.evaluate(one, endless, {}, timing=False).verdict

@@ -12,7 +12,8 @@ import pytest
 
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from kbrl_async.kernels.verify.inputs import KINDS
 from protocols.records import BenchReport, Candidate, Fault, Problem
@@ -41,7 +42,7 @@ NEW = WEIGHTS.replace("class Model(", "class ModelNew(")
 
 def patient(**more: Any) -> BenchOptions:
     """Limits that a loaded machine keeps too, where they are not what is tested."""
-    return BenchOptions(deadline_s=10.0, call_floor_s=1.0, **more)
+    return bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, **more)
 
 
 def test_weights_of_the_same_name_are_the_references(evaluate: Evaluate) -> None:
@@ -182,7 +183,7 @@ def test_a_reference_is_made_in_steps_between_which_others_may_time(zygote: Zygo
     ticks: list[int] = []
     with contextlib.closing(Bench(zygote, patient())) as bench:
         bench._references.get(Problem("L1/1", 1, "x", WEIGHTS), lambda: ticks.append(1))
-    assert len(ticks) == BenchOptions().pool + len(KINDS)
+    assert len(ticks) == bench_options(TimingBench()).pool + len(KINDS)
 
 
 def test_timing_calls_the_tick(bench: Bench) -> None:

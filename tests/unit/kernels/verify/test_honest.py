@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.verify import Bench
 from protocols.records import Candidate, Fault, Problem, Verdict
 from tests.unit.kernels.verify.honest_problems import SOFTMAX

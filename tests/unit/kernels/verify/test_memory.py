@@ -13,11 +13,12 @@ import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import memory
 from kbrl_async.kernels.verify import reference as module
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cuda import reference as cuda_reference
-from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.options import bench_options
 from kbrl_async.kernels.verify.reference import References
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
@@ -57,7 +58,7 @@ def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "Reference", OnDevice)
     monkeypatch.setattr(cuda_reference, "room_kept", lambda options: options.memory_share * room)
-    references = References(cast(Any, None), BenchOptions(), random.Random(0))
+    references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
     for name in "abcd":
         references.get(Problem(name, 1, name, name))
     assert len(references) == kept
@@ -66,7 +67,7 @@ def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPat
 def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(module, "Reference", Idle)
-    references = References(cast(Any, None), BenchOptions(references=2), random.Random(0))
+    references = References(cast(Any, None), bench_options(TimingBench(), references=2), random.Random(0))
     monkeypatch.setattr(module, "give_back", lambda: given.append(len(references)))
     for name in "abca":
         references.get(Problem(name, 1, name, name))
@@ -100,7 +101,9 @@ def test_a_bench_checks_it_before_each_candidate(monkeypatch: pytest.MonkeyPatch
     checked: list[int] = []
     monkeypatch.setattr(memory.Surplus, "check", lambda self: checked.append(1))
     with pytest.raises(InfraError):
-        Bench(cast(Any, Gone()), BenchOptions()).evaluate(Problem("p", 1, "p", "p"), Candidate("", "c"), {})
+        Bench(cast(Any, Gone()), bench_options(TimingBench())).evaluate(
+            Problem("p", 1, "p", "p"), Candidate("", "c"), {}
+        )
     assert checked == [1]
 
 
@@ -146,7 +149,9 @@ def test_a_reference_that_can_not_begin_leaves_no_file_open(error: BaseException
     memory.may_read_children()
     before = open_files()
     with pytest.raises(type(error)):
-        module.Reference(cast(Any, Refusing(error)), Problem("p", 1, "p", "p"), BenchOptions(), random.Random(0))
+        module.Reference(
+            cast(Any, Refusing(error)), Problem("p", 1, "p", "p"), bench_options(TimingBench()), random.Random(0)
+        )
     assert open_files() == before
 
 

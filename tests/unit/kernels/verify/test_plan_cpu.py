@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.kernels.backends.building import Builder
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.verify import Bench
 from protocols.records import BenchReport, Candidate, Fault, Problem
 

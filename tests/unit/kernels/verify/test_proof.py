@@ -123,10 +123,10 @@ def test_a_replaced_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_library_calls_inside_a_c_kernel_are_no_own_work() -> None:
     inside = Trace({"k": (1, 900)}, {}, {"aten::_softmax": (1, 800)})
     assert proof.own_ns(inside) == 100
-    found = proof.of_recorded(inside, backend="c")
+    found = proof.of_recorded(inside, is_closed=True)
     assert found is not None
     assert found.rule == "decoy_kernel"
-    assert proof.of_recorded(inside, backend="cpp") is None
+    assert proof.of_recorded(inside) is None
 
 
 def test_an_operator_that_the_candidate_registered_is_a_kernel_of_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.cuda_driver.sharing import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import compare, replies, values, wire
 from kbrl_async.kernels.verify.checks import _same_structure
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
@@ -129,7 +129,7 @@ def test_ok_is_all_of_them_and_nothing_failed(passed: int, total: int) -> None:
     assert verdict_of(Found(10, 10, CandidateFault(Fault.TIMEOUT, ""))).fault is Fault.TIMEOUT
 
 
-@pytest.mark.parametrize("kind", [Fault.OK, *INFRASTRUCTURE_FAULTS])
+@pytest.mark.parametrize("kind", [Fault.OK, *sorted(INFRASTRUCTURE_FAULTS)])
 def test_a_candidate_has_no_fault_of_ours_and_no_ok(kind: Fault) -> None:
     with pytest.raises(ValueError, match="no fault of a candidate"):
         CandidateFault(kind, "")

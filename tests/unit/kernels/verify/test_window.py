@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import pytest
 
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.stages import StageClock
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify import bench as module
 
 
@@ -38,7 +39,7 @@ class Told:
 
 def test_what_was_started_for_later_candidates_has_settled_before_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    bench = Bench(cast(Any, told), BenchOptions())
+    bench = Bench(cast(Any, told), bench_options(TimingBench()))
     bench._references = cast(Any, told)
     bench.quiet = told.window
     monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)

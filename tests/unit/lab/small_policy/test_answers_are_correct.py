@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from kbrl_async.lab.small_policy.author import CAREFUL, Author, Habits
 from kbrl_async.lab.small_policy.families.source import render_answer
@@ -43,7 +45,7 @@ class Judge:
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     store = ArtifactStore(Path(tmp_path_factory.mktemp("store")))
-    options = BenchOptions(deadline_s=20.0, call_floor_s=5.0)
+    options = bench_options(TimingBench(deadline_s=20.0), call_floor_s=5.0)
     with (
         Builder(store) as builder,
         Zygote(ZYGOTE_PRELOAD) as zygote,

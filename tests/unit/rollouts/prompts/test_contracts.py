@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.kernels.backends.building import backends, static_check
-from kbrl_async.kernels.funnel import guess_backend
+from kbrl_async.kernels.backends import backend, backends, guess_backend
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.rollouts.prompts import extract, render_prompt
-from kbrl_async.rollouts.prompts.contracts import CONTRACTS
 from protocols.records import Candidate
+
+CONTRACTS = [f"{name} {kind}".strip() for name in backends() for kind in backend(name).contracts]
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
@@ -19,9 +19,9 @@ def test_the_example_of_a_contract_is_extracted_recognised_and_passes_the_tripwi
     prompt = render_prompt("zero_shot", problem, contract)
     assert problem.source in prompt
     example = extract(prompt.partition("The module to replace:")[0]).source
-    backend = contract.split()[0]
-    assert guess_backend(example) == backend
-    assert static_check(Candidate(example, backend)) is None
+    name = contract.split()[0]
+    assert guess_backend(example) == name
+    assert backend(name).check(Candidate(example, name)) is None
 
 
 def test_every_backend_has_a_contract() -> None:
@@ -29,5 +29,5 @@ def test_every_backend_has_a_contract() -> None:
 
 
 def test_an_unknown_contract_is_named() -> None:
-    with pytest.raises(ConfigError, match="no contract 'cute'"):
+    with pytest.raises(ConfigError, match="no backends 'cute'"):
         render_prompt("zero_shot", load_suite()[0], "cute")

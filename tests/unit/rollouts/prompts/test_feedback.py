@@ -11,6 +11,7 @@ from kbrl_async.rollouts.prompts.feedback import (
     ERROR_CHARACTERS,
     ERROR_LINES,
     KERNEL_CHARACTERS,
+    Feedback,
     shortened,
 )
 from protocols.records import (
@@ -19,12 +20,13 @@ from protocols.records import (
     BuildReport,
     Candidate,
     Fault,
-    Frame,
     Generation,
     Problem,
     Timing,
     Verdict,
 )
+from protocols.rollout import Record
+from tests.records import turn
 
 PROBLEM = Problem("L1/a", 1, "a", "import torch\nclass Model:\n    pass\n\ndef get_inputs(): ...\n")
 WRITTEN = Generation(0, [], [], [], "<think>secret thought</think>kernel", "stop", Candidate("KERNEL\n", "c"))
@@ -36,21 +38,25 @@ def result(fault: Fault, *, message: str = "", speedup: float | None = None, lo:
     return BenchReport(Verdict(fault, passed=2, total=5, message=message), timing)
 
 
+def told(record: Record, backend: str) -> Feedback:
+    return feedback_of(record.verdict, record.timing, record.source, backend)
+
+
 @pytest.mark.parametrize(
     ("record", "category"),
     [
-        ([Generation(0, [], [], [], "", "stop", None, Fault.FORMAT_ERROR, "no block")], "format"),
-        ([WRITTEN, BuildReport(Fault.STATIC_VIOLATION, message="asm")], "static"),
-        ([WRITTEN, BuildReport(Fault.COMPILE_ERROR, message="x undeclared")], "compile"),
-        ([WRITTEN, BUILT, result(Fault.ILLEGAL_ACCESS)], "runtime"),
-        ([WRITTEN, BUILT, result(Fault.TIMEOUT)], "resources"),
-        ([WRITTEN, BUILT, result(Fault.INCORRECT)], "mismatch"),
-        ([WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=0.9)], "slow"),
-        ([WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=1.5)], "fast"),
+        (turn(Generation(0, [], [], [], "", "stop", None, Fault.FORMAT_ERROR, "no block")), "format"),
+        (turn(WRITTEN, BuildReport(Fault.STATIC_VIOLATION, message="asm")), "static"),
+        (turn(WRITTEN, BuildReport(Fault.COMPILE_ERROR, message="x undeclared")), "compile"),
+        (turn(WRITTEN, BUILT, result(Fault.ILLEGAL_ACCESS)), "runtime"),
+        (turn(WRITTEN, BUILT, result(Fault.TIMEOUT)), "resources"),
+        (turn(WRITTEN, BUILT, result(Fault.INCORRECT)), "mismatch"),
+        (turn(WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=0.9)), "slow"),
+        (turn(WRITTEN, BUILT, result(Fault.OK, speedup=3.0, lo=1.5)), "fast"),
     ],
 )
-def test_every_end_of_a_turn_has_its_category_and_a_hint(record: list[Frame], category: str) -> None:
-    feedback = feedback_of(record, "c")
+def test_every_end_of_a_turn_has_its_category_and_a_hint(record: Record, category: str) -> None:
+    feedback = told(record, "c")
     assert feedback.category == category
     assert feedback.hint
 
@@ -60,21 +66,21 @@ def test_every_fault_of_a_candidate_has_a_category() -> None:
 
 
 def test_thoughts_are_dropped_and_the_kernel_goes_on() -> None:
-    prompt = render_turn("zero_shot", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.INCORRECT)], "c"))
+    prompt = render_turn("zero_shot", PROBLEM, told(turn(WRITTEN, BUILT, result(Fault.INCORRECT)), "c"))
     assert "KERNEL" in prompt
     assert "secret thought" not in prompt
     assert "2 of 5 input sets passed" in prompt
 
 
 def test_a_correct_kernel_is_told_its_speed() -> None:
-    prompt = render_turn("zero_shot", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.OK, speedup=0.5)], "c"))
+    prompt = render_turn("zero_shot", PROBLEM, told(turn(WRITTEN, BUILT, result(Fault.OK, speedup=0.5)), "c"))
     assert "speedup 0.50×" in prompt
     assert "0.5 ms of PyTorch" in prompt
 
 
 def test_hints_speak_of_the_backend() -> None:
-    record: list[Frame] = [WRITTEN, BUILT, result(Fault.OK, speedup=0.5)]
-    assert feedback_of(record, "c").hint != feedback_of(record, "triton").hint
+    record = turn(WRITTEN, BUILT, result(Fault.OK, speedup=0.5))
+    assert told(record, "c").hint != told(record, "triton").hint
 
 
 def test_an_error_is_cut_to_the_lines_that_matter() -> None:
@@ -86,10 +92,10 @@ def test_an_error_is_cut_to_the_lines_that_matter() -> None:
 
 
 KERNEL = "".join(f"line {i} of the kernel\n" for i in range(40))
-FAILED = [
+FAILED = turn(
     msgspec.structs.replace(WRITTEN, candidate=Candidate(KERNEL, "c")),
     BuildReport(Fault.COMPILE_ERROR, message="\n".join(f"error {i}" for i in range(8))),
-]
+)
 
 
 def words(text: str) -> int:
@@ -98,7 +104,7 @@ def words(text: str) -> int:
 
 @pytest.mark.parametrize("option", ["zero_shot", "compact"])
 def test_no_budget_cuts_a_kernel_or_a_line_of_the_error(option: str) -> None:
-    feedback = feedback_of(FAILED, "c")
+    feedback = told(FAILED, "c")
     first = render_prompt(option, PROBLEM)
     whole = words(render_turn(option, PROBLEM, feedback))
     seen = set()
@@ -118,7 +124,7 @@ def test_no_budget_cuts_a_kernel_or_a_line_of_the_error(option: str) -> None:
 
 
 def test_what_is_shown_of_an_error_goes_before_the_kernel_does() -> None:
-    feedback = feedback_of(FAILED, "c")
+    feedback = told(FAILED, "c")
     whole = words(render_turn("zero_shot", PROBLEM, feedback))
     prompt = render_turn("zero_shot", PROBLEM, feedback, "c", TokenBudget(whole - 1, words))
     assert "line 39" in prompt
@@ -127,18 +133,18 @@ def test_what_is_shown_of_an_error_goes_before_the_kernel_does() -> None:
 
 
 def test_a_problem_that_does_not_fit_by_itself_is_left_to_the_sampler_to_refuse() -> None:
-    feedback = feedback_of(FAILED, "c")
+    feedback = told(FAILED, "c")
     assert render_turn("compact", PROBLEM, feedback, "c", TokenBudget(1, words)) == render_prompt("compact", PROBLEM)
 
 
 def test_a_kernel_beyond_all_measure_is_not_shown_again() -> None:
     huge = msgspec.structs.replace(WRITTEN, candidate=Candidate("x" * (KERNEL_CHARACTERS + 1), "c"))
-    prompt = render_turn("zero_shot", PROBLEM, feedback_of([huge, BUILT, result(Fault.INCORRECT)], "c"))
+    prompt = render_turn("zero_shot", PROBLEM, told(turn(huge, BUILT, result(Fault.INCORRECT)), "c"))
     assert "too long to be shown again" in prompt
     assert "xxx" not in prompt
 
 
 def test_the_compact_form_ends_like_a_first_turn() -> None:
-    prompt = render_turn("compact", PROBLEM, feedback_of([WRITTEN, BUILT, result(Fault.INCORRECT)], "c"))
+    prompt = render_turn("compact", PROBLEM, told(turn(WRITTEN, BUILT, result(Fault.INCORRECT)), "c"))
     assert prompt.endswith("### Attempt\nKERNEL\n### Feedback: mismatch\n### ModelNew\n")
     assert prompt.count("### ModelNew") == 1

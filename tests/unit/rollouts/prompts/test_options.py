@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.kernels.backends.building import static_check
+from kbrl_async.kernels.backends import backend as load_backend
+from kbrl_async.kernels.backends import backends
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.rollouts.prompts.hardware import gpu_facts, of_cpu
-from kbrl_async.rollouts.prompts.shots import SHOTS
-from protocols.records import BuildReport, Candidate, Fault, Generation
+from protocols.records import Candidate, Fault, Verdict
 from tests.unit.lab.small_policy.cuda_on_cpu import compiled, module_of
 
 PROBLEM = load_suite()[0]
@@ -35,28 +35,28 @@ def model(source: str, name: str) -> torch.nn.Module:
 
 def references() -> list[torch.nn.Module]:
     torch.manual_seed(0)
-    return [model(shot.reference, "Model") for shot in SHOTS["c"]]
+    return [model(shot.reference, "Model") for shot in load_backend("c").shots]
 
 
 @pytest.mark.parametrize("option", ["one_shot", "few_shot"])
-@pytest.mark.parametrize("backend", sorted(SHOTS))
+@pytest.mark.parametrize("backend", backends())
 def test_examples_stand_before_the_contract_and_the_problem_last(option: str, backend: str) -> None:
     prompt = render_prompt(option, PROBLEM, backend)
     assert prompt.endswith(render_prompt("zero_shot", PROBLEM, backend))
     assert prompt.count("Its kernel") == {"one_shot": 1, "few_shot": 3}[option]
-    assert all(shot.kernel in prompt for shot in SHOTS[backend][: prompt.count("Its kernel")])
+    assert all(shot.kernel in prompt for shot in load_backend(backend).shots[: prompt.count("Its kernel")])
 
 
-@pytest.mark.parametrize("backend", sorted(SHOTS))
+@pytest.mark.parametrize("backend", backends())
 def test_every_example_could_be_an_answer(backend: str) -> None:
-    for shot in SHOTS[backend]:
+    for shot in load_backend(backend).shots:
         assert extract(f"```python\n{shot.kernel}```\n").source == shot.kernel
-        refused = static_check(Candidate(shot.kernel, backend))
+        refused = load_backend(backend).check(Candidate(shot.kernel, backend))
         assert refused is None, refused
 
 
 def test_the_examples_in_c_are_right() -> None:
-    for number, (shot, reference) in enumerate(zip(SHOTS["c"], references(), strict=True)):
+    for number, (shot, reference) in enumerate(zip(load_backend("c").shots, references(), strict=True)):
         made = model(shot.kernel, "ModelNew")
         made.load_state_dict(reference.state_dict())
         with torch.no_grad():
@@ -64,19 +64,19 @@ def test_the_examples_in_c_are_right() -> None:
 
 
 def test_the_examples_in_cuda_are_right_and_are_those_of_load_inline_too(tmp_path: Path) -> None:
-    library = compiled([shot.kernel for shot in SHOTS["cuda-nvrtc"]], tmp_path)
-    for number, (shot, reference) in enumerate(zip(SHOTS["cuda-nvrtc"], references(), strict=True)):
+    library = compiled([shot.kernel for shot in load_backend("cuda-nvrtc").shots], tmp_path)
+    for number, (shot, reference) in enumerate(zip(load_backend("cuda-nvrtc").shots, references(), strict=True)):
         made = module_of(shot.kernel, number, library)(*((5,) if number == 2 else ()))
         made.load_state_dict(reference.state_dict())
         with torch.no_grad():
             torch.testing.assert_close(made(*INPUTS[number]), reference(*INPUTS[number]))
         device = re.search(r"__global__.*?^}", shot.kernel, re.DOTALL | re.MULTILINE)
         assert device is not None
-        assert device[0] in SHOTS["cuda"][number].kernel
+        assert device[0] in load_backend("cuda").shots[number].kernel
 
 
 def test_no_example_is_a_problem_of_the_suite() -> None:
-    bodies = {ast.dump(ast.parse(shot.reference).body[-1].body[-1]) for shot in SHOTS["c"]}  # type: ignore[attr-defined]
+    bodies = {ast.dump(ast.parse(shot.reference).body[-1].body[-1]) for shot in load_backend("c").shots}  # type: ignore[attr-defined]
     for problem in load_suite():
         found = next(node for node in ast.parse(problem.source).body if isinstance(node, ast.ClassDef))
         assert ast.dump(found.body[-1]) not in bodies
@@ -100,9 +100,7 @@ def test_a_budget_drops_examples_one_by_one_and_nothing_else() -> None:
 
 
 def test_a_refinement_drops_its_examples_before_anything_of_its_feedback() -> None:
-    record = [Generation(0, [], [], [], "", "stop", Candidate("KERNEL\n", "c")),
-              BuildReport(Fault.COMPILE_ERROR, message="error 1\nerror 2")]  # fmt: skip
-    feedback = feedback_of(record, "c")
+    feedback = feedback_of(Verdict(Fault.COMPILE_ERROR, message="error 1\nerror 2"), None, "KERNEL\n", "c")
     whole = render_turn("few_shot", PROBLEM, feedback)
     tight = render_turn("few_shot", PROBLEM, feedback, "c", TokenBudget(words(whole) - 1, words))
     assert whole.count("Its kernel") == 3

@@ -14,7 +14,6 @@ from protocols.records import (
     BenchReport,
     BuildReport,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -22,6 +21,7 @@ from protocols.records import (
     Timing,
     Verdict,
 )
+from protocols.rollout import Frame, Record
 
 REQUEST = RolloutRequest("r", "g", Problem("p", 1, "n", "s"), "prompt", "c", SamplingParams(100))
 
@@ -40,13 +40,13 @@ def record(
     verdict: Fault | None = Fault.OK,
     passed: int = 5,
     lo: float | None = None,
-) -> list[Frame]:
+) -> Record:
     frames: list[Frame] = [REQUEST, generation(written)]
     if built is not None:
         frames.append(BuildReport(built))
     if verdict is not None:
         frames.append(BenchReport(Verdict(verdict, passed, 5), None if lo is None else timing(lo)))
-    return frames
+    return Record.of(*frames)
 
 
 NO_CODE = record(written=Fault.FORMAT_ERROR, built=None, verdict=None)
@@ -59,8 +59,8 @@ SLOW_PART = math.log(0.8 * 8) / math.log(64)
 FAST_PART = 2 / 3
 
 
-def reward(frames: list[Frame], preset: str) -> float:
-    parts = parts_of(frames)
+def reward(found: Record, preset: str) -> float:
+    parts = parts_of(found)
     assert parts is not None
     return reward_of(parts, find_preset(preset))
 
@@ -107,7 +107,7 @@ def test_infrastructure_faults_at_any_stage_give_no_reward(fault: Fault) -> None
 
 
 def test_a_record_that_stops_without_a_reason_gives_no_reward() -> None:
-    assert parts_of([REQUEST]) is None
+    assert parts_of(Record.of(REQUEST)) is None
     assert parts_of(record(built=None, verdict=None)) is None
     assert parts_of(record(verdict=None)) is None
 
@@ -146,14 +146,14 @@ def test_doubling_the_speed_is_always_worth_the_same_up_to_the_cap() -> None:
 
 @pytest.mark.parametrize(("tokens", "expected"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
 def test_length_falls_over_the_last_fifth(tokens: int, expected: float) -> None:
-    parts = parts_of([REQUEST, generation(tokens=tokens), BuildReport(Fault.COMPILE_ERROR)])
+    parts = parts_of(Record.of(REQUEST, generation(tokens=tokens), BuildReport(Fault.COMPILE_ERROR)))
     assert parts is not None
     assert parts.length == pytest.approx(expected)
 
 
 def test_thinking_needs_a_closed_thought_with_content() -> None:
     def thinking(text: str) -> float:
-        parts = parts_of([REQUEST, generation(text=text), BuildReport(Fault.COMPILE_ERROR)])
+        parts = parts_of(Record.of(REQUEST, generation(text=text), BuildReport(Fault.COMPILE_ERROR)))
         assert parts is not None
         return parts.thinking
 

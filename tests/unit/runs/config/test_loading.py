@@ -14,7 +14,7 @@ from kbrl_async.runs.config.keys import flat
 
 ROOT = Path(__file__).parents[4]
 SWITCH = "true or false"
-LOSSES = "one of a3po, cispo, decoupled, dppo_tv, grpo, gspo, ppo, reinforce, tis"
+LOSSES = "one of dppo_tv, ppo, grpo, decoupled, a3po, gspo, tis, cispo, reinforce, or package.module:object"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -267,6 +267,15 @@ def test_the_hash_tells_experiments_apart_but_not_where_they_run() -> None:
     assert (
         config_hash(load(overrides=["name=x", "log_path=y", "max_steps=9", "cpu.bench=0", "log_level=debug"])) == base
     )
+
+
+def test_what_a_door_has_not_is_named_with_the_nearest_and_a_user_s_own_part_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean veto\?"):
+        load(overrides=["corrections=icepop,vetoo"])
+    with pytest.raises(ConfigError, match=r"Did you mean vllm\?"):
+        load(overrides=["sampler.engine=vlm"])
+    config = load(overrides=["loss=mine.losses:soft", "corrections=mine.masks:half,veto"])
+    assert (config.loss, config.corrections) == ("mine.losses:soft", ["mine.masks:half", "veto"])
 
 
 def test_every_key_is_documented_in_one_line() -> None:

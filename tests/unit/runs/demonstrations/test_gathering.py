@@ -18,12 +18,11 @@ from kbrl_async.runs.demonstrations.reading import records
 from protocols.records import (
     BenchReport,
     Fault,
-    Frame,
     Problem,
-    RolloutRequest,
     Verdict,
 )
-from tests.records import packed, record
+from protocols.rollout import Record
+from tests.records import record
 
 PAIR = {"prompt": "add", "response": "a + b"}
 
@@ -130,20 +129,17 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path) -> None:
 # ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def answer(name: str, text: str, fault: Fault = Fault.OK, split: str = "train", finish: str = "stop") -> list[Frame]:
+def answer(name: str, text: str, fault: Fault = Fault.OK, split: str = "train", finish: str = "stop") -> Record:
     problem = Problem("L1/a", 1, "a", "class Model: ...", split=split)
     bench = BenchReport(Verdict(fault, 5, 5))
     return record(name, text, source=text, problem=problem, prompt="the prompt", finish=finish, bench=bench)
 
 
-def write_run(folder: Path, *turns: tuple[list[Frame], float]) -> Path:
+def write_run(folder: Path, *turns: tuple[Record, float]) -> Path:
     folder.mkdir()
     with ArchiveWriter(folder / FILE) as archive:
-        for frames, reward in turns:
-            request = frames[0]
-            assert isinstance(request, RolloutRequest)
-            row = make_row(request.rollout_id, "g", request.rollout_id, frames, reward=reward, clock=0.0, at=0.0)
-            archive.add(row, packed(frames))
+        for turn, reward in turns:
+            archive.add(make_row(turn.request.rollout_id, turn, reward=reward, at=0.0), turn.encode())
     return folder
 
 

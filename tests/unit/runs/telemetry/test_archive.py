@@ -11,21 +11,22 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import CheckpointError, DiskFull
-from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, GroupEnd, Outcome, Row, Update, make_row
-from tests.records import packed, record
+from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
+from protocols.rollout import Record
+from tests.records import record
 
 DEADLINE_S = 30.0
 
 
 def row(task_id: str = "g000001.r0", **more: object) -> Row:
-    made = make_row(task_id, task_id[:7], task_id, record(task_id), at=105.0, clock=5.0, fault="ok", reward=0.75)
+    made = make_row(task_id, record(task_id), at=105.0, clock=5.0, reward=0.75)
     return msgspec.structs.replace(made, **more)
 
 
 def write(path: Path, *rows: Row, max_bytes: int = 0, text: str = "answer") -> None:
     with ArchiveWriter(path, max_bytes) as archive:
         for one in rows:
-            archive.add(one, packed(record(one.task_id, text + one.task_id))).result(DEADLINE_S)
+            archive.add(one, record(one.task_id, text + one.task_id).encode()).result(DEADLINE_S)
 
 
 def test_a_turn_comes_back_with_its_columns_and_its_whole_record(tmp_path: Path) -> None:
@@ -48,9 +49,16 @@ def test_spans_tell_waiting_from_working_by_stage() -> None:
 
 
 def test_a_turn_that_the_infrastructure_lost_has_a_status_and_no_reward() -> None:
-    lost = make_row("g000001.r0", "g000001", "g000001.r0", record()[:1], at=1.0, status="worker_lost")
+    lost = make_row("g000001.r0", Record.of(record().request, status="worker_lost"), at=1.0)
     assert (lost.status, lost.reward, lost.policy_version, lost.correct) == ("worker_lost", None, -1, False)
     assert [span.stage for span in lost.spans] == ["score"]
+
+
+def test_frames_that_are_no_record_are_an_error_that_names_their_turn(tmp_path: Path) -> None:
+    with ArchiveWriter(tmp_path / "a.sqlite") as writer:
+        writer.add(row(), record().encode()[1:]).result(DEADLINE_S)
+    with Archive(tmp_path / "a.sqlite") as archive, pytest.raises(CheckpointError, match=r"no record of g000001\.r0"):
+        archive.record("g000001.r0")
 
 
 def test_adding_a_turn_again_changes_nothing(tmp_path: Path) -> None:
@@ -58,12 +66,12 @@ def test_adding_a_turn_again_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.sqlite", row(reward=0.2), text="another ")
     with Archive(tmp_path / "a.sqlite") as archive:
         assert [found.reward for found in archive.rows()] == [0.75]
-        assert archive.record("g000001.r0")[1].text == "answerg000001.r0"  # type: ignore[union-attr]
+        assert archive.record("g000001.r0") == record("g000001.r0", "answerg000001.r0")
 
 
 def test_what_is_done_is_on_disk_before_the_writer_closes(tmp_path: Path) -> None:
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
-        writer.add(row(), packed(record())).result(DEADLINE_S)
+        writer.add(row(), record().encode()).result(DEADLINE_S)
         with Archive(tmp_path / "a.sqlite") as reader:
             assert reader.count() == 1
 
@@ -71,7 +79,7 @@ def test_what_is_done_is_on_disk_before_the_writer_closes(tmp_path: Path) -> Non
 def test_closing_writes_what_nobody_waited_for(tmp_path: Path) -> None:
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
         for i in range(100):
-            writer.add(row(f"g000001.r{i}"), packed(record()))
+            writer.add(row(f"g000001.r{i}"), record().encode())
     with Archive(tmp_path / "a.sqlite") as archive:
         assert archive.count() == 100
 
@@ -79,7 +87,7 @@ def test_closing_writes_what_nobody_waited_for(tmp_path: Path) -> None:
 def test_outcomes_group_ends_and_updates_join_the_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.sqlite", row(), row("g000002.r0"))
     with ArchiveWriter(tmp_path / "a.sqlite") as writer:
-        writer.outcomes([Outcome("g000001.r0", "batch-000000", 4, 0.9, -1.5)])
+        writer.outcomes([TurnOutcome("g000001.r0", "batch-000000", 4, 0.9, -1.5)])
         writer.ended(
             [GroupEnd("g000001", "L1/07_relu", "trained"), GroupEnd("g000002", "L1/07_relu", "filtered", "zero")]
         )
@@ -116,14 +124,14 @@ def test_beyond_the_limit_the_oldest_records_go_and_their_columns_stay(tmp_path:
     limit = 5 * one.bytes + one.bytes // 2
     with ArchiveWriter(path, limit) as writer:
         best = row("g000000.r0")
-        writer.add(best, packed(record(best.task_id)), keep=True).result(DEADLINE_S)
+        writer.add(best, record(best.task_id).encode(), keep=True).result(DEADLINE_S)
         for i in range(1, 20):
-            writer.add(row(f"g000001.r{i}"), packed(record(f"g000001.r{i}"))).result(DEADLINE_S)
+            writer.add(row(f"g000001.r{i}"), record(f"g000001.r{i}").encode()).result(DEADLINE_S)
     with Archive(path) as archive:
         rows = list(archive.rows())
         assert len(rows) == 21
         assert sum(found.bytes for found in rows) <= limit
-        assert archive.record("g000001.r0") == []
+        assert archive.record("g000001.r0") is None
         assert archive.record("g000001.r19")
         assert archive.record("g000000.r0"), "a record that is to be kept was evicted"
 
@@ -148,7 +156,7 @@ def test_a_write_that_fails_reaches_the_one_who_waits(tmp_path: Path) -> None:
         db.execute("DROP TABLE outcomes")
         db.close()
         with pytest.raises(Exception, match="outcomes"):
-            writer.outcomes([Outcome("t", "b", 0, 0.0, 0.0)]).result(DEADLINE_S)
+            writer.outcomes([TurnOutcome("t", "b", 0, 0.0, 0.0)]).result(DEADLINE_S)
         writer.add(row()).result(DEADLINE_S)
 
 

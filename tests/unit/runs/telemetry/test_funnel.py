@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kbrl_async.runs.archive.funnel import Step, funnel
+from kbrl_async.runs.archive.funnel import Step, funnel, steps_of
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Generation, StageReport, Verdict
-from services.rollouts.scoring import steps_of
+from tests.records import turn
 
 BUILT = BuildReport(Fault.OK, stages=(StageReport("static", Fault.OK, 0.01), StageReport("compile", Fault.OK, 0.2)))
 BENCHED = BenchReport(
@@ -18,16 +18,16 @@ def written(source: str | None) -> Generation:
 
 
 def test_steps_are_those_of_the_record_without_what_is_not_the_candidates() -> None:
-    names = [(step.name, step.passed) for step in steps_of([written("x"), BUILT, BENCHED])]
+    names = [(step.name, step.passed) for step in steps_of(turn(written("x"), BUILT, BENCHED))]
     assert names == [("format", True), ("static", True), ("compile", True), ("small_inputs", False)]
 
 
 def test_an_answer_without_code_ends_at_its_format() -> None:
-    assert steps_of([written(None)]) == (Step("format", False),)
+    assert steps_of(turn(written(None))) == (Step("format", False),)
 
 
 def test_each_step_counts_who_came_and_who_passed() -> None:
-    found = funnel([steps_of([written("x"), BUILT, BENCHED]), steps_of([written(None)])])
+    found = funnel([steps_of(turn(written("x"), BUILT, BENCHED)), steps_of(turn(written(None)))])
     assert {name: (step["entered"], step["passed"]) for name, step in found.items()} == {
         "format": (2, 1),
         "static": (1, 1),

@@ -11,9 +11,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
 from kbrl_async.runs.telemetry import system_metrics, tensorboard, training_metrics
-from kbrl_async.runs.telemetry.heldout_metrics import heldout_scalars
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -62,12 +61,6 @@ def test_a_histogram_counts_every_value(tmp_path: Path) -> None:
     rows = tensor_util.make_ndarray(read(tmp_path).Tensors("rewards")[0].tensor_proto)
     assert rows.shape == (tensorboard.HISTOGRAM_BINS, 3)
     assert (rows[0, 0], rows[-1, 1], rows[0, 2], rows[:, 2].sum()) == (0.0, 1.0, 2.0, 3.0)
-
-
-def test_text_is_read_back(tmp_path: Path) -> None:
-    with tensorboard.Writer(tmp_path) as board:
-        board.text("config", "# hello")
-    assert read(tmp_path).Tensors("config")[0].tensor_proto.string_val == [b"# hello"]
 
 
 def test_the_layout_has_every_dashboard(tmp_path: Path) -> None:

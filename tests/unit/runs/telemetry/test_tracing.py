@@ -15,7 +15,6 @@ from protocols.records import (
     BenchReport,
     BuildReport,
     Fault,
-    Frame,
     Generation,
     Problem,
     RolloutRequest,
@@ -23,6 +22,7 @@ from protocols.records import (
     StageReport,
     Verdict,
 )
+from protocols.rollout import Record
 
 REQUEST = RolloutRequest(
     "g000012.r3",
@@ -45,7 +45,7 @@ JUDGED = BenchReport(
     Verdict(Fault.INCORRECT), started_at=105.5, finished_at=106.0,
     stages=(StageReport("small_inputs", Fault.OK, 0.25), StageReport("full_inputs", Fault.INCORRECT, 9.0)),
 )  # fmt: skip
-RECORD: list[Frame] = [REQUEST, GENERATED, BUILT, JUDGED]
+RECORD = Record.of(REQUEST, GENERATED, BUILT, JUDGED)
 
 
 def whole() -> Span:
@@ -89,8 +89,7 @@ def test_what_it_was_and_what_it_was_worth_is_told() -> None:
 
 
 def test_a_record_that_nobody_has_worked_on_has_no_way() -> None:
-    assert spans_of([REQUEST]) is None
-    assert spans_of([]) is None
+    assert spans_of(Record.of(REQUEST)) is None
 
 
 def test_turns_of_a_rollout_share_a_trace_and_other_rollouts_have_their_own() -> None:
@@ -117,7 +116,7 @@ def test_opentelemetry_gets_the_same_tree_with_the_times_of_the_stages() -> None
     exporter = InMemorySpanExporter()
     traces = tracing.Traces("run", exporter, batched=False)
     traces.add(RECORD, 0.5)
-    traces.add([msgspec.structs.replace(REQUEST, turn=2), GENERATED])
+    traces.add(Record.of(msgspec.structs.replace(REQUEST, turn=2), GENERATED))
     traces.close()
     spans = exporter.get_finished_spans()
     assert {span.context.trace_id for span in spans} == {tracing.trace_id("run", "g000012.r3")}

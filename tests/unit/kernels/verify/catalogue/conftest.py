@@ -11,8 +11,9 @@ import pytest
 
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import Bench, BenchOptions
+from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
 from protocols.records import BenchReport, Candidate, Problem
 from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, PROBLEM, Run
@@ -40,15 +41,17 @@ def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
 @pytest.fixture
 def fresh(zygote: Zygote) -> Iterator[Bench]:
     """A bench without references: for defences that shape a reference's secret sets."""
-    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0))) as made:
+    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def brief(zygote: Zygote) -> Iterator[Bench]:
     """Times hardly at all."""
-    recipe = Recipe(warmup=0, min_pairs=2, max_pairs=2, cap_s=0.01)
-    with contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0, recipe=recipe))) as made:
+    recipe = Recipe.of(TimingBench(min_pairs=2, max_pairs=2, cap_s=0.01), warmup=0)
+    with contextlib.closing(
+        Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=recipe))
+    ) as made:
         yield made
 
 
@@ -58,6 +61,6 @@ def open_bench() -> Iterator[Bench]:
     preload = (*ZYGOTE_PRELOAD, "tests.unit.kernels.verify.unconfined")
     with (
         Zygote(preload) as zygote,
-        contextlib.closing(Bench(zygote, BenchOptions(deadline_s=10.0, call_floor_s=1.0))) as made,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made,
     ):
         yield made

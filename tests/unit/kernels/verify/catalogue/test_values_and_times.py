@@ -11,6 +11,7 @@ import pytest
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.verify import Bench, inputs, proof, tolerance, wire
 from kbrl_async.kernels.verify import session as sessions
@@ -258,7 +259,7 @@ def test_a_speedup_above_ten_is_measured_again_and_the_lower_one_counts(
     assert timing.speedup == 2.0
     assert len(seen) == 2
     assert seen[0] is not seen[1], "in another process"
-    credulous = patient(recipe=Recipe(suspicious=1e9))
+    credulous = patient(recipe=Recipe.of(TimingBench(), suspicious=1e9))
     speedups = [50.0, 2.0]
     with contextlib.closing(Bench(zygote, credulous)) as bench:
         believed = run(candidate(), timing=True, on=bench).timing

@@ -1,0 +1,167 @@
+"""A language of kernels, complete: what its candidates may hold, how they are built and launched, and what a policy is
+told of it.
+
+To add one: a class over `Backend` with an object of it, named in the setting as `package.module:OBJECT` or by an entry
+point of the group `kbrl_async.backends`. Ours, in `settings.BACKENDS`, are found the same way. Of a user's own, the
+module is imported before any fork, so that confined children have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from kbrl_async.errors import ConfigError, UserError
+from kbrl_async.kernels.settings import BACKENDS
+from protocols.records import BuildReport, Candidate, Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.backends.building.context import BuildContext
+    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+
+
+class Shot(msgspec.Struct, frozen=True):
+    """A worked example: a reference, and the kernel that replaces it."""
+
+    reference: str
+    kernel: str
+    speedup: float | None = None
+
+
+class Backend:
+    """See the module. Importing one loads no torch: what needs it is imported where it is used."""
+
+    name: str = ""
+    runs_on: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    """Kinds of device that its kernels run on, the first part of `"cuda:0"`."""
+    hints: ClassVar[Mapping[str, str]] = {}
+    """What a policy is told after a turn, by category of `rollouts.prompts.feedback`; where it has its own words."""
+    needs_own_kernels: ClassVar[bool] = True
+    """Whether a candidate that is the reference's own code is refused."""
+    is_recorded: ClassVar[bool] = False
+    """Whether all its launches on a CPU go through `launch.recorder.RECORDER`, so that they can be proven there."""
+    is_closed: ClassVar[bool] = False
+    """Whether its kernels have no way to call a library, so that an operator inside of one is cheating."""
+    reads_bytes: ClassVar[bool] = False
+    """Whether its launcher reads artifacts as bytes, not by path: a child that waits already can be given them."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that a bench with a GPU imports before it forks, beyond what every child has."""
+
+    def missing(self) -> str:
+        """Why this host can't build for it, with the cure; empty where it can. Quick: asked at every start."""
+        return ""
+
+    def claims(self, source: str) -> float:
+        """How surely a source is its own, 0 (not at all) to 1, by its text alone."""
+        return 0.0
+
+    def check(self, candidate: Candidate) -> BuildReport | None:
+        """The static checks: a report where the candidate must not be built, else None. Executes nothing."""
+        return None
+
+    def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
+        """Only called after `check` gave None. Whatever of the candidate has to run for it, runs confined.
+
+        `problem` gives constructor arguments and input shapes to backends that need them; a report says so where
+        it is None and was needed. What it puts into `artifacts` is what `prepare` is given on the bench.
+
+        :raises MissingTool: and `DiskFull`, `InfraError`: for what is the host's fault.
+        """
+        raise NotImplementedError
+
+    def prepare(self, artifacts: dict[str, str], device: str) -> None:
+        """In a confined child, before its candidate's source runs: where each built artifact lies.
+
+        `artifacts` are paths by the keys of `BuildReport.artifacts`; `device` is a kind, `"cpu"` or `"cuda"`.
+        """
+
+    def is_interpreted(self, device: str) -> bool:
+        """Whether candidates are interpreted on `device`: verified there, and slow, so never timed."""
+        return False
+
+    def refuse(self, candidate: str, problem: str) -> None:
+        """Called where candidates are interpreted.
+
+        :raises InfraError: the interpreter says nothing about these two sources.
+        """
+
+    @property
+    def contracts(self) -> Mapping[str, str]:
+        """What a candidate has to look like, told to a model that never saw it: an example that scales by two. `""` is
+        the usual one; others, such as `"plan"`, are asked for by name. `{source}` is the problem.
+        """
+        return {}
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        """Worked examples, the plainest first."""
+        return ()
+
+    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+        """Run what was built once under sanitizers. `folder` is the caller's, and empty."""
+        from kbrl_async.kernels.backends.sanitize import sanitize
+
+        if task.device.startswith("cuda") and "cuda" in self.runs_on:
+            return sanitize.on_gpu(sanitizer, task, folder)
+        return sanitize.Sanitized(not_run=f"there is no sanitizer for {self.name} on {task.device}")
+
+
+class _Library(Backend):
+    """What is measured of torch itself, which needs no kernel of its own. No setting can name it."""
+
+    name = "torch"
+    runs_on = frozenset({"cpu", "cuda"})
+    needs_own_kernels = False
+
+
+LIBRARY = _Library()
+
+
+def backend(name: str) -> Backend:
+    """The backend of that name.
+
+    :raises ConfigError: there is none.
+    """
+    if name == LIBRARY.name:
+        return LIBRARY
+    try:
+        found = BACKENDS.load(name)
+    except UserError as error:
+        raise ConfigError(error.cause, error.cure) from None
+    if not isinstance(found, Backend):
+        raise ConfigError(f"{name} is no backend", "Name an object whose class derives from kernels.backends.Backend")
+    return found
+
+
+def backends() -> list[str]:
+    """Names of all backends that can be had by name."""
+    return BACKENDS.names()
+
+
+def preloads() -> tuple[str, ...]:
+    """What the children of a bench with a GPU have imported, of every backend of ours that this host has."""
+    ours = map(backend, BACKENDS.ours)
+    return tuple(module for one in ours if one.preload and not one.missing() for module in one.preload)
+
+
+def runs_on_gpu(name: str) -> bool:
+    """Whether backend `name` has use for a GPU."""
+    return "cuda" in backend(name).runs_on
+
+
+def modules_of(name: str) -> tuple[str, ...]:
+    """What confined children need imported beforehand for a backend that is not ours: where it is, and its class."""
+    if name in BACKENDS.ours or name == LIBRARY.name:
+        return ()
+    named = (name.partition(":")[0],) if ":" in name else ()
+    return (*named, type(backend(name)).__module__)
+
+
+def guess_backend(source: str, otherwise: str = "c") -> str:
+    """The backend that claims `source` most surely; `otherwise` where none does: static checks then explain."""
+    claims = {name: backend(name).claims(source) for name in backends()}
+    best = max(claims, key=lambda name: claims[name])
+    return best if claims[best] > 0 else otherwise

@@ -1,0 +1,70 @@
+"""The build half: a candidate through its backend's static checks and compiler to a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.backends.building.context import BuildContext
+from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.kernels.settings import CompileFarm
+from kbrl_async.kernels.stages import StageClock
+from protocols.records import BuildReport, Candidate, Fault, Problem
+
+
+class Builder:
+    """Compiles candidates, one at a time for each calling thread::
+
+        with Builder(ArtifactStore(root)) as builder:
+            report = builder.build(candidate)
+
+    :raises MissingTool: and `DiskFull`, `InfraError`: what is the host's fault; those are never cached.
+    """
+
+    def __init__(self, store: ArtifactStore, farm: CompileFarm | None = None, cores: tuple[int, ...] = ()) -> None:
+        self.store = store
+        self._context = BuildContext(store, farm or CompileFarm(), cores)
+
+    def __enter__(self) -> Builder:
+        self._context.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def isolation(self) -> Isolation:
+        """What confines compilers on this host; known once entered."""
+        return self._context.isolation
+
+    def close(self) -> None:
+        self._context.close()
+
+    def build(self, candidate: Candidate, problem: Problem | None = None) -> BuildReport:
+        """`problem` is needed by backends that compile for real launch arguments."""
+        started = time.time()
+        chosen = backend(candidate.backend)
+        clock = StageClock()
+        report = chosen.check(candidate)
+        clock.ends("static", Fault.OK if report is None else report.fault)
+        if report is None:
+            report = chosen.build(candidate, problem, self._context)
+            clock.ends("compile", report.fault, "from the cache" if report.cached else "")
+        return msgspec.structs.replace(report, started_at=started, finished_at=time.time(), stages=clock.reports)
+
+
+def artifact_paths(store: ArtifactStore, build: BuildReport) -> dict[str, Path]:
+    """Where what was built lies, by the report's keys.
+
+    :raises InfraError: not all of it is in the store any more.
+    """
+    paths = {key: store.path(address) for key, address in build.artifacts.items()}
+    found = {key: path for key, path in paths.items() if path is not None}
+    if len(found) < len(paths):
+        raise InfraError("an artifact is no longer in the store", "Raise compile_farm.store_max_bytes")
+    return found

@@ -1,0 +1,76 @@
+"""Problems as files: folders `level{L}/{NN}_{name}.py` in the KernelBench layout, and single files.
+
+::
+
+    suite ─▶ the project's own      kernelbench ─▶ KERNELBENCH_ROOT      a checkout ─▶ its KernelBench/level*/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.problems.contract import parse_problem
+from protocols.records import Problem
+
+SUITE = Path(__file__).parents[1] / "suite"
+ROOT_VARIABLE = "KERNELBENCH_ROOT"
+
+
+def suite(shapes: str) -> Path:
+    """The project's own suite."""
+    return SUITE
+
+
+def kernelbench(shapes: str) -> Path:
+    """The checkout that the environment names.
+
+    :raises ProblemError: it names none.
+    """
+    if not os.environ.get(ROOT_VARIABLE):
+        cure = f"Set {ROOT_VARIABLE} to a KernelBench checkout, or name its folder"
+        raise ProblemError(f"problems=kernelbench needs {ROOT_VARIABLE}", cure)
+    return Path(os.environ[ROOT_VARIABLE])
+
+
+def root_of(path: Path) -> Path:
+    """Where a folder's levels are: in it, or of a checkout in its folder of problems."""
+    inner = path / "KernelBench"
+    return inner if not any(path.glob("level*/*.py")) and any(inner.glob("level*/*.py")) else path
+
+
+def load_folder(folder: Path, *, shapes: str = "cpu") -> list[Problem]:
+    """Every `level*/*.py` below `folder`; `index.toml` there may give `difficulty` and `split` by problem id."""
+    if not folder.is_dir():
+        raise ProblemError(f"{folder} is no folder", "Give a folder with level1/, level2/ … or one problem file")
+    index = _read_index(folder / "index.toml")
+    paths = sorted(folder.glob("level*/*.py"), key=_natural)
+    if not paths:
+        raise ProblemError(f"{folder} holds no level*/*.py", "Point `problems` at a KernelBench folder")
+    return [load_file(path, index=index, shapes=shapes) for path in paths]
+
+
+def load_file(path: Path, *, index: dict[str, dict[str, Any]] | None = None, shapes: str = "cpu") -> Problem:
+    """One problem file; its level is its folder's number, 0 where it has none."""
+    match = re.search(r"level(\d+)$", path.parent.name)
+    level = int(match.group(1)) if match else 0
+    problem_id = f"L{level}/{path.stem}"
+    facts = (index or {}).get(problem_id, {})
+    return parse_problem(path.read_text(), problem_id, level=level, origin=str(path), shapes=shapes, **facts)
+
+
+def _read_index(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ProblemError(f"{path} does not parse: {error}", "Mend the file or take it out") from None
+
+
+def _natural(path: Path) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]

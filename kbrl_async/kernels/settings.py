@@ -1,0 +1,78 @@
+"""What can be set of kernels: the sections for building and for timing, and the doors of their parts. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kbrl_async.doors import Door
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, Positive
+
+BACKENDS = Door(
+    "backends",
+    {
+        "c": "kbrl_async.kernels.backends.c.build:BACKEND",
+        "cpp": "kbrl_async.kernels.backends.inline.backend:CPP",
+        "cuda": "kbrl_async.kernels.backends.inline.backend:CUDA",
+        "cuda-nvrtc": "kbrl_async.kernels.backends.nvrtc.build:BACKEND",
+        "triton": "kbrl_async.kernels.backends.triton.build:BACKEND",
+    },
+)
+"""Each a `kernels.backends.Backend`."""
+PROBLEM_SOURCES = Door(
+    "problem_sources",
+    {
+        "suite": "kbrl_async.kernels.problems.sources.folder:suite",
+        "kernelbench": "kbrl_async.kernels.problems.sources.folder:kernelbench",
+    },
+)
+"""Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`."""
+BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
+
+
+class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
+    """How candidates are compiled."""
+
+    slots: AtLeastOne | None = None
+    """Compilations that one farm process runs at once; null: 1.1 × its cores, rounded up."""
+    store_max_bytes: AtLeastOne = 512 * 2**20
+    """Size limit of the artifact store; the least recently used artifacts go first."""
+    deadline_s: Positive = 20.0
+    """Wall clock that one candidate's compilation may take."""
+    nice: Annotated[int, Meta(ge=0, le=19)] = 19
+    """Scheduling priority of the compiler; 19 is the lowest, so that it disturbs timing least."""
+    march: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._+-]*$")] = "native"
+    """gcc's name of the processors that C kernels are for; benches on older ones than the farms': such as x86-64-v3."""
+    arch: Annotated[str, Meta(pattern=r"^sm_\d{2,3}[af]?$")] = "sm_90"
+    """Architecture of the benches' GPUs that GPU kernels are compiled for, such as sm_80."""
+
+
+class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
+    """How candidates are proven correct and timed."""
+
+    core: Count | None = None
+    """Core that timing is pinned to; null: the bench core of the CPU layout."""
+    min_pairs: AtLeastOne = 8
+    """Pairs of candidate and reference measured before sampling may stop."""
+    max_pairs: AtLeastOne = 30
+    """Pairs after which sampling stops however wide the interval still is."""
+    cap_s: Positive = 0.1
+    """Wall clock after which the timing of one candidate stops."""
+    timed: bool = True
+    """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
+    deadline_s: Positive = 2.0
+    """Wall clock that one candidate may take in all; endless loops are killed after it."""
+    shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
+    """Who is on the same GPU (or cores) and stands still while a bench times; timing_bench: benches take turns."""
+    clocks: Literal["observe", "lock"] = "observe"
+    """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
+    baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)
+    """What correct kernels are compared with besides eager: the reference, compiled ahead by Inductor."""
+    sanitize_share: Fraction = 0.0
+    """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
+    flush_bytes: Count = 0
+    """Memory streamed through before each call so that caches are cold; 0: twice the core's L2."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where kernels run; auto: on a GPU where the backend has use for one. Bench 0 takes the first GPU, and so on."""

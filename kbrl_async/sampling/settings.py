@@ -1,0 +1,66 @@
+"""What can be set of sampling: its section, and the door of its engines. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kbrl_async.doors import Door
+from kbrl_async.ranges import AtLeastOne, Count, NonNegative, Positive
+
+ENGINES = Door(
+    "engines",
+    {
+        "transformers": "kbrl_async.sampling.transformers.engine:start",
+        "vllm": "kbrl_async.sampling.vllm.start:start",
+        "openai": "kbrl_async.sampling.openai.engine:start",
+    },
+)
+"""`async (setup) -> engine`, see `engine`."""
+
+
+class Sampler(msgspec.Struct, frozen=True, kw_only=True):
+    """How kernels are generated."""
+
+    engine: Annotated[str, Meta(extra={"door": ENGINES})] = "transformers"
+    """What generates; vllm: in this process, for large models; openai: an endpoint (vLLM, SGLang, hosted)."""
+    slots: AtLeastOne = 32
+    """Sequences that one sampler generates at once."""
+    threads: AtLeastOne | None = None
+    """Threads of torch in a sampler; null: one per core it may use."""
+    base_url: str | None = None
+    """engine=openai: address of the endpoint up to /v1, such as http://127.0.0.1:8000/v1."""
+    api_key_env: str | None = None
+    """engine=openai: name of the environment variable that holds the key; the key itself is written nowhere."""
+    endpoint_style: Literal["chat", "completions"] = "chat"
+    """engine=openai: send the prompt as a chat message, or as the bare text of a completion."""
+    endpoint_deadline_s: Positive = 120.0
+    """engine=openai: seconds that one answer may take, all tries together."""
+    endpoint_retries: Count = 5
+    """engine=openai: tries again after a 429, a 5xx, garbage or a lost connection, with exponential back-off."""
+    requests_per_minute: Positive | None = None
+    """engine=openai: most requests a minute of one sampler; null: as many as slots allow."""
+    price_input: NonNegative = 0.0
+    """engine=openai: price of a million prompt tokens, in any currency."""
+    price_output: NonNegative = 0.0
+    """engine=openai: price of a million answer tokens."""
+    max_cost: Positive | None = None
+    """engine=openai: what one sampler may spend, by these prices, before it stops; null: no limit."""
+    update: Literal["auto", "adapter", "full"] = "auto"
+    """engine=vllm: versions are adapters beside each other, or weights replaced in flight; auto: by lora_rank."""
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """engine=vllm: most of the GPU's memory for weights and KV cache; a small model takes less, others the rest."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """engine=vllm: number format; auto: bfloat16 on a GPU, float32 on a CPU."""
+    deadline_s: Positive = 600.0
+    """engine=vllm: seconds that one answer may take; then it is given back and tried again."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    """engine=vllm: tokens that end an answer beside the model's own, such as <|im_end|>."""
+    keep_kv: bool = False
+    """engine=vllm, update=full: answers in flight keep the old weights' KV; false: it is computed anew."""
+    eager: bool = False
+    """engine=vllm: no CUDA graphs; starts faster, runs slower."""
+    train_logprobs: bool = False
+    """engine=openai: the endpoint returns token ids and log-probs of the sampling distribution; else no training."""

@@ -1,0 +1,74 @@
+"""The policy that a run trains, by its configuration: its base model, made or named, and the trainer around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kbrl_async.learning.distributed import ProcessGroup
+from kbrl_async.learning.forward_backward import computes_bf16
+from kbrl_async.learning.policies.models import load_model
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.runs import origins
+from kbrl_async.runs.config import Config
+from protocols.records import CORRECTOR, VERIFIER
+from services.runtime.service import Service
+
+
+def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:
+    """The trainer before its first batch: a function of the base model, the configuration and its seed."""
+    torch.manual_seed(config.seed)
+    place = device if process_group is None else str(process_group.device)
+    is_sharded = config.learner.shard and process_group is not None
+    model = load_model(
+        str(base),
+        "cpu" if is_sharded else place,  # what is sharded need not fit on one device
+        dtype=held_precision(config, place),
+        lora_rank=config.lora_rank,
+        adapters=role_adapters(config),
+        gradient_checkpointing=is_sharded,
+        base_quantisation=config.learner.base_quantisation,
+    )
+    reference = reference_model(config, base, place)
+    return Trainer(model, config, place, reference=reference, process_group=process_group)
+
+
+def held_precision(config: Config, place: str) -> str:
+    """Of the base's weights: frozen ones are held as they are computed with, and adapters always in fp32.
+
+    The transformers engine holds fp32, and proves each version to 1e-3 by log-probs: with it, so does the learner.
+    """
+    is_frozen = bool(config.lora_rank) and place.startswith("cuda") and config.sampler.engine != "transformers"
+    return "bf16" if is_frozen and computes_bf16(config.learner, torch.device(place)) else "fp32"
+
+
+def role_adapters(config: Config) -> tuple[str, ...]:
+    """Roles with an adapter of their own; the solver's is the main one."""
+    return (VERIFIER, CORRECTOR) if config.agents.adapters else ()
+
+
+def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.Module | None:
+    """The frozen policy that a KL penalty is taken against; None where there is none, or the LoRA base serves."""
+    if config.learner.kl == "none" or config.learner.kl_weight == 0 or config.lora_rank:
+        return None
+    return load_model(str(base), device=device).requires_grad_(False).eval()
+
+
+def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
+    """The model that training starts from; None when the run is stopped while it is made."""
+    shown = -1.0
+
+    def progress(line: str, share: float) -> None:
+        nonlocal shown
+        if is_stopped():
+            raise InterruptedError
+        if share >= shown + 0.1 or shown < 0:
+            shown = share
+            service.log.info("making the small policy", done=f"{share:.0%}", now=line)
+
+    try:
+        return origins.base_model(service.config, progress)
+    except InterruptedError:
+        return None
