@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from kbrl_async.kernels.backends import backend, backends
-from kbrl_async.learning.losses import find_loss
+from kbrl_async.learning.settings import CORRECTIONS, LOSSES
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.prompts import TEMPLATES
 from kbrl_async.rollouts.rewards.advantages import find_baseline
@@ -19,9 +19,14 @@ def choices(struct: type[Any], field: str) -> list[str]:
     return list(get_args(get_type_hints(struct, include_extras=True)[field]))
 
 
-@pytest.mark.parametrize("name", choices(Config, "loss"))
+@pytest.mark.parametrize("name", LOSSES.ours)
 def test_every_loss_can_be_found(name: str) -> None:
-    assert callable(find_loss(name))
+    assert callable(LOSSES.load(name))
+
+
+@pytest.mark.parametrize("name", CORRECTIONS.ours)
+def test_every_correction_can_be_found(name: str) -> None:
+    assert callable(CORRECTIONS.load(name))
 
 
 @pytest.mark.parametrize("name", choices(Config, "advantage"))
