@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.buffer import BufferOptions, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import BufferRules, RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
 from protocols import events as ev
 from protocols import messages as msg
@@ -102,7 +102,15 @@ class Simulation:
         self.rng = random.Random(scenario.seed)
         self.ledger = ledger or Ledger(LedgerOptions(), rng=random.Random(scenario.seed))
         self.book = RolloutBuffer(
-            BufferOptions(scenario.p, scenario.batches, scenario.max_lag, scenario.hold_s, bench_after=1 << 30)
+            BufferRules(
+                scenario.p,
+                scenario.batches,
+                scenario.max_lag,
+                "leave_one_out",
+                scale_advantages=True,
+                hold_s=scenario.hold_s,
+                bench_after=1 << 30,
+            )
         )
         self.now = 0.0
         self.event_ns: dict[str, array[int]] = {}
@@ -329,7 +337,8 @@ class Simulation:
 
     def _admit(self) -> None:
         for _ in range(self.book.room()):
-            change = self.book.admit(f"p{self.rng.randrange(1000)}", 1, self.scenario.group_size, self.now)
+            problem = f"p{self.rng.randrange(1000)}"
+            change = self.book.take(self.book.admission(problem, 1, self.scenario.group_size, self.now))
             if not isinstance(change.event, Admitted):
                 return
             group_id = change.event.group_id
@@ -346,9 +355,9 @@ class Simulation:
         if task.status == Status.OK:
             version, reward = self._written[task.task_id], self.rng.random()
             sample = TrainSample(task.task_id, [], [], [], 0.0, reward, version)
-            change = self.book.scored(group_id, task.task_id, [sample], self.now)
+            change = self.book.take(self.book.scored(group_id, task.task_id, [sample], self.now))
         else:
-            change = self.book.lost(group_id, task.task_id, str(task.status), self.now)
+            change = self.book.take(self.book.lost(group_id, task.task_id, str(task.status), self.now))
         self._after(change)
 
     def _trained(self, task: msg.Task) -> None:
@@ -356,7 +365,7 @@ class Simulation:
             if batch.batch_id == task.task_id:
                 self._count_lags(batch)
         self.trained_at.append(self.now)
-        self._after(self.book.trained(task.task_id, self.ledger.policy_version, self.now))
+        self._after(self.book.take(self.book.trained(task.task_id, self.ledger.policy_version, self.now)))
 
     def _count_lags(self, batch: BatchMade) -> None:
         for group_id in batch.group_ids:
@@ -365,7 +374,7 @@ class Simulation:
                     self.lags[batch.index - version] += 1
 
     def _poll(self) -> None:
-        while (change := self.book.poll(self.now)).event is not None:
+        while (change := self.book.take(self.book.poll(self.now))).event is not None:
             self._after(change)
             if isinstance(change.event, BatchMade):
                 for effect in self._producer.submit(msg.Submit(change.event.batch_id, Stage.TRAIN), [], self.now):

@@ -40,8 +40,10 @@ from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.prompts import render_prompt
-from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.rewards.presets import find_presets
+from kbrl_async.rollouts.scoring import ScoredTurn, score
 from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.planning import plan_of
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.transformers.engine import completion_of
 from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
@@ -58,8 +60,6 @@ from protocols.records import (
 )
 from protocols.rollout import Frame, Record
 from services.learner.policy import make_trainer
-from services.reward_aggregator.planning import plan_of
-from services.rollouts.scoring import Scored, score
 from services.sampler.generation import to_generation
 
 EVALUATION = -1
@@ -253,9 +253,10 @@ class Study:
         self._plan = plan_of(self._config)
         self._training = spread(self._plan.training, setting.problems)
         # The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0.
-        lag = max(arm.staleness, self._plan.book.max_lag)
-        self._book = RolloutBuffer(msgspec.structs.replace(self._plan.book, filter_zero_variance=False, max_lag=lag))
-        self._preset = find_preset("stage2", self._config.dataset_builder.reward_weights)
+        lag = max(arm.staleness, self._plan.buffer.max_staleness)
+        rules = msgspec.structs.replace(self._plan.buffer, filter_zero_variance=False, max_staleness=lag)
+        self._book = RolloutBuffer(rules)
+        self._preset = find_presets(msgspec.structs.replace(self._config.dataset_builder, reward_preset="stage2"))[0]
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
         self._sampler = Sampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
         self._sampler.publish(0, self._trainer.model)
@@ -286,19 +287,19 @@ class Study:
         problems = self._problems(update)
         now = float(update)
         for problem in problems:
-            self._book.admit(problem.problem_id, problem.level, self._config.group_size, now)
+            self._book.take(self._book.admission(problem.problem_id, problem.level, self._config.group_size, now))
         awaited = list(self._book.open_rollouts())
         scored = self._rollouts(version, update, list(zip(awaited, problems, strict=True)), self._config.group_size)
         for group_id, members in scored.items():
             for one in members:
-                self._book.scored(group_id, one.sample.rollout_id, [one.sample], now)
-        made = self._book.poll(now).event
+                self._book.take(self._book.scored(group_id, one.sample.rollout_id, [one.sample], now))
+        made = self._book.take(self._book.poll(now)).event
         assert isinstance(made, BatchMade), "every group of the update is complete"
         groups = self._book.train_groups(made.batch_id)
         started = time.process_time()
         metrics = self._trainer.step(groups, self._config.temperature, version=update)
         self.seconds["train"] += time.process_time() - started
-        self._book.trained(made.batch_id, update + 1, now)
+        self._book.take(self._book.trained(made.batch_id, update + 1, now))
         self._book.check()
         self._sampler.publish(update + 1, self._trainer.model)
         facts = {name: metrics[name] for name in UPDATE_FACTS if name in metrics}
@@ -322,7 +323,7 @@ class Study:
 
     def _rollouts(
         self, version: int, update: int, asked: Sequence[tuple[str, Problem]], size: int
-    ) -> dict[str, list[Scored]]:
+    ) -> dict[str, list[ScoredTurn]]:
         """`size` scored answers for each (group, problem)."""
         config, sampling = self._config, SamplingParams(self._config.max_tokens, self._config.temperature)
         requests = [
@@ -336,13 +337,13 @@ class Study:
         written = self._sampler.write(version, requests, seeds)
         self.seconds["generate"] += time.process_time() - started
         began = time.perf_counter()
-        scored: dict[str, list[Scored]] = {group_id: [] for group_id, _ in asked}
+        scored: dict[str, list[ScoredTurn]] = {group_id: [] for group_id, _ in asked}
         for request, generation in zip(requests, written, strict=True):
             scored[request.group_id].append(self._scored(request, generation))
         self.seconds["verify"] += time.perf_counter() - began
         return scored
 
-    def _scored(self, request: RolloutRequest, generation: Generation) -> Scored:
+    def _scored(self, request: RolloutRequest, generation: Generation) -> ScoredTurn:
         frames: list[Frame] = [request, generation]
         if generation.candidate is not None:
             frames += self._judge.frames(request.problem, generation.candidate)
@@ -352,7 +353,7 @@ class Study:
         return found
 
 
-def _rates(scored: Sequence[Scored]) -> dict[str, float]:
+def _rates(scored: Sequence[ScoredTurn]) -> dict[str, float]:
     n = len(scored)
     return {
         "reward": sum(one.sample.reward for one in scored) / n,

@@ -22,16 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kbrl_async.kernels.answers.extraction import extract
-from kbrl_async.kernels.backends.building import ArtifactStore, Builder
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder, Judge
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.kernels.verify import Bench, zygote_for
+from kbrl_async.kernels.verify import bench_options
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.learning.policies.versions import publish, version_folder
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.advantages import find_baseline
-from kbrl_async.rollouts.rewards.parts import parts_of
-from kbrl_async.rollouts.rewards.presets import find_preset, reward_of
+from kbrl_async.rollouts.rewards.parts import earns
+from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Engine
@@ -56,7 +57,7 @@ class Parts(NamedTuple):
     config: Config
     engine: Engine
     builder: Builder
-    bench: Bench
+    judge: Judge
     trainer: Trainer
 
 
@@ -76,7 +77,7 @@ async def sample(parts: Parts, request: RolloutRequest) -> Generation:
     )
 
 
-def judge(parts: Parts, request: RolloutRequest, answer: Generation) -> Record:
+def follow(parts: Parts, request: RolloutRequest, answer: Generation) -> Record:
     """What becomes of an answer. It leaves at the first stage that it fails."""
     if answer.candidate is None:
         return Record.of(request, answer)
@@ -84,7 +85,7 @@ def judge(parts: Parts, request: RolloutRequest, answer: Generation) -> Record:
     if build.fault is not Fault.OK:
         return Record.of(request, answer, build)
     # Secret inputs go to one process, another compares; what is correct is timed beside the reference.
-    bench = parts.bench.evaluate(request.problem, answer.candidate, parts.builder.paths(build))
+    bench = parts.judge.judge(request.problem, answer.candidate, build)
     return Record.of(request, answer, build, bench)
 
 
@@ -98,14 +99,14 @@ async def roll_out(parts: Parts, problem: Problem, group_id: str) -> list[Record
         for i in range(config.group_size)
     ]
     answers = await asyncio.gather(*(sample(parts, request) for request in requests))
-    return [judge(parts, request, answer) for request, answer in zip(requests, answers, strict=True)]
+    return [follow(parts, request, answer) for request, answer in zip(requests, answers, strict=True)]
 
 
 def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
-    builder, request = config.dataset_builder, records[0].request
-    preset = find_preset(builder.reward_preset, builder.reward_weights)
-    scored = [(r, reward_of(parts, preset)) for r in records if (parts := parts_of(r)) is not None]
+    request = records[0].request
+    preset = find_presets(config.dataset_builder)[-1]
+    scored = [(r, reward_of(r, preset)) for r in records if earns(r)]
     advantages = find_baseline(config.advantage)([reward for _, reward in scored])
     samples = [
         TrainSample(r.request.rollout_id, g.prompt_ids, g.token_ids, g.logprobs, advantage, reward, g.policy_version)
@@ -146,12 +147,12 @@ async def run(config: Config, steps: int) -> None:
     base = str(origins.base_model(config, making))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        builder = stack.enter_context(Builder(ArtifactStore(folder / "artifacts")))
-        zygote = stack.enter_context(zygote_for("cpu"))
-        bench = stack.enter_context(contextlib.closing(Bench(zygote)))
-        engine = TransformersEngine(load_model(base), load_tokenizer(base))
+        store = ArtifactStore(folder / "artifacts")
+        builder = stack.enter_context(Builder(store, config.compile_farm))
+        judge = stack.enter_context(Judge(store, bench_options(config.timing_bench)))
+        engine = TransformersEngine(load_model(base), load_tokenizer(base), config.sampler)
         trainer = Trainer(load_model(base, lora_rank=config.lora_rank), config)
-        parts = Parts(config, engine, builder, bench, trainer)
+        parts = Parts(config, engine, builder, judge, trainer)
         await serve(parts, base, folder, 0)
         for version in range(steps):
             groups, records = [], []

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, Scored
+from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, RolloutScored
+from kbrl_async.rollouts.stats import RolloutStats, Step
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
-from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded
+from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Tally
 from kbrl_async.runs.telemetry.tensorboard import Writer
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -34,8 +35,6 @@ from protocols.records import (
     Verdict,
 )  # fmt: skip
 from protocols.rollout import Frame, Record
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded
 
 EPOCH = 1_780_000_000.0
 WARM_UP_S = 40.0
@@ -92,7 +91,7 @@ class _Maker:
             for i in range(problems)
         ]
         self.stats: list[RolloutStats] = []
-        self.entries: list[Entry] = []
+        self.entries: list[Command] = []
         self.tally = Tally()
 
     def run(self, rollouts: int) -> Path:
@@ -100,7 +99,7 @@ class _Maker:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         groups = max(BATCH, rollouts // (GROUP * self.turns))
         self.groups = groups
-        with ArchiveWriter(self.folder / FILE) as archive, Journal(self.folder / "aggregator.sqlite") as journal:
+        with ArchiveWriter(self.folder / FILE) as archive, RunJournal(self.folder / "aggregator.sqlite") as journal:
             before = self._evaluate(archive, "eval-before", 0, WARM_UP_S)
             for number in range(groups // BATCH):
                 self._batch(archive, number)
@@ -148,7 +147,7 @@ class _Maker:
             at = asked + 3 * turn + 2.5 + self.random.random()
             archive.add(self._row(key, record, stats, at, "train"), record.encode())
             archive.outcomes([TurnOutcome(key, f"batch-{version:06d}", version, stats.reward, 0.1)])
-            self.entries += [RolloutEnded(rollout_id, group_id, stats), Scored(group_id, rollout_id, [], at)]
+            self.entries += [RolloutEnded(rollout_id, group_id, stats), RolloutScored(group_id, rollout_id, [], at)]
             self.stats.append(stats)
             self.tally.answered(group_id, stats)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.stats import RolloutStats
 from protocols.records import (
     SOLVER,
     BenchReport,

@@ -1,4 +1,4 @@
-"""A run whose policy never changes and whose bench is slow for correct kernels: simulated time, a real group book.
+"""A run whose policy never changes and whose bench is slow for correct kernels: simulated time, a real rollout buffer.
 
 What does not compile is scored at once, a wrong kernel soon, and a correct one waits for its turn at the only bench. So
 failures come first: at the run's beginning, in each group, and in what a run that is cut off has of its last groups.
@@ -11,14 +11,15 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from kbrl_async.rollouts.buffer.buffer import BufferOptions, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Change
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
+from kbrl_async.runs.commands import Command, RolloutEnded
+from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.telemetry.by_version import Answers
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import GroupOutcome, TrainSample
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import Entry, RolloutEnded
+from tests.plans import buffer_rules
 
 COMPILES, CORRECT = 0.6, 0.4
 """Of all answers, whichever version writes them."""
@@ -30,8 +31,8 @@ class SlowBench:
     """`entries` are what an aggregator would have journaled; `scored` is every answer in the order of its score."""
 
     def __init__(self, updates: int, seed: int = 0, until_s: float = float("inf")) -> None:
-        self.book = RolloutBuffer(BufferOptions(BATCH, updates, LAG, hold_s=60.0))
-        self.entries: list[Entry] = []
+        self.book = RolloutBuffer(buffer_rules(batch_size=BATCH, max_steps=updates, max_staleness=LAG, hold_s=60.0))
+        self.entries: list[Command] = []
         self.scored: list[RolloutStats] = []
         self._rng = random.Random(seed)
         self._later: list[tuple[float, int, str, object]] = []
@@ -46,18 +47,18 @@ class SlowBench:
                 assert isinstance(value, RolloutStats)
                 self._score(value, now)
             else:
-                self._note(self.book.trained(str(value), self.book.version + 1, now))
+                self._note(self.book.take(self.book.trained(str(value), self.book.version + 1, now)))
             self._advance(now)
-        self._note(self.book.finish(until_s if self._later else 1e6))
+        self._note(self.book.take(self.book.finish(until_s if self._later else 1e6)))
 
     def _advance(self, now: float) -> None:
         while self.book.room() > 0:
-            change = self.book.admit(f"L1/{self.book.counts['admitted'] % 24:02d}", 1, GROUP, now)
+            change = self.book.take(self.book.admission(f"L1/{self.book.counts['admitted'] % 24:02d}", 1, GROUP, now))
             self._note(change)
             group = f"g{self.book.counts['admitted'] - 1:06d}"
             for rollout_id in rollout_ids(group, GROUP):
                 self._write(rollout_id, now)
-        while (change := self.book.poll(now)).event is not None:
+        while (change := self.book.take(self.book.poll(now))).event is not None:
             self._note(change)
             for batch in self.book.outstanding()[-1:]:
                 self._push(now + TRAIN_S, "trained", batch.batch_id)
@@ -78,7 +79,7 @@ class SlowBench:
     def _score(self, stats: RolloutStats, now: float) -> None:
         group = stats.rollout_id.partition(".")[0]
         sample = TrainSample(stats.rollout_id, [1], [2], [-0.1], 0.0, stats.reward, stats.policy_version)
-        change = self.book.scored(group, stats.rollout_id, [sample], now)
+        change = self.book.take(self.book.scored(group, stats.rollout_id, [sample], now))
         if change.event is not None:
             self.entries.append(RolloutEnded(stats.rollout_id, group, stats))
             self.scored.append(stats)
@@ -94,7 +95,7 @@ class SlowBench:
     def folder(self, path: Path) -> Path:
         """As a run leaves it."""
         path.mkdir(parents=True)
-        with Journal(path / "aggregator.sqlite") as journal:
+        with RunJournal(path / "aggregator.sqlite") as journal:
             journal.append(self.entries)
             summary.write(path / "summary.json", self.summary(journal.answers()))
         return path

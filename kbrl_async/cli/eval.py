@@ -26,7 +26,7 @@ from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, envir
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 
 if TYPE_CHECKING:
-    from kbrl_async.evaluation.targets import Target
+    from kbrl_async.runs.targets import Target
 
 KIND = "evaluation"
 """Of its summary.json."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kbrl_async.evaluation import policy_file, publishing
+    from kbrl_async.runs import publishing
 
     target, config = resolve(args)
     todo = plan(config)
@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         facts = publishing.publish(
             target, run.path / "policies", run.config, lambda what, share: status.update(f"{what} ({share:.0%}) …")
         )
-    policy_file.write_policy(run.path, facts)
+    publishing.write_policy(run.path, facts)
     return conclude(run.path, start_and_wait(run.path, process_counts(run.config)), args)
 
 
 def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
     """What is evaluated, and the configuration of its evaluation: that of its run, unless something else was said."""
-    from kbrl_async.evaluation import targets
+    from kbrl_async.runs import targets
 
     what, overrides = _words(args.overrides)
     env = environment(os.environ)
@@ -157,10 +157,10 @@ def check(todo: Run) -> None:
 
     :raises KbrlError: the first thing that is wrong.
     """
-    from kbrl_async.evaluation.selecting import select
+    from kbrl_async.runs.planning import evaluated_problems
 
     preflight.check_cores(todo.config)
-    select(todo.config)
+    evaluated_problems(todo.config)
     preflight.check_disk(todo.path, todo.config.compile_farm.store_max_bytes + preflight.SPARE_BYTES)
     preflight.check_addresses(todo)
     if todo.config.backend == "c":

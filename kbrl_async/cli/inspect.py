@@ -19,8 +19,9 @@ from rich.text import Text
 from kbrl_async.cli.shared import facts, find, print_json
 from kbrl_async.errors import UserError
 from kbrl_async.rollouts.curriculum import STAGES
-from kbrl_async.rollouts.rewards.parts import PART_NAMES, parts_of
-from kbrl_async.rollouts.rewards.presets import Preset, find_preset, reward_of
+from kbrl_async.rollouts.rewards.parts import earns, part_of
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
+from kbrl_async.rollouts.settings import REWARD_PARTS
 from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
@@ -126,24 +127,22 @@ def _turn(row: Row, record: Record | None, config: Config | None) -> InspectedTu
 
 def _parts(row: Row, record: Record, config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
     """The preset that the turn was paid by, and its parts; nothing where it wrote no kernel or failed by our fault."""
-    parts = parts_of(record) if row.reward is not None else None
-    if parts is None:
+    if row.reward is None or not earns(record):
         return "", ()
-    values = {name: float(getattr(parts, name)) for name in PART_NAMES}
     for name, preset in _presets(config):
-        if abs(reward_of(parts, preset) - (row.reward or 0.0)) < 1e-9:
+        if abs(reward_of(record, preset) - row.reward) < 1e-9:
             paid = {part: weight for part, weight in preset.weights.items() if weight}
-            return name, tuple(PaidPart(part, values[part], weight) for part, weight in paid.items())
-    return "", tuple(PaidPart(name, value, 0.0) for name, value in values.items())
+            return name, tuple(PaidPart(part, part_of(record, part), weight) for part, weight in paid.items())
+    return "", tuple(PaidPart(name, part_of(record, name), 0.0) for name in REWARD_PARTS.ours)
 
 
 def _presets(config: Config | None) -> list[tuple[str, Preset]]:
     """Those that may have paid: the run's own, or each stage of reward_preset=auto."""
     if config is None:
         return []
-    builder = config.dataset_builder
-    names = STAGES if builder.reward_preset == "auto" else (builder.reward_preset,)
-    return [(name, find_preset(name, builder.reward_weights)) for name in names]
+    found = find_presets(config.dataset_builder)
+    names = STAGES if len(found) > 1 else (config.dataset_builder.reward_preset,)
+    return list(zip(names, found, strict=True))
 
 
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,13 +21,13 @@ from kbrl_async.cli.shared import add_config, facts, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
-    from kbrl_async.evaluation.targets import Target as Policy
     from kbrl_async.lab.optimize.engine import Opened
     from kbrl_async.lab.optimize.evidence import SearchResult
     from kbrl_async.lab.optimize.search import Search
     from kbrl_async.lab.optimize.session import Verifiers, Wanted
     from kbrl_async.lab.optimize.targets import UserModule
     from kbrl_async.runs.config import Config
+    from kbrl_async.runs.targets import Target as Policy
 
 EXAMPLES = """\
 examples:

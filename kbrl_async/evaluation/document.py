@@ -25,6 +25,7 @@ from kbrl_async.evaluation.metrics import (
     by_problem,
     fast_p,
     geometric_mean_speedup,
+    is_proven_faster,
     mean_over_problems,
     median_speedup,
     pass_at_k,
@@ -177,16 +178,13 @@ def _speeds(clusters: Clusters, baseline: str) -> Speeds:
     def best_over(p: float) -> Figure:
         return mean_over_problems(clusters, lambda c: float(any((s.speedup(baseline) or 0.0) > p for s in c)))
 
-    def is_proven(sample: Sample) -> bool:
-        return sample.correct and baseline in sample.speedups and sample.speedups[baseline][1] > 1.0
-
     return Speeds(
         sum(s.speedup(baseline) is not None for c in clusters for s in c),
         {f"{p:g}": over(p) for p in THRESHOLDS},
         {f"{p:g}": best_over(p) for p in THRESHOLDS},
         geometric_mean_speedup(clusters, baseline),
         median_speedup(clusters, baseline),
-        share(clusters, is_proven),
+        share(clusters, lambda s: is_proven_faster(s, baseline)),
     )
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from kbrl_async.rollouts.stats import RolloutStats
+
 THRESHOLDS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 EAGER = "eager"
 CONFIDENCE = 0.95
@@ -54,6 +56,26 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         """None for what is wrong or was not timed."""
         found = self.speedups.get(baseline)
         return found[0] if found is not None and self.correct else None
+
+
+def sample_of(stats: RolloutStats, sample: int = 0) -> Sample:
+    """The answer whose best turn has these numbers; `sample` is its number among those to its problem."""
+    speedups: dict[str, Speed] = {}
+    if stats.speedup is not None:
+        speedups[EAGER] = (stats.speedup, stats.speedup_lo or 0.0, stats.speedup_hi or stats.speedup)
+    return Sample(
+        problem_id=stats.problem_id,
+        level=stats.level,
+        sample=sample,
+        compiled=stats.compiled,
+        correct=stats.correct,
+        cheated=stats.cheated,
+        fault=stats.fault,
+        speedups=speedups,
+        tokens=stats.tokens,
+        reward=stats.reward,
+        policy_version=stats.policy_version,
+    )
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -103,6 +125,38 @@ def mean_over_problems(clusters: Clusters, value: Callable[[Sequence[Sample]], f
     """The mean of a problem's value, with its interval."""
     values = np.array([value(cluster) for cluster in clusters], dtype=np.float64)
     return Figure(float(values.mean()), *_interval((values,), np.mean, float(values.mean()), seed))
+
+
+def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
+    """What held-out problems say of a version while it trains: TensorBoard tags as `kbrl eval` writes them, without
+    intervals, which would hold training up. Nothing of nothing.
+
+    `eval/policy_version_mean` tells which versions really wrote the answers.
+    """
+    clusters = by_problem([sample_of(stats) for stats in results])
+    if not clusters:
+        return {}
+
+    def mean(value: Callable[[Sample], float]) -> float:
+        return float(np.mean([np.mean([value(sample) for sample in cluster]) for cluster in clusters]))
+
+    values = {
+        "reward_mean": mean(lambda s: s.reward),
+        "compile_rate": mean(lambda s: s.compiled),
+        "correct_rate": mean(lambda s: s.correct),
+        "hack_rate": mean(lambda s: s.cheated),
+        "solved_rate": float(np.mean([any(s.correct for s in cluster) for cluster in clusters])),
+        "fast_1": mean(lambda s: (s.speedup() or 0.0) > 1.0),
+        "proven_faster": mean(is_proven_faster),
+        "speedup_geometric_mean": geometric_mean([v for c in clusters for s in c if (v := s.speedup()) is not None]),
+        "policy_version_mean": mean(lambda s: s.policy_version),
+    }
+    return {f"eval/{name}": value for name, value in values.items() if value is not None}
+
+
+def is_proven_faster(sample: Sample, baseline: str = EAGER) -> bool:
+    """Its whole interval lies above 1 (I7)."""
+    return sample.correct and baseline in sample.speedups and sample.speedups[baseline][1] > 1.0
 
 
 def share(clusters: Clusters, holds: Callable[[Sample], bool], seed: int = 0) -> Figure:

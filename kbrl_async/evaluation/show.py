@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
 
 from kbrl_async.evaluation.document import Document, Figures, Part
 from kbrl_async.evaluation.metrics import EAGER, THRESHOLDS, Figure
-from kbrl_async.runs.telemetry.tensorboard import Writer
 
 
 def render(document: Document) -> Group:
@@ -115,10 +113,3 @@ def _tagged(prefix: str, figures: Figures | None) -> dict[str, float]:
     return {f"{prefix}/{tag}": figure.value for tag, figure in rates.items()} | {
         f"{prefix}/{tag}": value for tag, value in ends.items()
     }
-
-
-def write_tensorboard(folder: Path, document: Document, step: int) -> None:
-    """All figures at one step, so that evaluations of several versions make a curve."""
-    with Writer(folder) as board:
-        board.scalars(scalars(document), step)
-        board.flush()

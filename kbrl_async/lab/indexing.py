@@ -220,7 +220,7 @@ class _Build:
             f"{build}{secrets.token_hex(4)}",
             count,
             kind,
-            embedder.name,
+            self._options.embedder,
             embedder.dimension,
             embedder.near_copy,
             self._reports(files, choice),

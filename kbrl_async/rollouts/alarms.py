@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
-Action = Literal["warn", "pause_admission", "lower_staleness", "stop"]
+from kbrl_async.rollouts.settings import AlarmAction, Alarms
+
 NON_FINITE = "nonfinite"
 
 
@@ -32,9 +32,9 @@ class Rule(msgspec.Struct, frozen=True):
     metric: str
     threshold: float
     is_below: bool
-    action: Action = "warn"
-    window: int = 3
-    margin: float = 0.1
+    action: AlarmAction
+    window: int
+    margin: float
     """Share of the threshold by which the mean must be on the right side again."""
 
     def is_beyond(self, value: float) -> bool:
@@ -45,29 +45,17 @@ class Rule(msgspec.Struct, frozen=True):
         return value >= self.threshold + room if self.is_below else value <= self.threshold - room
 
 
-class AlarmOptions(msgspec.Struct, frozen=True):
+def rules_of(alarms: Alarms) -> list[Rule]:
     """A threshold of 0 means: no such alarm."""
-
-    ess_below: float = 0.0
-    ess_action: Action = "warn"
-    kl_above: float = 0.0
-    kl_action: Action = "warn"
-    entropy_below: float = 0.0
-    entropy_action: Action = "warn"
-    nonfinite_action: Action = "stop"
-    window: int = 3
-    margin: float = 0.1
-
-    def rules(self) -> list[Rule]:
-        o = self
-        found = [
-            Rule("ess", "ess", o.ess_below, True, o.ess_action, o.window, o.margin),
-            Rule("kl", "mismatch_kl", o.kl_above, False, o.kl_action, o.window, o.margin),
-            Rule("entropy", "entropy", o.entropy_below, True, o.entropy_action, o.window, o.margin),
-        ]
-        # Its value is 0 or 1, and one is one too many.
-        never = Rule(NON_FINITE, NON_FINITE, 0.5, False, o.nonfinite_action, 1)
-        return [*(rule for rule in found if rule.threshold > 0), never]
+    a = alarms
+    found = [
+        Rule("ess", "ess", a.ess_below, True, a.ess_action, a.window, a.margin),
+        Rule("kl", "mismatch_kl", a.kl_above, False, a.kl_action, a.window, a.margin),
+        Rule("entropy", "entropy", a.entropy_below, True, a.entropy_action, a.window, a.margin),
+    ]
+    # Its value is 0 or 1, and one is one too many.
+    never = Rule(NON_FINITE, NON_FINITE, 0.5, False, a.nonfinite_action, 1, 0.0)
+    return [*(rule for rule in found if rule.threshold > 0), never]
 
 
 class AlarmChange(msgspec.Struct, frozen=True):
@@ -95,7 +83,7 @@ class AlarmsState(msgspec.Struct, frozen=True):
     raised: dict[str, int]
 
 
-class Alarms:
+class AlarmWatch:
     """The state of all alarms of a run."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -147,7 +135,7 @@ class Alarms:
 
     # ── what is to be done now ──────────────────────────────────────────────────────────────────────────────────
 
-    def active(self, action: Action) -> int:
+    def active(self, action: AlarmAction) -> int:
         """The highest level of the raised alarms with this action; 0: none."""
         return max((self.levels[name] for name, rule in self._rules.items() if rule.action == action), default=0)
 
@@ -155,6 +143,6 @@ class Alarms:
     def any_raised(self) -> list[str]:
         return [name for name, level in self.levels.items() if level]
 
-    def window_lag(self, max_lag: int) -> int:
-        """The S that admission goes by: one lower for each level of `lower_staleness`, 0 while admission is paused."""
-        return 0 if self.active("pause_admission") else max(0, max_lag - self.active("lower_staleness"))
+    def allowed_staleness(self, max_staleness: int) -> int:
+        """What admission goes by: one lower for each level of `lower_staleness`, 0 while admission is paused."""
+        return 0 if self.active("pause_admission") else max(0, max_staleness - self.active("lower_staleness"))

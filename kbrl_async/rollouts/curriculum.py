@@ -20,30 +20,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kbrl_async.rollouts.settings import Curriculum
 from protocols.records import Problem
 
 STAGES = ("stage1", "stage2", "stage3")
 
 
-class CurriculumOptions(msgspec.Struct, frozen=True):
-    kind: str = "uniform"
-    """`uniform`: all problems in turn. `levels`: harder levels come in as the easier ones are solved. `learnable`:
-    problems that are solved about half of the time come more often."""
-    window: int = 5
-    """Batches whose mean a threshold is compared with."""
-    compile_above: float = 0.8
-    """stage1 → stage2 at this compile rate."""
-    correct_above: float = 0.5
-    """stage2 → stage3 at this rate of correct kernels."""
-    first_share: float = 0.1
-    last_share: float = 0.5
-    share_step: float = 0.05
-    """`levels`: share of problems above the lowest level; a step up whenever correctness reaches `raise_above`."""
-    raise_above: float = 0.4
-    rate: float = 0.2
-    """Weight of the newest rollout in a problem's success estimate."""
-    floor: float = 0.1
-    """`learnable`: weight of a problem that is always, or never, solved, against 1 for one solved half of the time."""
+FIRST_SHARE, LAST_SHARE, SHARE_STEP = 0.1, 0.5, 0.05
+"""kind=levels: share of problems above the lowest level; a step up whenever correctness reaches `RAISE_ABOVE`."""
+RAISE_ABOVE = 0.4
+RATE = 0.2
+"""Weight of the newest rollout in a problem's success estimate."""
+FLOOR = 0.1
+"""kind=learnable: weight of a problem that is always, or never, solved, against 1 for one solved half of the time."""
 
 
 class BatchRates(msgspec.Struct, frozen=True):
@@ -60,29 +49,29 @@ class CurriculumState(msgspec.Struct, frozen=True):
     recent: list[BatchRates]
 
 
-class Curriculum:
-    """Fed by the campaign; `stage` and `pick` are its answers."""
+class CurriculumTracker:
+    """Fed by the run's state; `stage` and `pick` are its answers."""
 
-    def __init__(self, options: CurriculumOptions, problems: Sequence[Problem], seed: int) -> None:
-        self.options = options
+    def __init__(self, settings: Curriculum, problems: Sequence[Problem], seed: int) -> None:
+        self.settings = settings
         self.stage = STAGES[0]
-        self.share = options.first_share
+        self.share = FIRST_SHARE
         self._problems, self._seed = list(problems), seed
         self._success: dict[str, dict[int, float]] = {}
-        self._recent: deque[BatchRates] = deque(maxlen=options.window)
+        self._recent: deque[BatchRates] = deque(maxlen=settings.window)
 
     def state(self) -> CurriculumState:
         return CurriculumState(self.stage, self.share, self._success, list(self._recent))
 
     def restore(self, state: CurriculumState) -> None:
         self.stage, self.share, self._success = state.stage, state.share, state.success
-        self._recent = deque(state.recent, maxlen=self.options.window)
+        self._recent = deque(state.recent, maxlen=self.settings.window)
 
     def observe(self, problem_id: str, turn: int, correct: bool) -> None:
         """A turn of a group all of whose rollouts have ended."""
         known = self._success.setdefault(problem_id, {})
         before = known.get(turn, 0.5)
-        known[turn] = before + self.options.rate * (float(correct) - before)
+        known[turn] = before + RATE * (float(correct) - before)
 
     def success(self, problem: Problem) -> float:
         """Estimated chance that a rollout of this problem ends correct: its turns' rates, 1 − Π(1 − rate); before any
@@ -98,39 +87,37 @@ class Curriculum:
     def batch_trained(self, rates: BatchRates) -> list[str]:
         """What changes by this batch, as lines for the log."""
         self._recent.append(rates)
-        if len(self._recent) < self.options.window:
+        if len(self._recent) < self.settings.window:
             return []
         compiled = sum(r.compiled for r in self._recent) / len(self._recent)
         correct = sum(r.correct for r in self._recent) / len(self._recent)
         return [*self._advance(compiled, correct), *self._raise(correct)]
 
     def _advance(self, compiled: float, correct: float) -> list[str]:
-        o, now = self.options, self.stage
-        if now == "stage1" and compiled >= o.compile_above:
+        settings, now = self.settings, self.stage
+        if now == "stage1" and compiled >= settings.compile_above:
             self.stage = "stage2"
-        elif now == "stage2" and correct >= o.correct_above:
+        elif now == "stage2" and correct >= settings.correct_above:
             self.stage = "stage3"
         if self.stage == now:
             return []
         self._recent.clear()
         reached = f"compiled {compiled:.0%}" if now == "stage1" else f"correct {correct:.0%}"
-        return [f"{now} → {self.stage}: {reached} over the last {o.window} batches"]
+        return [f"{now} → {self.stage}: {reached} over the last {self.settings.window} batches"]
 
     def _raise(self, correct: float) -> list[str]:
-        o = self.options
-        if o.kind != "levels" or correct < o.raise_above or self.share >= o.last_share:
+        if self.settings.kind != "levels" or correct < RAISE_ABOVE or self.share >= LAST_SHARE:
             return []
-        self.share = min(o.last_share, round(self.share + o.share_step, 6))
+        self.share = min(LAST_SHARE, round(self.share + SHARE_STEP, 6))
         self._recent.clear()
-        return [f"harder levels {self.share:.0%}: correct {correct:.0%} over the last {o.window} batches"]
+        return [f"harder levels {self.share:.0%}: correct {correct:.0%} over the last {self.settings.window} batches"]
 
     def weights(self) -> list[float]:
         """One a problem, in the order given; `uniform` has ones."""
-        if self.options.kind == "levels":
+        if self.settings.kind == "levels":
             return self._level_weights()
-        if self.options.kind == "learnable":
-            floor = self.options.floor
-            return [floor + (1 - floor) * 4 * p * (1 - p) for p in map(self.success, self._problems)]
+        if self.settings.kind == "learnable":
+            return [FLOOR + (1 - FLOOR) * 4 * p * (1 - p) for p in map(self.success, self._problems)]
         return [1.0] * len(self._problems)
 
     def _level_weights(self) -> list[float]:
@@ -142,12 +129,18 @@ class Curriculum:
         return [(1 - self.share) / easy if problem.level == lowest else self.share / hard for problem in self._problems]
 
     def pick(self, count: int, excluded: frozenset[str]) -> Problem:
-        """The problem of group number `count`: drawn by weight, the same for the same state, count and seed."""
+        """The problem of group number `count`, the same for the same state, count and seed: every one once in random
+        order, then again (`uniform`), or drawn by weight."""
+        if self.settings.kind == "uniform":
+            turn, place = divmod(count, len(self._problems))
+            order = random.Random(f"{self._seed}.{turn}").sample(self._problems, len(self._problems))
+            chosen = [*order[place:], *order[:place]]
+            return next((problem for problem in chosen if problem.problem_id not in excluded), chosen[0])
         rng = random.Random(f"{self._seed}.{count}")
         open_ = [
             (problem, weight)
             for problem, weight in zip(self._problems, self.weights(), strict=True)
             if problem.problem_id not in excluded
         ]
-        chosen = open_ or list(zip(self._problems, self.weights(), strict=True))
-        return rng.choices([p for p, _ in chosen], weights=[w for _, w in chosen])[0]
+        drawn = open_ or list(zip(self._problems, self.weights(), strict=True))
+        return rng.choices([p for p, _ in drawn], weights=[w for _, w in drawn])[0]

@@ -11,30 +11,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.rewards.advantages import turn_returns
+from kbrl_async.rollouts.settings import Turns
 from protocols.records import TrainSample
 
-STOP_RULES = ("never", "correct", "speedup", "plateau")
 
+class TurnRules(msgspec.Struct, frozen=True):
+    """How many turns a rollout takes, and what they are worth; `runs.planning` makes it of a run's settings."""
 
-class TurnOptions(msgspec.Struct, frozen=True):
-    """The defaults are one turn: a rollout without refinement."""
-
-    max_turns: int = 1
-    gamma: float = 0.4
+    max_turns: int
+    gamma: float
     """Discount of a later turn's score in an earlier turn's return."""
-    returns: str = "sum"
-    """`"sum"` or `"max"` of the discounted scores."""
-    stop: str = "never"
-    """`never`: all turns are taken. `correct`: stops learning of speed. `speedup`: at `stop_speedup`. `plateau`: when
-    the last `patience` turns scored no better than the best before them."""
-    stop_speedup: float = 1.0
-    patience: int = 2
-
-    def __post_init__(self) -> None:
-        if self.stop not in STOP_RULES:
-            raise ConfigError(f"unknown stop rule {self.stop!r}", f"Known ones: {', '.join(STOP_RULES)}")
+    turns: Turns
 
 
 class TurnScore(msgspec.Struct, frozen=True):
@@ -45,26 +33,29 @@ class TurnScore(msgspec.Struct, frozen=True):
     speedup_lo: float | None = None
 
 
-def goes_on(scores: Sequence[TurnScore], options: TurnOptions) -> bool:
+def goes_on(scores: Sequence[TurnScore], rules: TurnRules) -> bool:
     """Whether a rollout with these scored turns takes another one."""
-    if not scores or len(scores) >= options.max_turns:
+    if not scores or len(scores) >= rules.max_turns:
         return False
-    last = scores[-1]
-    if options.stop == "correct":
+    last, turns = scores[-1], rules.turns
+    if turns.stop == "correct":
         return not last.correct
-    if options.stop == "speedup":
-        return not (last.correct and (last.speedup_lo or 0.0) >= options.stop_speedup)
-    if options.stop == "plateau" and len(scores) > options.patience:
-        before, after = scores[: -options.patience], scores[-options.patience :]
+    if turns.stop == "speedup":
+        return not (last.correct and (last.speedup_lo or 0.0) >= turns.stop_speedup)
+    if turns.stop == "plateau" and len(scores) > turns.patience:
+        before, after = scores[: -turns.patience], scores[-turns.patience :]
         return max(s.reward for s in after) > max(s.reward for s in before)
     return True
 
 
-def with_returns(turns: Sequence[TrainSample], options: TurnOptions) -> list[TrainSample]:
+def with_returns(samples: Sequence[TrainSample], rules: TurnRules) -> list[TrainSample]:
     """The turns of one rollout, each with its return R_t = Σ_k≥t γ^(k−t)·s_k (or the max) in place of its score."""
-    returns = turn_returns([sample.reward for sample in turns], options.gamma, options.returns)
-    plans = turn_returns([sample.plan_reward for sample in turns], options.gamma, options.returns)
-    return [msgspec.structs.replace(s, reward=r, plan_reward=p) for s, r, p in zip(turns, returns, plans, strict=True)]
+    gamma, how = rules.gamma, rules.turns.returns
+    returns = turn_returns([sample.reward for sample in samples], gamma, how)
+    plans = turn_returns([sample.plan_reward for sample in samples], gamma, how)
+    return [
+        msgspec.structs.replace(s, reward=r, plan_reward=p) for s, r, p in zip(samples, returns, plans, strict=True)
+    ]
 
 
 def turn_id(rollout_id: str, turn: int) -> str:

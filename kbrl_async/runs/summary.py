@@ -25,11 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import by_version
 from kbrl_async.runs.telemetry.by_version import FIELDS, Answers
 from kbrl_async.runs.telemetry.proportions import wilson
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, kernels, outcome_rates
+from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
 
 Summary = dict[str, Any]
 

@@ -13,6 +13,7 @@ import msgspec
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError
 from kbrl_async.evaluation import document, show
+from kbrl_async.evaluation.course import Course
 from kbrl_async.evaluation.document import Document
 from kbrl_async.evaluation.metrics import values_k
 from kbrl_async.kernels.kernelbench import analysis
@@ -28,13 +29,13 @@ from kbrl_async.kernels.kernelbench.files import (
 )
 from kbrl_async.runs.config import Config, config_hash
 from kbrl_async.runs.folder import SUMMARY_FILE
+from kbrl_async.runs.telemetry.tensorboard import Writer
 from protocols.records import Problem
-from services.evaluator.course import Course
 
 KERNELBENCH = "kernelbench"
 
 
-def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, Any], skipped: dict[str, str]) -> None:
+def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, Any]) -> None:
     """Everything again from the course, so that a crash in the middle costs nothing.
 
     :raises RunError: not one sample has a verdict.
@@ -43,12 +44,14 @@ def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, A
         reasons = ", ".join(f"{n} × {reason}" for reason, n in Counter(course.lost.values()).items())
         raise RunError(f"no sample has a verdict ({reasons})", f"See {run_dir / 'logs'}; evaluate again with name=…")
     found = write_kernelbench(run_dir / KERNELBENCH, course)
-    made = msgspec.structs.replace(build(config, course, policy, skipped), kernelbench=found)
+    made = msgspec.structs.replace(build(config, course, policy), kernelbench=found)
     document.write(run_dir / document.FILE, made)
     settings = config.evaluation
     folder = Path(settings.tensorboard_log_dir) if settings.tensorboard_log_dir else run_dir / "tensorboard" / "eval"
     step = settings.tensorboard_step
-    show.write_tensorboard(folder, made, step if step is not None else int(policy.get("version") or 0))
+    with Writer(folder) as writer:  # all figures at one step, so that evaluations of several versions make a curve
+        writer.scalars(show.scalars(made), step if step is not None else int(policy.get("version") or 0))
+        writer.flush()
     summary = {
         "kind": made.kind,
         "run": run_dir.name,
@@ -61,7 +64,7 @@ def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, A
     )
 
 
-def build(config: Config, course: Course, policy: dict[str, Any], skipped: dict[str, str]) -> Document:
+def build(config: Config, course: Course, policy: dict[str, Any]) -> Document:
     settings, builder = config.evaluation, config.dataset_builder
     return document.build(
         [kept.sample for kept in course.kept.values()],
@@ -80,7 +83,6 @@ def build(config: Config, course: Course, policy: dict[str, Any], skipped: dict[
             "config_hash": config_hash(config),
         },
         lost=dict(Counter(course.lost.values())),
-        skipped=skipped,
         seconds=course.clock,
         created_at=time.time(),
     )

@@ -2,7 +2,7 @@
 
 ::
 
-    journal ─▶ what came in ─▶ [campaign, scoring, group book] ─▶ what it decides ─ equal? ─ no ─▶ Divergence
+    journal ─▶ what came in ─▶ [state, scoring] ─▶ what it decides ─ equal? ─ no ─▶ Divergence
     archive ─▶ records ───────────▲                                     └─ yes, a batch ─▶ its groups, for the learner
 
 Invariants
@@ -17,30 +17,32 @@ from typing import Protocol
 
 import msgspec
 
+from kbrl_async.evaluation.rounds import RoundBegun
 from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
     BatchMade,
     BatchTrained,
-    Change,
+    Event,
     Finished,
     HoldBegan,
     Lost,
+    RolloutScored,
     Swept,
 )
-from kbrl_async.rollouts.buffer.events import Scored as BookScored
+from kbrl_async.rollouts.manager import RolloutManager
 from kbrl_async.rollouts.rewards.presets import Preset
-from kbrl_async.rollouts.turns import turn_id, with_returns
+from kbrl_async.rollouts.scoring import ScoredTurn
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.trajectories import TurnTaken
+from kbrl_async.rollouts.turns import turn_id
+from kbrl_async.runs.archive.recorder import outcomes_of
 from kbrl_async.runs.archive.rows import TurnOutcome
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
-from protocols.records import TrainGroup, TrainSample
+from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded, Watched, without_tokens
+from kbrl_async.runs.planning import preset_for
+from kbrl_async.runs.run_state import RunState
+from protocols.records import TrainGroup
 from protocols.rollout import Record
-from services.reward_aggregator.planning import preset_for
-from services.reward_aggregator.rounds import RoundBegun
-from services.reward_aggregator.run_state import Entry, Evaluated, RolloutEnded, RunState, Watched, without_tokens
-from services.rollouts.manager import RolloutManager
-from services.rollouts.scoring import Scored
-from services.rollouts.trajectories import TurnTaken, best_turn
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -73,130 +75,133 @@ class MadeBatch(msgspec.Struct, frozen=True):
 
     def outcomes(self) -> dict[str, TurnOutcome]:
         """As the archive has them, by task."""
-        e = self.event
-        made = [
-            TurnOutcome(turn_id(s.rollout_id, s.turn), e.batch_id, e.index, s.reward, s.advantage)
-            for group in self.groups
-            for s in group.samples
-        ]
-        return {outcome.task_id: outcome for outcome in made}
+        return {outcome.task_id: outcome for outcome in outcomes_of(self.event, self.groups)}
 
 
 class Decisions:
     """`for batch in decisions.run(journal.entries()): …` raises `Diverged`."""
 
-    def __init__(self, campaign: RunState, conductor: RolloutManager, presets: list[Preset], records: Records) -> None:
-        self.campaign = campaign
-        self._conductor, self._presets, self._records = conductor, presets, records
-        self._last: dict[str, TrainSample] = {}
+    def __init__(self, state: RunState, manager: RolloutManager, presets: list[Preset], records: Records) -> None:
+        self._state, self._manager, self._presets, self._records = state, manager, presets, records
+        self._follows: dict[str, Command] = {}
+        """By rollout: the command that was made with its end, and has an entry of its own."""
         self.entries = 0
         self.rescored = 0
         self.unrecorded = 0
         """Turns whose records the archive no longer has: their journaled scores are taken."""
 
-    def run(self, entries: Iterable[Entry]) -> Iterator[MadeBatch]:
+    def run(self, entries: Iterable[Command]) -> Iterator[MadeBatch]:
         for entry in entries:
             self.entries += 1
             made = self._again(entry)
+            if made is None:
+                raise Diverged(f"entry {self.entries} of the journal", entry, "nothing: it was ignored")
             if without_tokens(made) != without_tokens(entry):
                 where = f"entry {self.entries} of the journal, {type(entry).__name__}"
                 raise Diverged(where, without_tokens(entry), without_tokens(made))
+            self._state.do(made)
             if isinstance(entry, BatchMade):
-                groups = self.campaign.book.train_groups(entry.batch_id)
+                groups = self._state.train_groups(entry.batch_id)
                 yield MadeBatch(entry, groups, all(s.token_ids for group in groups for s in group.samples))
 
-    def _again(self, entry: Entry) -> Entry:
-        """Makes the entry again, and applies what came out."""
-        if isinstance(entry, TurnTaken | RolloutEnded | Evaluated):
-            made = self._rollout(entry)
-            self.campaign.apply(made)
-            return made
-        if isinstance(entry, Watched):
-            self.campaign.apply(entry)
-            return entry
-        if isinstance(entry, RoundBegun):
-            version = self.campaign.rounds.due(self.campaign.book.version)
-            begun = RoundBegun(-1 if version is None else version, entry.at)
-            self.campaign.apply(begun)
-            return begun
-        change = self._decide(entry)
-        if change.event is None:
-            raise Diverged(f"entry {self.entries} of the journal", entry, "nothing: the group book ignored it")
-        self.campaign.note(change.event, change.closed)
-        return change.event
+    def _again(self, entry: Command) -> Command | None:
+        """The command that is made at the entry's place and time; None where none is."""
+        match entry:
+            case Watched():
+                return entry
+            case RoundBegun():
+                return self._state.round_due(entry.at)
+            case TurnTaken():
+                return self._turn(entry)
+            case RolloutEnded():
+                return self._end(entry)
+            case Evaluated():
+                return self._evaluated(entry)
+            case _:
+                return self._event(entry)
 
-    def _decide(self, event: Entry) -> Change:
-        book, at = self.campaign.book, event.at  # type: ignore[union-attr] # RolloutEnded has no time and is elsewhere
+    def _event(self, event: Event) -> Command | None:
+        state, at = self._state, event.at
         match event:
             case Admitted():
-                problem = self.campaign.next_problem(at)
-                return book.admit(problem.problem_id, problem.level, self.campaign.plan.group_size, at)
-            case BookScored():
-                return book.scored(event.group_id, event.rollout_id, self._samples(event), at)
-            case Lost():
-                return book.lost(event.group_id, event.rollout_id, event.reason, at)
+                return state.admission(at)
             case Swept() | HoldBegan() | BatchMade():
-                return book.poll(at)
+                return state.batch_step(at)
+            case RolloutScored():
+                return self._scored_again(event)
+            case Lost():
+                return state.lost(event.group_id, event.rollout_id, event.reason, at)
             case BatchTrained():
-                return book.trained(event.batch_id, event.version, at)
+                return next(iter(state.trained(event.batch_id, event.version, {}, "", at)[1:]), None)
             case BatchFailed():
-                return book.batch_failed(event.batch_id, event.reason, at)
+                return next(iter(state.untrained(event.batch_id, event.reason, at)), None)
             case Finished():
-                return book.finish(at, event.reason)
-        raise AssertionError(f"unknown entry {event}")
+                return state.finish(at, event.reason)
 
     # ── rollouts ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _rollout(self, entry: TurnTaken | RolloutEnded | Evaluated) -> TurnTaken | RolloutEnded | Evaluated:
-        if isinstance(entry, Evaluated):
-            return self._evaluated(entry)
-        found = self._scored(entry.group_id, entry.rollout_id)
+    def _turn(self, entry: TurnTaken) -> Command:
+        found = self._rescored(entry.group_id, entry.rollout_id)
         if found is None:
             self.unrecorded += 1
             return entry
         scored, record = found
-        stats = _with_file(scored.stats, entry.stats)
-        if isinstance(entry, RolloutEnded):
-            self._last[entry.rollout_id] = scored.sample
-            return RolloutEnded(entry.rollout_id, entry.group_id, stats)
-        if not self._conductor.goes_on(entry.rollout_id, scored):
+        if not self._manager.goes_on(entry.rollout_id, scored):
             raise Diverged(f"turn {scored.stats.turn} of {entry.rollout_id}", "another turn follows", "it was the last")
-        return self._conductor.taken(entry.group_id, scored, stats, record, entry.at)
+        return self._manager.taken(entry.group_id, scored, _as_kept(scored.stats, entry.stats), record, entry.at)
 
-    def _evaluated(self, entry: Evaluated) -> Evaluated:
-        turns = [turn.stats for turn in self.campaign.dialogues.turns(entry.rollout_id)]
-        found = self._scored(entry.phase, entry.rollout_id)
-        if found is None and entry.stats is not None and len(turns) == entry.stats.turn:
+    def _end(self, entry: RolloutEnded) -> Command | None:
+        found = self._rescored(entry.group_id, entry.rollout_id)
+        if found is None:
             self.unrecorded += 1
             return entry
-        turns += [found[0].stats] if found else []
-        best = best_turn(turns) if turns else None
-        if best is not None and entry.stats is not None:
-            best = _with_file(best, entry.stats)
-        return Evaluated(entry.phase, entry.rollout_id, best, entry.at)
+        scored, _ = found
+        stats = _as_kept(scored.stats, entry.stats)
+        made = self._state.ended(entry.group_id, entry.rollout_id, scored.sample, stats, 0.0)
+        if not made:
+            return None
+        self._follows[entry.rollout_id] = made[1]
+        return made[0]
 
-    def _scored(self, group_id: str, rollout_id: str) -> tuple[Scored, Record] | None:
+    def _scored_again(self, event: RolloutScored) -> Command | None:
+        """The rollout's samples with their returns, of records where there are any."""
+        if (follows := self._follows.pop(event.rollout_id, None)) is not None:
+            return msgspec.structs.replace(follows, at=event.at)
+        earlier = self._state.turns(event.rollout_id)
+        if earlier and len(event.samples) != len(earlier) + 1:  # it was broken off: the turns before that count
+            return next(iter(self._state.broken_off(event.group_id, event.rollout_id, "", event.at)), None)
+        # Its last turn has no record any more, or they are a demonstration (method=sft).
+        return next(iter(self._state.learned(event.group_id, event.rollout_id, event.samples, event.at)), None)
+
+    def _evaluated(self, entry: Evaluated) -> Command | None:
+        turns = len(self._state.turns(entry.rollout_id))
+        found = self._rescored(entry.phase, entry.rollout_id)
+        if found is None and entry.stats is not None and turns == entry.stats.turn:
+            self.unrecorded += 1
+            return entry
+        if found is None:
+            made = self._state.broken_off(entry.phase, entry.rollout_id, "", entry.at)
+        else:
+            made = self._state.ended(entry.phase, entry.rollout_id, found[0].sample, found[0].stats, entry.at)
+        best = made[0].stats if isinstance(made[0], Evaluated) else None
+        if best is None or entry.stats is None:
+            return made[0]
+        return msgspec.structs.replace(made[0], stats=_as_kept(best, entry.stats))
+
+    def _rescored(self, group_id: str, rollout_id: str) -> tuple[ScoredTurn, Record] | None:
         """The newest turn, scored again; None where its record is gone or infrastructure failed."""
-        turn = len(self.campaign.dialogues.turns(rollout_id))
+        turn = len(self._state.turns(rollout_id))
         record = self._records.record(turn_id(rollout_id, turn))
-        preset = preset_for(group_id, self._presets, self.campaign)
-        scored = self._conductor.score(rollout_id, record, preset) if record is not None else None
+        preset = preset_for(group_id, self._presets, self._state)
+        scored = self._manager.score(rollout_id, record, preset) if record is not None else None
         if record is None or scored is None:
             return None
         self.rescored += 1
         return scored, record
 
-    def _samples(self, event: BookScored) -> list[TrainSample]:
-        """The rollout's samples with their returns, of records where there are any."""
-        earlier = [turn.sample for turn in self.campaign.dialogues.turns(event.rollout_id)]
-        last = self._last.pop(event.rollout_id, None)
-        if last is None and (not earlier or len(event.samples) == len(earlier) + 1):
-            return event.samples  # its last turn has no record any more, or they are a lesson (method=sft)
-        return with_returns([*earlier, *([last] if last else [])], self._conductor.options)
 
-
-def _with_file(stats: RolloutStats, recorded: RolloutStats) -> RolloutStats:
-    """Where a kernel was kept, and how old it grew on its way, are no decisions of the campaign."""
+def _as_kept(stats: RolloutStats, recorded: RolloutStats) -> RolloutStats:
+    """Where a kernel was kept, and how old it grew on its way, are no decisions."""
     return msgspec.structs.replace(stats, file=recorded.file, ages=recorded.ages)
 
 

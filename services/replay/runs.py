@@ -16,19 +16,20 @@ import msgspec
 
 from kbrl_async.errors import CheckpointError
 from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.manager import RolloutManager
+from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, Archive
 from kbrl_async.runs.folder import SUMMARY_FILE, load_run
+from kbrl_async.runs.planning import plan_of, rollout_rules
+from kbrl_async.runs.prompting import template_prompts
+from kbrl_async.runs.run_journal import FILE as JOURNAL_FILE
+from kbrl_async.runs.run_journal import RunJournal
+from kbrl_async.runs.run_state import RunState
 from protocols.records import SamplingParams
 from services.replay.decisions import Decisions, Diverged, Divergence, MadeBatch
 from services.replay.updates import Curve, Updates, first_trainer
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.planning import plan_of, presets_of
-from services.reward_aggregator.run_state import RunState
-from services.rollouts.examples import FirstPrompts, budget_of, told_hardware
-from services.rollouts.manager import RolloutManager
 
-JOURNAL = "aggregator.sqlite"
 DIVERGED = 1
 """Exit code of a replay that came out otherwise."""
 
@@ -62,36 +63,30 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
     config = load_run(run_dir)
     started = time.monotonic()
     report = Report(run_dir.name)
-    if not (run_dir / JOURNAL).is_file():
-        raise CheckpointError(f"{run_dir} has no {JOURNAL}", "Give the folder of a run that has begun")
-    with Archive(run_dir / FILE) as archive, Journal(run_dir / JOURNAL) as journal:
-        campaign = RunState(plan_of(config))
+    if not (run_dir / JOURNAL_FILE).is_file():
+        raise CheckpointError(f"{run_dir} has no {JOURNAL_FILE}", "Give the folder of a run that has begun")
+    with Archive(run_dir / FILE) as archive, RunJournal(run_dir / JOURNAL_FILE) as journal:
+        state = RunState(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
-        first = FirstPrompts(
-            config.prompt_option,
-            config.backend,
-            lambda: budget_of(config, run_dir / "policies"),
-            told_hardware(config, run_dir, may_ask=False),
-        )
-        conductor = RolloutManager(config, campaign.dialogues, first, sampling)
-        decisions = Decisions(campaign, conductor, presets_of(config), archive)
+        manager = RolloutManager(rollout_rules(config), state, template_prompts(config, run_dir), sampling)
+        decisions = Decisions(state, manager, find_presets(config.dataset_builder), archive)
         updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
         try:
             _run(journal, archive, decisions, updates, report, told)
-            if updates is not None and campaign.book.version:
-                report.weights = updates.compare_weights(run_dir, campaign.book.version)
-            _compare_counters(run_dir, campaign)
+            if updates is not None and state.version:
+                report.weights = updates.compare_weights(run_dir, state.version)
+            _compare_counters(run_dir, state)
         except Diverged as found:
             report.divergence = found.divergence
     report.entries, report.rescored, report.unrecorded = decisions.entries, decisions.rescored, decisions.unrecorded
-    report.counters = msgspec.structs.asdict(campaign.counters())
+    report.counters = msgspec.structs.asdict(state.counters())
     report.curve = updates.curve if updates else None
     report.seconds = time.monotonic() - started
     return report
 
 
 def _run(
-    journal: Journal,
+    journal: RunJournal,
     archive: Archive,
     decisions: Decisions,
     updates: Updates | None,
@@ -132,12 +127,12 @@ def _compare_outcomes(archive: Archive, made: MadeBatch) -> int:
     return len(rows)
 
 
-def _compare_counters(run_dir: Path, campaign: RunState) -> None:
+def _compare_counters(run_dir: Path, state: RunState) -> None:
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return
     content = summary.read(path)
-    for name, ours in msgspec.structs.asdict(campaign.counters()).items():
+    for name, ours in msgspec.structs.asdict(state.counters()).items():
         if content.get(name) != ours:
             raise Diverged(f"{name} of {SUMMARY_FILE}", content.get(name), ours)
 

@@ -20,50 +20,45 @@ SLOTS = 128
 
 
 async def main(stop: asyncio.Event) -> None:
+    from kbrl_async.runs.archive.recorder import Recorder
+    from kbrl_async.runs.demonstrations.dataset import SFT, open_dataset
+    from kbrl_async.runs.planning import plan_of
+    from kbrl_async.runs.prompting import needs_policy, prompts_of
+    from kbrl_async.runs.run_journal import FILE, RunJournal
+    from kbrl_async.runs.run_state import RunState
     from protocols.messages import Stage
     from services.reward_aggregator.actor import Aggregator
-    from services.reward_aggregator.archiving import Archiving
-    from services.reward_aggregator.journal import Journal
     from services.reward_aggregator.metrics_writer import MetricsWriter
-    from services.reward_aggregator.planning import plan_of
-    from services.reward_aggregator.run_state import RunState
-    from services.reward_aggregator.sft_dataset import open_lessons
-    from services.rollouts.examples import open_prompts
     from services.runtime.producer import Producer
-    from services.runtime.pumping import run_beside
+    from services.runtime.pumping import run_beside, until_policy
+    from services.runtime.rollout_actor import Outside
     from services.runtime.service import Service
     from services.runtime.worker import Worker
 
     service = Service.start("reward_aggregator")
-    config = service.config
-    plan = plan_of(config)
-    campaign = RunState(plan)
+    config, run_dir = service.config, service.run_dir
     service.pin(service.layout.shared)
-    with Journal(service.run_dir / "aggregator.sqlite") as journal, Archiving(config, service.run_dir) as archive:
-        await archive.ended(journal.load(campaign), campaign.clock)
-        board = MetricsWriter(service, campaign)
+    state = RunState(plan_of(config))
+    with RunJournal(run_dir / FILE) as journal, Recorder(config.archive, run_dir) as recorder:
+        await recorder.ended(journal.load(state), state.clock)
+        metrics = MetricsWriter(service, state)
+        learns = config.method == SFT
+        if (needs_policy(config) or learns) and not await until_policy(service.policies, stop):
+            return
+        demonstrations = await asyncio.to_thread(open_dataset, config, run_dir, service.log) if learns else None
         async with Producer(service.addresses.submit, keys=service.keys) as producer:
-            prompts = await open_prompts(service, stop)
-            lessons = await open_lessons(service, stop)
-            aggregator = Aggregator(
-                service, campaign, journal, producer, board, archive, prompts=prompts, lessons=lessons
-            )
-            worker = Worker(
-                service.addresses.work,
-                service.worker_id,
-                [Stage.SCORE, Stage.TRAINED],
-                SLOTS,
-                aggregator.handle,
-                keys=service.keys,
-            )
-            aggregator.welcomes = lambda: worker.welcomes
+            outside = Outside(service, journal, producer, recorder)
+            prompts = prompts_of(config, run_dir, service.log)
+            aggregator = Aggregator(outside, state, journal, metrics, prompts, demonstrations)
+            stages: list[str] = [Stage.SCORE, Stage.TRAINED]
+            handle = aggregator.handle
+            worker = Worker(service.addresses.work, service.worker_id, stages, SLOTS, handle, keys=service.keys)
             service.watch(worker.meter)
-            service.log.info(
-                "ready", training=len(plan.training), heldout=len(plan.heldout), resumed=campaign.clock > 0
-            )
-            if await run_beside(worker, aggregator.pump(), stop):
-                board.finish(aggregator.now, journal.answers())
-                service.log.info("finished", summary=str(service.run_dir / "summary.json"))
+            plan = state.plan
+            service.log.info("ready", training=len(plan.training), heldout=len(plan.heldout), resumed=state.clock > 0)
+            if await run_beside(worker, aggregator.pump(lambda: worker.welcomes), stop):
+                metrics.finish(aggregator.now, journal.answers())
+                service.log.info("finished", summary=str(run_dir / "summary.json"))
                 return
     if stop.is_set():
         service.log.info("stopped; the same command goes on from here")

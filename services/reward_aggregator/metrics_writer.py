@@ -8,10 +8,16 @@ from collections import Counter
 import msgspec
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.evaluation.heldout import AFTER, BEFORE
+from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
+from kbrl_async.rollouts.scoring import ScoredTurn
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import config_hash
+from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE
+from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers
@@ -19,13 +25,8 @@ from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 from protocols.records import UpdateReport
 from protocols.rollout import Record
-from services.reward_aggregator import sft_dataset as lessons
-from services.reward_aggregator.rounds import Round
-from services.reward_aggregator.run_state import AFTER, BEFORE, RunState
-from services.rollouts.scoring import Scored
 from services.runtime.service import Service
 
 KERNELS = "kernels"
@@ -34,29 +35,29 @@ CHEATING_TOLD = 0.1
 
 
 class MetricsWriter:
-    """Reads the campaign, never changes it."""
+    """Reads the run's state, never changes it."""
 
-    def __init__(self, service: Service, campaign: RunState) -> None:
+    def __init__(self, service: Service, state: RunState) -> None:
         self._service = service
-        self._campaign = campaign
+        self._state = state
         settings = service.config.tensorboard
         folder = event_folder(service.run_dir, settings.log_dir)
         without = ("Turns",) if service.config.mode == "single_turn" else ()
         self._traces = open_traces(service.run_dir.name, service.config.metrics.otlp_endpoint)
         self._begun: float | None = None
         # a continued run reads the broker's lines from their beginning; the first part has been written
-        self._from = time.time() if campaign.clock else 0.0
+        self._from = time.time() if state.clock else 0.0
         self._training = Writer(folder / "training", without) if settings.enabled else None
         self._system = Writer(folder / "system", without) if settings.enabled else None
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
-        self._best = dict(campaign.fastest)
-        for stats in [*campaign.heldout(BEFORE), *campaign.heldout(AFTER)]:
+        self._best = dict(state.fastest)
+        for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
                 self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
 
-    def keep_kernel(self, scored: Scored) -> RolloutStats:
+    def keep_kernel(self, scored: ScoredTurn) -> RolloutStats:
         """The rollout's statistics; with a file where its kernel is the fastest of its problem so far."""
         stats, timing = scored.stats, scored.timing
         if timing is None or scored.candidate is None or timing.lo <= self._best.get(stats.problem_id, 0.0):
@@ -68,7 +69,7 @@ class MetricsWriter:
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
 
-    def trace(self, record: Record, scored: Scored | None) -> None:
+    def trace(self, record: Record, scored: ScoredTurn | None) -> None:
         """The way of one turn, if the run is traced."""
         if self._traces is not None:
             self._traces.add(record, scored.sample.reward if scored else None)
@@ -91,7 +92,7 @@ class MetricsWriter:
             training_metrics.scalars(rollouts, per_level=settings.per_level)
             | training_metrics.policy_scalars(report.metrics)
             | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
-            | {f"alarm/{name}": float(level) for name, level in self._campaign.alarms.levels.items()}
+            | {f"alarm/{name}": float(level) for name, level in self._state.alarm_levels.items()}
         )
         self._tell(rates, max(ages, default=0), step, scalars)
         if self._training is None:
@@ -120,13 +121,12 @@ class MetricsWriter:
 
     def round_begun(self, version: int) -> None:
         """Held-out problems are asked of this version, so the learner keeps it until it is known what it is worth."""
-        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=version)
+        versions.hold(self._service.policies, best=self._state.best_version, evaluated=version)
 
     def evaluated(self, done: Round) -> None:
         """What the held-out problems say of a version, on the terminal and in TensorBoard at that version."""
-        results = [stats for stats in done.results if stats is not None]
-        versions.hold(self._service.policies, best=self._campaign.rounds.best(), evaluated=None)
-        figures = heldout_scalars(results)
+        versions.hold(self._service.policies, best=self._state.best_version, evaluated=None)
+        figures = done.figures
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
         self._service.log.info("evaluated", policy_version=done.version, **shown)
         if self._training is not None:
@@ -151,23 +151,23 @@ class MetricsWriter:
         :param answers: all of training.
         """
         self.tick()
-        campaign = self._campaign
-        ended = time.time() - max(0.0, seconds - campaign.last_update)
-        begun = ended - max(0.0, campaign.last_update - (campaign.first_result or 0.0))
+        state = self._state
+        ended = time.time() - max(0.0, seconds - state.last_update)
+        begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))
         content = summary.build(
-            counters=campaign.counters(),
+            counters=state.counters(),
             answers=answers,
             wall_s=ended - begun,
             busy=self._busy(begun, ended),
-            heldout_before=campaign.heldout(BEFORE),
-            heldout_after=campaign.heldout(AFTER),
+            heldout_before=state.heldout(BEFORE),
+            heldout_after=state.heldout(AFTER),
             extra={
                 "run": self._service.run_dir.name,
                 "seed": self._service.config.seed,
-                **lessons.described(self._service.config, self._service.run_dir),
+                **dataset.described(self._service.config, self._service.run_dir),
                 "config_hash": config_hash(self._service.config),
-                "failed_reasons": dict(campaign.book.reasons),
-                "heldout_by_version": {str(done.version): done.figures for done in campaign.rounds.ended},
+                "failed_reasons": dict(state.reasons),
+                "heldout_by_version": {str(done.version): done.figures for done in state.rounds_ended},
                 "total_s": seconds,
                 "versions": summary.versions(),
             },

@@ -59,10 +59,16 @@ class Producer:
             self._channel.close()
 
     async def submit(
-        self, task_id: str, stage: str, frames: list[bytes], group_id: str = "", max_lag: int = -1, needs: str = ""
+        self,
+        task_id: str,
+        stage: str,
+        frames: list[bytes],
+        group_id: str = "",
+        max_staleness: int = -1,
+        needs: str = "",
     ) -> bool:
         """Return when the task is in the broker's journal: True if it is new, False if it was known already."""
-        submit = Submit(task_id, Stage(stage), group_id, max_lag, needs)
+        submit = Submit(task_id, Stage(stage), group_id, max_staleness, needs)
         future = self._expect(("submit", task_id))
         try:
             self._perform(self._session.submit(submit, frames, self._clock()))

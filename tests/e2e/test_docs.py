@@ -267,10 +267,8 @@ def _check_paths(command: Command, words: list[str]) -> None:
     """Files of the repository that a command names."""
     for word in words:
         path = word.rpartition("=")[2]
-        if (
-            re.match(r"(deploy|configs|benchmarks|examples|scripts|kbrl_async|services)/", path)
-            and "benchmark_eval" not in path
-        ):
+        ours = re.match(r"(deploy|configs|benchmarks|examples|scripts|kbrl_async|services)/", path)
+        if ours and "benchmark_eval" not in path:
             assert (ROOT / path).exists(), f"{command.where}: there is no {path}"
 
 

@@ -122,8 +122,8 @@ STAMPS = {
     "services/evaluator/outputs.py": "when an evaluation ended",
     "services/learner/actor.py": "when an update began and ended",
     "services/reward_aggregator/metrics_writer.py": "places the run's own clock among the broker's lines",
-    "services/rollouts/archiving.py": "when a turn was scored",
-    "services/rollouts/manager.py": "when a rollout was asked for",
+    "kbrl_async/runs/archive/recorder.py": "when a turn was scored",
+    "kbrl_async/rollouts/manager.py": "when a rollout was asked for",
     "services/sampler/actor.py": "when an answer ended",
 }
 """Modules that may ask for the time of day, and what for: never how long something takes or when it is due."""

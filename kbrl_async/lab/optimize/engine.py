@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.evaluation import publishing, targets
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.learning.policies import versions
@@ -21,6 +20,7 @@ from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
 from kbrl_async.rollouts.retrieval.corpora import folders
 from kbrl_async.rollouts.retrieval.store import MANIFEST
+from kbrl_async.runs import publishing, targets
 from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
 from kbrl_async.sampling.engine import Engine
 from protocols.records import Problem

@@ -12,11 +12,10 @@ import msgspec
 from kbrl_async.errors import KbrlError
 from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ScoredTurn, StageSpan
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
+from kbrl_async.rollouts.stats import RolloutStats, Step
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
-from kbrl_async.runs.archive.funnel import Step
 from kbrl_async.runs.telemetry.by_version import Answers
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import GroupOutcome
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from kbrl_async.lab.report.model import TRAIN, ScoredTurn
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.history import entries_of
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 FILE = "aggregator.sqlite"
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.messages import Stage
 from protocols.rollout import STAGES as ROLLOUT_STAGES
 

@@ -19,14 +19,14 @@ from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
 from protocols.records import TrainGroup, TrainSample
 
 
-def train_groups(groups: Sequence[Group], baseline: str, *, scale_by_std: bool) -> list[TrainGroup]:
+def train_groups(groups: Sequence[Group], baseline: str, *, scale_advantages: bool) -> list[TrainGroup]:
     """The groups with advantages; imitated samples get weights of mean 1, others are divided by their root mean square
-    where `scale_by_std` says so."""
+    where `scale_advantages` says so."""
     found = [_with_advantages(group, baseline) for group in groups]
     advantages = [s.advantage for group in found for s in group.samples]
     if baseline in IMITATES:
         scale = mean_scale(advantages)
-    elif scale_by_std:
+    elif scale_advantages:
         scale = batch_scale(advantages)
     else:
         return found

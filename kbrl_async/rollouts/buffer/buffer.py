@@ -1,4 +1,4 @@
-"""The group book: which groups are open, ready, in a batch, or ended, and why. Pure and replayable.
+"""The rollout buffer: which groups are open, ready, in a batch, or ended, and why. Pure and replayable.
 
 ::
 
@@ -12,7 +12,7 @@ Invariants, after every call
 * A rollout enters at most one batch; doubled, late and unknown events change nothing (I1).
 * A batch on version n holds no sample older than n − S (I2).
 * At most (S+1)·P groups are open, and never more than the remaining batches need.
-* `replay(options, events)` of the returned events gives the same book (I9).
+* `replay(rules, events)` of the applied events gives the same buffer (I9).
 
 Holding back (`_must_wait`) keeps slow groups from being dropped. Why that is always possible: batch n on version n
 leaves at most S·P of the window's (S+1)·P groups behind, and batches n+1 … n+S have S·P places for them. So with no
@@ -29,7 +29,6 @@ import msgspec
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.buffer import batching
 from kbrl_async.rollouts.buffer.events import (
-    IGNORED,
     Admitted,
     BatchFailed,
     BatchMade,
@@ -40,7 +39,7 @@ from kbrl_async.rollouts.buffer.events import (
     Finished,
     HoldBegan,
     Lost,
-    Scored,
+    RolloutScored,
     Swept,
 )
 from kbrl_async.rollouts.buffer.group import BufferState, Group, rewards_by_turn
@@ -53,52 +52,52 @@ ZERO_VARIANCE = "zero_variance"
 TOO_FEW = "too_few_rollouts"
 RUNNING_RATE = 0.3
 """Weight of a problem's newest group in its running mean reward."""
+MIN_ROLLOUTS = 2
+"""Scored rollouts without which a group has nothing to compare."""
 
 
-class BufferOptions(msgspec.Struct, frozen=True):
-    groups_per_batch: int
+class BufferRules(msgspec.Struct, frozen=True):
+    """Settings of a run, under their names, and what no run changes."""
+
+    batch_size: int
     """P."""
-    max_batches: int
-    max_lag: int = 1
+    max_steps: int
+    max_staleness: int
     """S."""
-    hold_s: float = 20.0
-    """Longest wait for a group that would become too old."""
-    baseline: str = "leave_one_out"
-    scale_by_std: bool = True
+    advantage: str
+    scale_advantages: bool
     """Divide a batch's advantages by their root mean square."""
     filter_zero_variance: bool = True
-    min_rollouts: int = 2
-    prefetch: int = 0
-    """Batches that may wait behind the one that trains (0 or 1)."""
+    hold_s: float = 20.0
+    """Longest wait for a group that would become too old."""
     bench_after: int = 3
     """Failed groups in a row after which a problem is benched."""
     bench_s: float = 120.0
-    first_version: int = 0
 
 
 class RolloutBuffer:
-    """Owned by the aggregator. Each mutation returns a `Change`: journal its event, then act on it.
+    """Decisions (`admission`, `scored`, `poll` …) return the event that is to happen, `apply` makes it happen.
 
-    change = book.scored("g000001", "g000001.r0", samples, now)
-    change = book.poll(now)          # again and again until change.event is None
+    event = buffer.scored("g000001", "g000001.r0", samples, now)
+    closed = buffer.apply(event)           # journaled first
     """
 
-    def __init__(self, options: BufferOptions) -> None:
-        if options.groups_per_batch < 1 or options.max_lag < 0 or options.prefetch not in (0, 1):
-            raise ConfigError("groups_per_batch < 1, max_lag < 0 or prefetch not 0 or 1", "Correct the value")
-        self.options = options
-        self.version = options.first_version
+    def __init__(self, rules: BufferRules) -> None:
+        if rules.batch_size < 1 or rules.max_staleness < 0:
+            raise ConfigError("batch_size < 1 or max_staleness < 0", "Correct the value")
+        self.rules = rules
+        self.version = 0
         self.counts: Counter[str] = Counter()
         """`admitted` and one entry a `GroupOutcome`."""
         self.reasons: Counter[str] = Counter()
         self.batches_trained = 0
         self.batches_failed = 0
         self.is_finished = False
-        self.window_lag = options.max_lag
-        """The S that admission goes by; an alarm may lower it. What is open already keeps the S it was promised."""
+        self.allowed_staleness = rules.max_staleness
+        """What admission goes by; an alarm may lower it. What is open already keeps what it was promised."""
         self.is_paused = False
         """Nothing is admitted while anything open may still end by itself."""
-        find_baseline(options.baseline)
+        find_baseline(rules.advantage)
         self._groups: dict[str, Group] = {}
         self._batches: dict[str, BatchMade] = {}
         self._next_group = 0
@@ -109,17 +108,17 @@ class RolloutBuffer:
         self._running: dict[str, dict[int, float]] = {}
 
     @classmethod
-    def replay(cls, options: BufferOptions, events: Iterable[Event]) -> RolloutBuffer:
-        """The book as it was after `events`."""
-        book = cls(options)
+    def replay(cls, rules: BufferRules, events: Iterable[Event]) -> RolloutBuffer:
+        """The buffer as it was after `events`."""
+        buffer = cls(rules)
         for event in events:
-            book.apply(event)
-        return book
+            buffer.apply(event)
+        return buffer
 
     # ── all of it ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> BufferState:
-        """To be written at once: it shares what is open with the book."""
+        """To be written at once: it shares what is open with the buffer."""
         return BufferState(
             self.version,
             dict(self.counts),
@@ -127,7 +126,7 @@ class RolloutBuffer:
             self.batches_trained,
             self.batches_failed,
             self.is_finished,
-            self.window_lag,
+            self.allowed_staleness,
             self.is_paused,
             list(self._groups.values()),
             list(self._batches.values()),
@@ -140,10 +139,11 @@ class RolloutBuffer:
         )
 
     def restore(self, state: BufferState) -> None:
-        """The book as it was when `state` was taken; its options stay."""
+        """The buffer as it was when `state` was taken; its rules stay."""
         self.version, self.counts, self.reasons = state.version, Counter(state.counts), Counter(state.reasons)
         self.batches_trained, self.batches_failed = state.batches_trained, state.batches_failed
-        self.is_finished, self.window_lag, self.is_paused = state.is_finished, state.window_lag, state.is_paused
+        self.is_finished, self.is_paused = state.is_finished, state.is_paused
+        self.allowed_staleness = state.allowed_staleness
         self._groups = {group.group_id: group for group in state.groups}
         self._batches = {batch.batch_id: batch for batch in state.batches}
         self._next_group, self._next_batch, self._hold = state.next_group, state.next_batch, state.hold
@@ -160,14 +160,14 @@ class RolloutBuffer:
     @property
     def is_done(self) -> bool:
         """All batches are trained, or the run was finished, and nothing is left open."""
-        return (self.is_finished or self.batches_trained >= self.options.max_batches) and not self._groups
+        return (self.is_finished or self.batches_trained >= self.rules.max_steps) and not self._groups
 
     def room(self) -> int:
         """How many groups may be admitted now."""
         if self.is_finished or (self.is_paused and self._is_moving):
             return 0
-        p, left = self.options.groups_per_batch, self.options.max_batches - self.batches_trained
-        return max(0, min(self.window_lag + 1, left) * p - len(self._groups))
+        p, left = self.rules.batch_size, self.rules.max_steps - self.batches_trained
+        return max(0, min(self.allowed_staleness + 1, left) * p - len(self._groups))
 
     def benched(self, now: float) -> frozenset[str]:
         """Problems that failed too often in a row, not to be chosen now (unless nothing else is left)."""
@@ -181,7 +181,7 @@ class RolloutBuffer:
             if not g.is_complete
         }
 
-    def awaits(self, group_id: str) -> bool:
+    def awaits_more(self, group_id: str) -> bool:
         """Whether rollouts of an open group have not ended."""
         group = self._groups.get(group_id)
         return group is not None and not group.is_complete
@@ -202,71 +202,75 @@ class RolloutBuffer:
     def train_groups(self, batch_id: str) -> list[TrainGroup]:
         """The groups of an outstanding batch, with advantages: the same on every call."""
         chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
-        return batching.train_groups(chosen, self.options.baseline, scale_by_std=self.options.scale_by_std)
+        return batching.train_groups(chosen, self.rules.advantage, scale_advantages=self.rules.scale_advantages)
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest."""
-        return None if self._hold is None else self._hold.at + self.options.hold_s
+        return None if self._hold is None else self._hold.at + self.rules.hold_s
 
     def check(self) -> None:
         """AssertionError unless the counters add up (I1)."""
         ended = sum(self.counts[outcome] for outcome in GroupOutcome)
         assert self.counts["admitted"] == ended + len(self._groups), (self.counts, len(self._groups))
 
-    # ── mutations ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── decisions: what is to happen, None where nothing is ─────────────────────────────────────────────────────
 
-    def admit(self, problem_id: str, level: int, rollouts: int, now: float) -> Change:
-        """Opens a group on the newest version; ignored when there is no room."""
-        if self.room() < 1 or rollouts < self.options.min_rollouts:
-            return IGNORED
-        return self._do(Admitted(f"g{self._next_group:06d}", problem_id, level, rollouts, self.version, now))
+    def admission(self, problem_id: str, level: int, rollouts: int, now: float) -> Admitted | None:
+        """A group on the newest version; None when there is no room."""
+        if self.room() < 1 or rollouts < MIN_ROLLOUTS:
+            return None
+        return Admitted(f"g{self._next_group:06d}", problem_id, level, rollouts, self.version, now)
 
-    def scored(self, group_id: str, rollout_id: str, samples: list[TrainSample], now: float) -> Change:
-        """A rollout has its rewards. No samples count as lost."""
-        if not self._awaits(group_id, rollout_id):
-            return IGNORED
+    def scored(
+        self, group_id: str, rollout_id: str, samples: list[TrainSample], now: float
+    ) -> RolloutScored | Lost | None:
+        """A rollout has its rewards. No samples count as lost; late and doubled ends are nothing."""
+        if not self.awaits(group_id, rollout_id):
+            return None
         if not samples:
-            return self._do(Lost(group_id, rollout_id, "no_samples", now))
-        return self._do(Scored(group_id, rollout_id, samples, now))
+            return Lost(group_id, rollout_id, "no_samples", now)
+        return RolloutScored(group_id, rollout_id, samples, now)
 
-    def lost(self, group_id: str, rollout_id: str, reason: str, now: float) -> Change:
+    def lost(self, group_id: str, rollout_id: str, reason: str, now: float) -> Lost | None:
         """A rollout ended without a reward; `reason` is a `Fault` or another word, `"stale"` for too old."""
-        if not self._awaits(group_id, rollout_id):
-            return IGNORED
-        return self._do(Lost(group_id, rollout_id, reason, now))
+        return Lost(group_id, rollout_id, reason, now) if self.awaits(group_id, rollout_id) else None
 
-    def poll(self, now: float) -> Change:
+    def poll(self, now: float) -> Swept | HoldBegan | BatchMade | None:
         """Drops what is too old, then makes a batch if one is due, or begins to hold it back."""
         stale = [g.group_id for g in self._groups.values() if self._is_too_old(g)]
         if stale:
-            return self._do(Swept(stale, now))
-        if self.is_finished or len(self._batches) > self.options.prefetch:
-            return IGNORED
-        left = self.options.max_batches - self.batches_trained - len(self._batches)
+            return Swept(stale, now)
+        if self.is_finished or self._batches:
+            return None
+        left = self.rules.max_steps - self.batches_trained
         ready = sorted((g for g in self._groups.values() if g.is_ready), key=lambda g: (g.oldest, g.group_id))
-        if left < 1 or len(ready) < self.options.groups_per_batch:
-            return IGNORED
+        if left < 1 or len(ready) < self.rules.batch_size:
+            return None
         if self._must_wait(ready):
             if self._hold is None or self._hold.index != self._next_index:
-                return self._do(HoldBegan(self._next_index, now))
-            if now < self._hold.at + self.options.hold_s:
-                return IGNORED
-        chosen = [g.group_id for g in ready[: self.options.groups_per_batch]]
-        return self._do(BatchMade(f"batch-{self._next_batch:06d}", self._next_index, chosen, now))
+                return HoldBegan(self._next_index, now)
+            if now < self._hold.at + self.rules.hold_s:
+                return None
+        chosen = [g.group_id for g in ready[: self.rules.batch_size]]
+        return BatchMade(f"batch-{self._next_batch:06d}", self._next_index, chosen, now)
 
-    def trained(self, batch_id: str, version: int, now: float) -> Change:
+    def trained(self, batch_id: str, version: int, now: float) -> BatchTrained | None:
         """The learner answered with its new version."""
-        return self._do(BatchTrained(batch_id, version, now)) if batch_id in self._batches else IGNORED
+        return BatchTrained(batch_id, version, now) if batch_id in self._batches else None
 
-    def batch_failed(self, batch_id: str, reason: str, now: float) -> Change:
+    def batch_failed(self, batch_id: str, reason: str, now: float) -> BatchFailed | None:
         """The learner could not train it."""
-        return self._do(BatchFailed(batch_id, reason, now)) if batch_id in self._batches else IGNORED
+        return BatchFailed(batch_id, reason, now) if batch_id in self._batches else None
 
-    def finish(self, now: float, reason: str = RUN_ENDED) -> Change:
+    def finish(self, now: float, reason: str = RUN_ENDED) -> Finished | None:
         """Ends all groups outside a batch as failed; an outstanding batch may still be answered."""
-        return IGNORED if self.is_finished else self._do(Finished(reason, now))
+        return None if self.is_finished else Finished(reason, now)
 
     # ── applying events ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, event: Event | None) -> Change:
+        """Applies a decision at once: for whoever keeps no journal."""
+        return Change(event, [] if event is None else self.apply(event))
 
     def apply(self, event: Event) -> list[Closed]:
         """The only place where state changes: a pure function of state and event."""
@@ -278,7 +282,7 @@ class RolloutBuffer:
                 self._next_group += 1
                 self.counts["admitted"] += 1
                 return []
-            case Scored():
+            case RolloutScored():
                 group = self._groups[event.group_id]
                 group.scored[event.rollout_id] = event.samples
                 return self._settle(group, event.at)
@@ -317,20 +321,17 @@ class RolloutBuffer:
                 waiting = [g.group_id for g in self._groups.values() if not g.batch_id]
                 return [self._close(g, GroupOutcome.FAILED, event.reason, event.at) for g in waiting]
 
-    def _do(self, event: Event) -> Change:
-        return Change(event, self.apply(event))
-
     def _settle(self, group: Group, at: float) -> list[Closed]:
         """Closes a complete group that can't be trained; leaves the others open or ready."""
         if not group.is_complete:
             return []
-        if len(group.scored) < self.options.min_rollouts:
+        if len(group.scored) < MIN_ROLLOUTS:
             if STALE in group.lost.values():
                 return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
             reason = next(iter(group.lost.values()), TOO_FEW)
             return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
-        o = self.options
-        if batching.teaches_nothing(group, o.baseline, filter_zero_variance=o.filter_zero_variance):
+        rules = self.rules
+        if batching.teaches_nothing(group, rules.advantage, filter_zero_variance=rules.filter_zero_variance):
             return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
         return []
 
@@ -347,8 +348,8 @@ class RolloutBuffer:
             self._failures.pop(problem_id, None)
             return
         self._failures[problem_id] += 1
-        if self._failures[problem_id] >= self.options.bench_after:
-            self._benched[problem_id] = at + self.options.bench_s
+        if self._failures[problem_id] >= self.rules.bench_after:
+            self._benched[problem_id] = at + self.rules.bench_s
             self._failures.pop(problem_id)
 
     # ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -362,7 +363,8 @@ class RolloutBuffer:
         # Complete groups that are too few for a batch wait for new ones: a pause that held those back would never end.
         return bool(self._batches) or any(not group.is_complete for group in self._groups.values())
 
-    def _awaits(self, group_id: str, rollout_id: str) -> bool:
+    def awaits(self, group_id: str, rollout_id: str) -> bool:
+        """Whether this rollout of an open group has not ended."""
         group = self._groups.get(group_id)
         if group is None or rollout_id in group.scored or rollout_id in group.lost:
             return False
@@ -371,7 +373,7 @@ class RolloutBuffer:
     def _is_too_old(self, group: Group) -> bool:
         # What is known, not what is feared: a group admitted long ago may yet be generated by a fresh policy.
         known = group.known_oldest
-        return not group.batch_id and known is not None and self._next_index - known > self.options.max_lag
+        return not group.batch_id and known is not None and self._next_index - known > self.rules.max_staleness
 
     def _must_wait(self, ready: list[Group]) -> bool:
         """This batch would leave more groups of some version behind than the batches that may take them have places.
@@ -379,12 +381,12 @@ class RolloutBuffer:
         Groups of version x fit batches up to x + S; after batch n, (x + S − n)·P places are left for them. Waiting
         helps only while one of them is still open and this batch has a place that no group of that age takes.
         """
-        p, n = self.options.groups_per_batch, self._next_index
+        p, n = self.rules.batch_size, self._next_index
         chosen = ready[:p]
         taken = {g.group_id for g in chosen}
         rest = [g for g in self._groups.values() if not g.batch_id and g.group_id not in taken]
         for x in {g.oldest for g in rest if not g.is_complete}:
-            places = p * max(0, x + self.options.max_lag - n)
+            places = p * max(0, x + self.rules.max_staleness - n)
             if sum(g.oldest <= x for g in rest) > places and sum(g.oldest <= x for g in chosen) < p:
                 return True
         return False

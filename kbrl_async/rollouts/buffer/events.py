@@ -1,4 +1,4 @@
-"""The events of the group book: everything that ever changes it. The aggregator journals each one before acting on it.
+"""The events of the rollout buffer: everything that ever changes it. Each is journaled before anybody acts on it.
 
 Structs are tagged and append-only, like those on the wire: a journal of an older version must replay.
 """
@@ -21,7 +21,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     at: float
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored"):
+class RolloutScored(msgspec.Struct, frozen=True, tag="scored"):
     """A rollout ended with a reward: one sample a turn, `advantage` still 0."""
 
     group_id: str
@@ -79,7 +79,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     at: float
 
 
-Event = Admitted | Scored | Lost | Swept | HoldBegan | BatchMade | BatchTrained | BatchFailed | Finished
+Event = Admitted | RolloutScored | Lost | Swept | HoldBegan | BatchMade | BatchTrained | BatchFailed | Finished
 
 
 class Closed(NamedTuple):
@@ -92,10 +92,7 @@ class Closed(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a call did: the event to journal (None: nothing happened) and the groups that ended by it."""
+    """What a decision did: its event (None: nothing happened) and the groups that ended by it."""
 
     event: Event | None
     closed: list[Closed]
-
-
-IGNORED = Change(None, [])

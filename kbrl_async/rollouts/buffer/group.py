@@ -1,4 +1,4 @@
-"""One open group, and what a whole book of them is made of when it is written down."""
+"""One open group, and what a whole buffer of them is made of when it is written down."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BufferState(msgspec.Struct, frozen=True):
     batches_trained: int
     batches_failed: int
     is_finished: bool
-    window_lag: int
+    allowed_staleness: int = msgspec.field(name="window_lag")
     is_paused: bool
     groups: list[Group]
     batches: list[BatchMade]

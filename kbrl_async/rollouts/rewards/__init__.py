@@ -1,4 +1,1 @@
-"""Rewards: from a rollout's record to a number, from numbers to advantages, and the book of groups in between.
-
-Owns scoring and the life of groups. Pure: no sockets, files, clocks or tensors.
-"""
+"""Rewards: from a rollout's record to a number, and from numbers to advantages. Pure: no files, clocks or tensors."""

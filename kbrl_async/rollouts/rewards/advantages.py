@@ -1,6 +1,6 @@
 """Advantages: rewards against a baseline, within the samples of one prompt (and one turn).
 
-Adding a baseline is one function and one line in `BASELINES`.
+Adding a baseline is one function and one line in `settings.ADVANTAGES`; a user's own is `package.module:object`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.rollouts.settings import ADVANTAGES
 
 _EPSILON = 1e-6
 Baseline = Callable[[Sequence[float]], list[float]]
@@ -53,23 +54,13 @@ def reward_weight(rewards: Sequence[float]) -> list[float]:
     return [max(reward, 0.0) for reward in rewards]
 
 
-BASELINES: dict[str, Baseline] = {
-    "leave_one_out": leave_one_out,
-    "mean": group_mean,
-    "mean_std": group_mean_std,
-    "running_mean": group_mean,
-    "none": none,
-    "best_of_n": best_of_n,
-    "reward_weight": reward_weight,
-}
-"""`running_mean` is the book's: the problem's past rewards, and the group's own mean where there are none yet."""
+def find_baseline(advantage: str) -> Baseline:
+    """The baseline of this name.
 
-
-def find_baseline(name: str) -> Baseline:
-    """The baseline called `name`; ConfigError names the known ones."""
-    if name not in BASELINES:
-        raise ConfigError(f"unknown baseline {name!r}", f"Known ones: {', '.join(BASELINES)}")
-    return BASELINES[name]
+    :raises UserError: there is none.
+    """
+    found: Baseline = ADVANTAGES.load(advantage)
+    return found
 
 
 def batch_scale(advantages: Sequence[float]) -> float:

@@ -1,4 +1,5 @@
-"""Reward presets: data over `RewardParts`, not code. Adding one is one entry of `PRESETS`.
+"""Reward presets: data over reward parts, not code. Adding one is one constant here and its name in
+`settings.REWARD_PRESETS`; a user's own is named as `package.module:object`.
 
 ::
 
@@ -12,13 +13,14 @@ Weights pay for each part on its own: a kernel that compiles and is wrong still 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 
 import msgspec
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.rewards.parts import PART_NAMES, RewardParts
+from kbrl_async.rollouts.rewards.parts import part_of
+from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, DatasetBuilder
 from protocols.records import Fault
+from protocols.rollout import Record
 
 PLAN_WEIGHT = 0.1
 """Of a plan part that is named without a weight (TritonRL's α)."""
@@ -33,6 +35,7 @@ class Rung(msgspec.Struct, frozen=True):
 
 class Preset(msgspec.Struct, frozen=True):
     weights: dict[str, float]
+    """By part: a name of ours, or `package.module:object`."""
     ladder: tuple[Rung, ...] = ()
     gate: str = ""
     """A part that multiplies the sum; empty for none."""
@@ -44,77 +47,80 @@ class Preset(msgspec.Struct, frozen=True):
     """Weight of their advantage beside 1 of the kernel's tokens."""
 
 
-PRESETS: dict[str, Preset] = {
-    "stage1": Preset({"format": 0.3, "compile": 0.5, "correctness": 0.2}),
-    "stage2": Preset({"format": 0.1, "compile": 0.2, "correctness": 0.7}),
-    "stage3": Preset({"format": 0.05, "compile": 0.1, "correctness": 0.5, "speed": 0.35}),
-    # Kevin (Baronio et al. 2025): .3·correct + speedup, cap 10.
-    "kevin": Preset({"correct": 0.3, "speedup": 1.0}),
-    "kevin_offset": Preset({"correct": 0.3, "speedup_gain": 1.0}),
-    "hierarchical": Preset({"correct": 0.7, "speed": 0.3}, gate="valid"),
-    # TritonRL (Woo et al. 2025): the plan by the speedup it leads to, the code by its correctness, α = .1.
-    "plan_code": Preset({"correct": 1.0}, gate="valid", plan_part="speedup", plan_weight=0.1),
-    "funnel": Preset(
-        {"correct": 0.7, "speed": 0.3},
-        ladder=(Rung("format", 0.0), Rung("compile", 0.3), Rung("correct", 0.5)),
-    ),
-    "fork": Preset(
-        {"correctness": 0.3, "speed": 1.0},
-        ladder=(Rung("format", -2.0), Rung("compile", -1.0)),
-        floor=-2.0,
-    ),
-}
+STAGE1 = Preset({"format": 0.3, "compile": 0.5, "correctness": 0.2})
+STAGE2 = Preset({"format": 0.1, "compile": 0.2, "correctness": 0.7})
+STAGE3 = Preset({"format": 0.05, "compile": 0.1, "correctness": 0.5, "speed": 0.35})
+AUTO = (STAGE1, STAGE2, STAGE3)
+"""By the stage of the curriculum."""
+KEVIN = Preset({"correct": 0.3, "speedup": 1.0})
+"""Kevin (Baronio et al. 2025): .3·correct + speedup, cap 10."""
+KEVIN_OFFSET = Preset({"correct": 0.3, "speedup_gain": 1.0})
+HIERARCHICAL = Preset({"correct": 0.7, "speed": 0.3}, gate="valid")
+PLAN_CODE = Preset({"correct": 1.0}, gate="valid", plan_part="speedup", plan_weight=0.1)
+"""TritonRL (Woo et al. 2025): the plan by the speedup it leads to, the code by its correctness, α = .1."""
+FUNNEL = Preset(
+    {"correct": 0.7, "speed": 0.3},
+    ladder=(Rung("format", 0.0), Rung("compile", 0.3), Rung("correct", 0.5)),
+)
+FORK = Preset(
+    {"correctness": 0.3, "speed": 1.0},
+    ladder=(Rung("format", -2.0), Rung("compile", -1.0)),
+    floor=-2.0,
+)
 
 
-def find_preset(name: str, weights: Mapping[str, float] | None = None) -> Preset:
-    """The preset `name`, with single weights overridden; ConfigError names the nearest right key."""
-    if name not in PRESETS:
-        raise ConfigError(f"unknown reward preset {name!r}", f"Known ones: {', '.join(PRESETS)}")
-    for part in weights or {}:
-        if part not in PART_NAMES:
-            near = difflib.get_close_matches(part, PART_NAMES, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known ones: {', '.join(PART_NAMES)}"
-            raise ConfigError(f"unknown reward part {part!r}", hint)
-    preset = PRESETS[name]
-    return msgspec.structs.replace(preset, weights={**preset.weights, **(weights or {})})
+def find_presets(settings: DatasetBuilder) -> list[Preset]:
+    """The preset that the settings name and change: one, or one for each stage of the curriculum.
 
-
-def with_plan(preset: Preset, part: str | None, weight: float | None) -> Preset:
-    """The preset with another plan part or weight; None leaves the preset's.
-
-    :raises ConfigError: a weight for no part.
+    :raises UserError: nothing has that name.
+    :raises ConfigError: it is no preset, has a part that is none, or a plan weight without a plan part.
     """
-    found = msgspec.structs.replace(
-        preset,
-        plan_part=preset.plan_part if part is None else part,
-        plan_weight=preset.plan_weight if weight is None else weight,
+    found = REWARD_PRESETS.load(settings.reward_preset)
+    stages = list(found) if isinstance(found, tuple) else [found]
+    if len(stages) not in (1, len(AUTO)) or not all(isinstance(stage, Preset) for stage in stages):
+        cause = f"dataset_builder.reward_preset={settings.reward_preset} is no Preset, and no tuple of {len(AUTO)}"
+        raise ConfigError(cause, "Give a kbrl_async.rollouts.rewards.presets.Preset, see docs/howto-reward.md")
+    return [_changed(stage, settings) for stage in stages]
+
+
+def _changed(preset: Preset, settings: DatasetBuilder) -> Preset:
+    weights = {**preset.weights, **settings.reward_weights}
+    part, weight = settings.reward_plan_part, settings.reward_plan_weight
+    changed = Preset(
+        weights,
+        preset.ladder,
+        preset.gate,
+        preset.floor,
+        preset.plan_part if part is None else part,
+        weight if weight is not None else preset.plan_weight or (PLAN_WEIGHT if part is not None else 0.0),
     )
-    if part is not None and weight is None and not preset.plan_weight:
-        return msgspec.structs.replace(found, plan_weight=PLAN_WEIGHT)
-    if found.plan_weight and not found.plan_part:
+    named = [*weights, *(rung.part for rung in preset.ladder), preset.gate, changed.plan_part]
+    for name in filter(None, named):
+        if not REWARD_PARTS.knows(name):
+            near = difflib.get_close_matches(name, REWARD_PARTS.names(), n=1)
+            known = ", ".join(REWARD_PARTS.names())
+            raise ConfigError(
+                f"unknown reward part {name!r}", f"Did you mean {near[0]!r}?" if near else f"Known ones: {known}"
+            )
+    if changed.plan_weight and not changed.plan_part:
         cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
-        raise ConfigError(f"dataset_builder.reward_plan_weight={weight:g} weighs no part", cure)
-    return found
+        raise ConfigError(f"dataset_builder.reward_plan_weight={changed.plan_weight:g} weighs no part", cure)
+    return changed
 
 
-def plan_reward_of(parts: RewardParts, preset: Preset) -> float:
+def plan_reward_of(record: Record, preset: Preset) -> float:
     """What the tokens around the kernel of one turn earn; 0 where they earn nothing of their own."""
-    if not preset.plan_part or parts.fault is Fault.CHEATING:
+    if not preset.plan_part:
         return 0.0
-    return _part(parts, preset.plan_part) * (_part(parts, preset.gate) if preset.gate else 1.0)
+    return part_of(record, preset.plan_part) * (part_of(record, preset.gate) if preset.gate else 1.0)
 
 
-def reward_of(parts: RewardParts, preset: Preset) -> float:
-    """One number for one turn."""
-    if parts.fault is Fault.CHEATING:
+def reward_of(record: Record, preset: Preset) -> float:
+    """One number for one turn whose record earns one."""
+    if record.fault is Fault.CHEATING:
         return preset.floor
     for rung in preset.ladder:
-        if _part(parts, rung.part) < 1.0:
+        if part_of(record, rung.part) < 1.0:
             return rung.otherwise
-    total = sum(weight * _part(parts, name) for name, weight in preset.weights.items())
-    return total * _part(parts, preset.gate) if preset.gate else total
-
-
-def _part(parts: RewardParts, name: str) -> float:
-    value: float = getattr(parts, name)
-    return value
+    total = sum(weight * part_of(record, name) for name, weight in preset.weights.items())
+    return total * part_of(record, preset.gate) if preset.gate else total

@@ -10,23 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from protocols.records import Fault
-from protocols.rollout import STEPS, Record
-
-
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One step that one candidate came to."""
-
-    name: str
-    passed: bool
-    seconds: float = 0.0
-
-
-def steps_of(record: Record) -> tuple[Step, ...]:
-    """Those that the rollout's candidate came to, in order."""
-    return tuple(Step(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
+from kbrl_async.rollouts.stats import Step
+from protocols.rollout import STEPS
 
 
 def funnel(candidates: Iterable[Sequence[Step]]) -> dict[str, dict[str, float]]:

@@ -28,7 +28,6 @@ from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sections import (
     Broker,
     Cpu,
-    DatasetBuilder,
     Processes,
     Tensorboard,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Config",
     "Cpu",
     "CpuLayout",
-    "DatasetBuilder",
     "Endpoints",
     "Processes",
     "Tensorboard",

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import CLIPPED, check_combination
-from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.rewards.presets import find_presets
+from kbrl_async.rollouts.settings import DatasetBuilder
 from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.config.sections import DatasetBuilder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+")
@@ -93,10 +93,10 @@ def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
         cause = f"method=reinforce needs a baseline, and advantage={config.advantage} is none"
         yield "advantage", cause, "Use advantage=running_mean, or another method"
     plan = config.dataset_builder
-    if plan.reward_plan_weight and plan.reward_plan_part is None and plan.reward_preset != "plan_code":
-        cause = f"dataset_builder.reward_plan_weight={plan.reward_plan_weight:g} weighs no part"
-        cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
-        yield "dataset_builder.reward_plan_weight", cause, cure
+    try:
+        find_presets(plan)
+    except ConfigError as error:
+        yield "dataset_builder.reward_plan_weight", error.cause, error.cure
     if plan.pays_plan and config.sampler.engine == "openai":
         cause = "tokens of a plan are told apart by the tokenizer, which sampler.engine=openai has not"
         yield "dataset_builder.reward_plan_part", cause, "Use sampler.engine=transformers"
@@ -125,10 +125,8 @@ def _demonstrations(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _pays_for_speed(builder: DatasetBuilder) -> bool:
-    if builder.reward_preset == "auto":
-        return True
-    weights = find_preset(builder.reward_preset, builder.reward_weights).weights
-    return any(weight for part, weight in weights.items() if part.startswith("speed"))
+    presets = find_presets(builder)
+    return any(weight for p in presets for part, weight in p.weights.items() if part.startswith("speed"))
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -10,10 +10,6 @@ __all__ = ["AtLeastOne", "Count", "Fraction", "NonNegative", "Positive"]
 
 Cores = Literal["auto"] | list[Count]
 
-RewardName = Literal[
-    "auto", "stage1", "stage2", "stage3", "kevin", "kevin_offset", "hierarchical", "plan_code", "funnel", "fork"
-]
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
 ]
-AlarmAction = Literal["warn", "pause_admission", "lower_staleness", "stop"]

@@ -15,23 +15,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.evaluation.settings import Evaluation
 from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
+from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, Curriculum, DatasetBuilder, Turns
 from kbrl_async.runs.config.ranges import AtLeastOne, Count, Fraction, Positive, PresetName
 from kbrl_async.runs.config.sections import (
-    Agents,
-    Alarms,
     Archive,
     Broker,
     Cpu,
-    Curriculum,
-    DatasetBuilder,
     Demonstrations,
-    Evaluation,
     Metrics,
     Processes,
     Tensorboard,
-    Turns,
 )
 from kbrl_async.sampling.settings import Sampler
 
@@ -83,9 +79,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Policy loss with its off-policy correction."""
     corrections: list[CorrectionName] = msgspec.field(default_factory=list)
     """More corrections for stale samples, multiplied: tis and tis_sequence weigh (loss=reinforce only), others drop."""
-    advantage: Literal["leave_one_out", "mean", "mean_std", "running_mean", "none", "best_of_n", "reward_weight"] = (
-        "leave_one_out"
-    )
+    advantage: AdvantageName = "leave_one_out"
     """Baseline that is taken from a rollout's reward."""
     mode: Literal["single_turn", "multi_turn", "agents"] = "single_turn"
     """One answer per rollout; several with feedback between them; or solver, verifier and corrector taking turns."""

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.proportions import clustered_mean, clustered_share
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, geometric_mean, kernels, mean, turn_summary
+from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, turn_summary
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
@@ -278,7 +279,7 @@ def _mean(groups: Sequence[Sequence[float]]) -> float:
     return mean(value for group in groups for value in group) or 0.0
 
 
-# ── from the events of the group book ─────────────────────────────────────────────────────────────────────────────
+# ── from the events of the rollout buffer ────────────────────────────────────────────────────────────────────────────
 
 
 class Tally:

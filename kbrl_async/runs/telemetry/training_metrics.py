@@ -13,51 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.runs.archive.funnel import Step
+from kbrl_async.rollouts.stats import RolloutStats
 from protocols.records import SOLVER, VERIFIER
-
-
-class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored rollout, reduced to what metrics need."""
-
-    problem_id: str
-    level: int
-    reward: float
-    format: bool = False
-    """A kernel could be extracted."""
-    compiled: bool = False
-    correct: bool = False
-    cheated: bool = False
-    fast: bool = False
-    """Correct, and the lower end of the speedup's interval is above 1."""
-    speedup: float | None = None
-    speedup_lo: float | None = None
-    speedup_hi: float | None = None
-    completion_fraction: float = 1.0
-    """1 for an answer that ended by itself, 0 for one that was cut at max_tokens."""
-    turn: int = 0
-    tokens: int = 0
-    """Length of the answer."""
-    policy_version: int = 0
-    """The version that wrote it."""
-    staleness: int | None = None
-    """Versions between writing it and training on it; None: not trained on."""
-    advantage: float | None = None
-    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Time by phase: generate, compile, bench, queue, …"""
-    file: str = ""
-    """Where the kernel was kept, relative to the run folder."""
-    rollout_id: str = ""
-    """Turns of one rollout share it."""
-    fault: str = ""
-    role: str = SOLVER
-    """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
-    flagged: bool = False
-    """An audit holds something against its problem."""
-    funnel: tuple[Step, ...] = ()
-    """The steps that it came to."""
-    ages: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """How many versions old it was at the end of each stage."""
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -251,25 +208,3 @@ def turn_summary(
         "compile_fix_rate_first": compile_fix_rate(first),
         "compile_fix_rate_last": compile_fix_rate(last),
     }
-
-
-def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
-    """What held-out problems say of a version while it trains, in the tags of `kbrl eval`; nothing of nothing.
-
-    `eval/policy_version_mean` tells which versions really wrote the answers.
-    """
-    if not results:
-        return {}
-    solved = {r.problem_id for r in results if r.correct}
-    values: dict[str, float | None] = {
-        "reward_mean": statistics.fmean(r.reward for r in results),
-        "compile_rate": statistics.fmean(r.compiled for r in results),
-        "correct_rate": statistics.fmean(r.correct for r in results),
-        "hack_rate": statistics.fmean(r.cheated for r in results),
-        "solved_rate": len(solved) / len({r.problem_id for r in results}),
-        "fast_1": statistics.fmean(r.correct and (r.speedup or 0.0) > 1.0 for r in results),
-        "proven_faster": statistics.fmean(r.fast for r in results),
-        "speedup_geometric_mean": geometric_mean(speedups(results)),
-        "policy_version_mean": statistics.fmean(r.policy_version for r in results),
-    }
-    return {f"eval/{name}": value for name, value in _present(values).items()}

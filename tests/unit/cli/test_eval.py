@@ -23,7 +23,7 @@ from kbrl_async.runs.config import Config, load, process_counts, to_yaml
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training run that `resolve` finds as a published policy."""
-    from kbrl_async.evaluation import targets
+    from kbrl_async.runs import targets
 
     made = folder / "runs" / "mine"
     made.mkdir(parents=True)

@@ -11,18 +11,19 @@ import torch
 
 from kbrl_async import cli
 from kbrl_async.evaluation import document, show
-from kbrl_async.evaluation.metrics import Sample
+from kbrl_async.evaluation.metrics import Sample, heldout_scalars
 from kbrl_async.learning.losses import Tokens
 from kbrl_async.learning.metrics import StepLog, staleness
-from kbrl_async.rollouts.alarms import AlarmOptions
-from kbrl_async.rollouts.rewards.parts import PART_NAMES
-from kbrl_async.rollouts.rewards.presets import PRESETS, Preset
+from kbrl_async.rollouts.alarms import rules_of
+from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
+from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, DatasetBuilder
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 from protocols.records import SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
+from tests.records import record
 
 DOCS = ROOT / "docs"
 
@@ -42,7 +43,7 @@ def written_tags() -> Iterator[str]:
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
-    yield from (f"alarm/{rule.name}" for rule in AlarmOptions().rules())
+    yield from (f"alarm/{rule.name}" for rule in rules_of(Alarms(entropy_below=0.1)))
     yield from heldout_scalars(rollouts())
     yield from show.scalars(evaluation())
     worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
@@ -107,15 +108,16 @@ def test_the_reward_page_lists_the_parts_and_the_presets() -> None:
     text = page.path.read_text()
     first, *_ = text.split("\n## ")
     rows = [row for row in first.splitlines() if row.startswith("| `")]
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(PART_NAMES)
-    assert set(PRESETS) <= {code for _, code in page.code}
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(REWARD_PARTS.ours)
+    assert set(REWARD_PRESETS.ours) <= {code for _, code in page.code}
 
 
-def test_the_preset_on_the_reward_page_is_one() -> None:
+def test_the_users_own_preset_on_the_reward_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = (block for block in Page(DOCS / "howto-reward.md").blocks if block.language == "python")
-    preset = eval("{" + "\n".join(example.lines) + "}", {"Preset": Preset})["terse"]
-    assert set(preset.weights) | {preset.gate} <= set(PART_NAMES)
-    assert isinstance(preset, Preset)
+    (tmp_path / "mine.py").write_text("\n".join(example.lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    (preset,) = find_presets(DatasetBuilder(reward_preset="mine:TERSE"))
+    assert reward_of(record(), preset) > 0
 
 
 def test_no_page_is_larger_than_what_one_reads() -> None:

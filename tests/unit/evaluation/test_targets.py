@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, UserError
-from kbrl_async.evaluation.publishing import publish
-from kbrl_async.evaluation.targets import Target, resolve
 from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.logprobs import sequence_logprobs
@@ -18,6 +16,8 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import causal_lm, load_model
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import load, to_yaml
+from kbrl_async.runs.publishing import publish
+from kbrl_async.runs.targets import Target, resolve
 from kbrl_async.weights import prove
 from tests.models import tiny_model, update_settings
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kbrl_async.errors import PolicyMismatch
-from kbrl_async.evaluation.publishing import publish
-from kbrl_async.evaluation.targets import resolve
 from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import load
+from kbrl_async.runs.publishing import publish
+from kbrl_async.runs.targets import resolve
 from kbrl_async.sampling.canary import check_canary, check_tokenizer
 from protocols.records import PolicyVersion
 from tests.models import tiny_model

@@ -43,7 +43,7 @@ def loss_of(method: str, groups: list[TrainGroup], log_pi: torch.Tensor) -> torc
 
 def made(method: str, *rewards: list[float]) -> list[TrainGroup]:
     config = load(overrides=[f"method={method}"])
-    return train_groups([group(r) for r in rewards], config.advantage, scale_by_std=config.learner.scale_advantages)
+    return train_groups([group(r) for r in rewards], config.advantage, scale_advantages=config.learner.scale_advantages)
 
 
 def test_best_of_n_ranks_by_reward_and_is_then_supervised_fine_tuning_on_the_best_three() -> None:
@@ -71,7 +71,7 @@ def test_reward_weighted_sft_is_cross_entropy_with_weights_that_add_up_to_one() 
 def test_reinforce_weighs_by_what_is_above_the_problems_running_mean() -> None:
     learned = group([1.0, 0.0, 0.5, 0.5])
     learned.running = {0: 0.25}
-    (found,) = train_groups([learned], load(overrides=["method=reinforce"]).advantage, scale_by_std=False)
+    (found,) = train_groups([learned], load(overrides=["method=reinforce"]).advantage, scale_advantages=False)
     assert [s.advantage for s in found.samples] == pytest.approx([0.75, -0.25, 0.25, 0.25])
 
 

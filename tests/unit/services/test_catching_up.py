@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from kbrl_async.evaluation.course import Command, Course
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.rollouts.prompts.first import FirstPrompts
+from kbrl_async.runs.archive.journal import EntryJournal
+from kbrl_async.runs.archive.recorder import Recorder
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_journal import RunJournal
+from kbrl_async.runs.run_state import RunState
 from services.evaluator.actor import Evaluator
-from services.evaluator.course import Course, Entry
 from services.reward_aggregator.actor import Aggregator
-from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.journal import Journal
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import RunState
-from services.rollouts.archiving import TurnArchive
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.journal import EntryJournal
+from services.runtime.rollout_actor import Outside
 from services.runtime.service import Service
 from tests.unit.services.log import Log
 
@@ -47,8 +47,27 @@ def service(name: str, folder: Path, settings: Config) -> Service:
     return Service(name, f"{name}.1", folder, settings, endpoints(settings, folder), layout, Log())
 
 
+def aggregator(
+    frame: Service, state: RunState, journal: RunJournal, broker: object, recorder: Recorder, metrics: object = None
+) -> Aggregator:
+    """With templates for prompts; it asks and tells as in a run."""
+    outside = Outside(frame, journal, broker, recorder)  # type: ignore[arg-type]
+    prompts = FirstPrompts(frame.config.prompt_option, frame.config.backend)
+    return Aggregator(outside, state, journal, metrics or MetricsWriter(frame, state), prompts)  # type: ignore[arg-type]
+
+
+class Welcomes:
+    """How often the broker has taken the actor in."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+
+    def __call__(self) -> int:
+        return self.count
+
+
 async def asked_after_a_second_welcome(
-    broker: Silent, actor: Aggregator | Evaluator, pump: Awaitable[None]
+    broker: Silent, welcomes: Welcomes, pump: Awaitable[None]
 ) -> tuple[Counter[str], Counter[str]]:
     """What was asked before, and what when the broker was back."""
     pumping = asyncio.ensure_future(pump)
@@ -56,7 +75,7 @@ async def asked_after_a_second_welcome(
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0.6)  # longer than the pump idles: nothing is asked twice without a reason
             before = broker.asked.copy()
-            actor.welcomes = lambda: 2
+            welcomes.count = 2
             while sum(broker.asked.values()) < 2 * sum(before.values()):
                 await asyncio.sleep(0.02)
     finally:
@@ -65,17 +84,16 @@ async def asked_after_a_second_welcome(
     return before, broker.asked
 
 
-@pytest.mark.parametrize("welcomes", [0, 1])
-def test_the_aggregator_asks_again_for_what_is_open_and_only_then(tmp_path: Path, welcomes: int) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_aggregator_asks_again_for_what_is_open_and_only_then(tmp_path: Path, count: int) -> None:
     settings = load(overrides=["tensorboard.enabled=false", "level=1", "batch_size=2", "group_size=2"])
     frame = service("reward_aggregator", tmp_path, settings)
-    campaign, broker = RunState(plan_of(settings)), Silent()
+    state, broker, welcomes = RunState(plan_of(settings)), Silent(), Welcomes(count)
 
     async def live() -> tuple[Counter[str], Counter[str]]:
-        with Journal(tmp_path / "aggregator.sqlite") as journal, Archiving(settings, tmp_path) as archive:
-            actor = Aggregator(frame, campaign, journal, broker, MetricsWriter(frame, campaign), archive)  # type: ignore[arg-type]
-            actor.welcomes = lambda: welcomes
-            return await asked_after_a_second_welcome(broker, actor, actor.pump())
+        with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(settings.archive, tmp_path) as recorder:
+            actor = aggregator(frame, state, journal, broker, recorder)
+            return await asked_after_a_second_welcome(broker, welcomes, actor.pump(welcomes))
 
     before, after = asyncio.run(live())
     assert any(name.startswith("eval-before") for name in before)
@@ -88,14 +106,14 @@ def test_the_evaluator_does_so_too(tmp_path: Path) -> None:
     settings = load(overrides=["evaluation.policy=p", "evaluation.samples=2", "evaluation.in_flight=4"])
     frame = service("evaluator", tmp_path, settings)
     course = Course([parse_problem(SOURCE, "L1/1_p", level=1)], 2, 4, settings.evaluation.deadline_s)
-    broker = Silent()
+    broker, welcomes = Silent(), Welcomes()
 
     async def live() -> tuple[Counter[str], Counter[str]]:
-        journal = EntryJournal[Entry](tmp_path / "e.sqlite", Entry)
-        with journal, TurnArchive(settings, tmp_path) as archive:
+        journal = EntryJournal[Command](tmp_path / "e.sqlite", Command)
+        with journal, Recorder(settings.archive, tmp_path) as recorder:
             prompts = FirstPrompts(settings.prompt_option, settings.backend)
-            actor = Evaluator(frame, course, journal, broker, archive, prompts)  # type: ignore[arg-type]
-            return await asked_after_a_second_welcome(broker, actor, actor.pump())
+            actor = Evaluator(Outside(frame, journal, broker, recorder), course, prompts)  # type: ignore[arg-type]
+            return await asked_after_a_second_welcome(broker, welcomes, actor.pump(welcomes))
 
     before, after = asyncio.run(live())
     assert len(before) == 2

@@ -8,11 +8,10 @@ import pytest
 
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.learning.settings import CORRECTIONS, LOSSES
-from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.prompts import TEMPLATES
 from kbrl_async.rollouts.rewards.advantages import find_baseline
-from kbrl_async.rollouts.rewards.presets import find_preset
-from kbrl_async.runs.config import Config, DatasetBuilder
+from kbrl_async.rollouts.rewards.presets import find_presets
+from kbrl_async.rollouts.settings import ADVANTAGES, REWARD_PARTS, REWARD_PRESETS, DatasetBuilder
 
 
 def choices(struct: type[Any], field: str) -> list[str]:
@@ -29,14 +28,19 @@ def test_every_correction_can_be_found(name: str) -> None:
     assert callable(CORRECTIONS.load(name))
 
 
-@pytest.mark.parametrize("name", choices(Config, "advantage"))
+@pytest.mark.parametrize("name", ADVANTAGES.ours)
 def test_every_baseline_can_be_found(name: str) -> None:
     assert callable(find_baseline(name))
 
 
-@pytest.mark.parametrize("name", sorted({*choices(DatasetBuilder, "reward_preset"), *STAGES} - {"auto"}))
+@pytest.mark.parametrize("name", REWARD_PRESETS.ours)
 def test_every_reward_preset_can_be_found(name: str) -> None:
-    assert find_preset(name).weights
+    assert all(preset.weights for preset in find_presets(DatasetBuilder(reward_preset=name)))
+
+
+@pytest.mark.parametrize("name", REWARD_PARTS.ours)
+def test_every_reward_part_can_be_found(name: str) -> None:
+    assert callable(REWARD_PARTS.load(name))
 
 
 def test_every_prompt_option_is_a_template() -> None:

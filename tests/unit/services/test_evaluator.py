@@ -13,7 +13,11 @@ import pytest
 
 from kbrl_async.errors import RunError
 from kbrl_async.evaluation import document
+from kbrl_async.evaluation.course import Command, Course
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.rollouts.prompts.first import FirstPrompts
+from kbrl_async.runs.archive.journal import EntryJournal
+from kbrl_async.runs.archive.recorder import Recorder
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
@@ -28,11 +32,8 @@ from protocols.records import (
     Verdict,
 )
 from services.evaluator.actor import Evaluator
-from services.evaluator.course import Course, Entry
 from services.evaluator.outputs import build, write_all
-from services.rollouts.archiving import TurnArchive
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.journal import EntryJournal
+from services.runtime.rollout_actor import Outside
 from services.runtime.service import Service
 from tests.records import timing
 from tests.unit.services.log import Log
@@ -106,12 +107,15 @@ def run(
     course = Course(problems, wanted.samples, wanted.in_flight, wanted.deadline_s)
 
     async def live() -> None:
-        with EntryJournal[Entry](folder / "e.sqlite", Entry) as journal, TurnArchive(settings, folder) as archive:
+        with (
+            EntryJournal[Command](folder / "e.sqlite", Command) as journal,
+            Recorder(settings.archive, folder) as recorder,
+        ):
             for entry in journal.entries():
-                course.apply(entry)
+                course.do(entry)
             prompts = FirstPrompts(settings.prompt_option, settings.backend)
             times = {"clock": clock} if clock else {}
-            world.evaluator = Evaluator(service, course, journal, world, archive, prompts, **times)  # type: ignore[arg-type]
+            world.evaluator = Evaluator(Outside(service, journal, world, recorder), course, prompts, **times)  # type: ignore[arg-type]
             await world.evaluator.pump()
 
     asyncio.run(live())
@@ -119,7 +123,7 @@ def run(
 
 
 def figures(settings: Config, course: Course) -> document.Document:
-    made = build(settings, course, {"label": "p"}, {})
+    made = build(settings, course, {"label": "p"})
     return msgspec.structs.replace(made, seconds=0.0, created_at=0.0)
 
 
@@ -172,7 +176,7 @@ def test_greedy_sampling_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_silent_problem_expires_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.evaluator.actor.IDLE_S", 0.01)
+    monkeypatch.setattr("services.runtime.rollout_actor.IDLE_S", 0.01)
     now = iter(range(10**6))
     world = World(mute="2_p2")
     course = run(tmp_path, world, config("evaluation.deadline_s=50"), clock=lambda: float(next(now)))
@@ -199,14 +203,14 @@ def test_without_any_verdict_there_is_no_document(tmp_path: Path) -> None:
     settings = config()
     course = run(tmp_path, World(lost="p"), settings)
     with pytest.raises(RunError, match="6 × worker_lost"):
-        write_all(tmp_path, settings, course, {"label": "p"}, {})
+        write_all(tmp_path, settings, course, {"label": "p"})
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_it_leaves_the_document_kernelbench_files_event_files_and_the_sign_of_the_end(tmp_path: Path) -> None:
     settings = config(f"evaluation.tensorboard_log_dir={tmp_path / 'board'}", "evaluation.tensorboard_step=5")
     course = run(tmp_path, World(), settings)
-    write_all(tmp_path, settings, course, {"label": "p", "version": 3}, {})
+    write_all(tmp_path, settings, course, {"label": "p", "version": 3})
     assert document.read(tmp_path / "evaluation.json").policy["version"] == 3
     place = tmp_path / "kernelbench" / "level1"
     assert (place / "level_1_problem_2_sample_1_kernel.py").read_text() == "# eval.L1/2_p2.1 turn 0"

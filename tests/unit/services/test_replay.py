@@ -14,16 +14,24 @@ from transformers import Qwen2ForCausalLM
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import checkpoints, kept
 from kbrl_async.learning.policies import versions
-from kbrl_async.rollouts.buffer.events import BatchFailed, BatchMade
+from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.manager import RolloutManager
+from kbrl_async.rollouts.prompts.first import FirstPrompts
+from kbrl_async.rollouts.rewards.presets import find_presets
+from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, TurnOutcome, Update, make_row
+from kbrl_async.runs.commands import Ask, Command, Effect, RolloutEnded, batch_frames, closed_in
 from kbrl_async.runs.config import Config, to_yaml
+from kbrl_async.runs.planning import plan_of, preset_for, rollout_rules
+from kbrl_async.runs.run_journal import FILE as JOURNAL_FILE
+from kbrl_async.runs.run_journal import RunJournal
+from kbrl_async.runs.run_state import RunState
 from protocols.records import (
     BenchReport,
     BuildReport,
     Candidate,
     Fault,
     Generation,
-    Purpose,
     SamplingParams,
     TrainBatch,
     Verdict,
@@ -31,13 +39,7 @@ from protocols.records import (
 from protocols.rollout import Record, Work
 from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
-from services.replay.runs import JOURNAL, replay_run
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.planning import plan_of, preset_for, presets_of
-from services.reward_aggregator.run_state import Entry, RolloutEnded, RunState, Watched, batch_frames
-from services.rollouts.examples import FirstPrompts
-from services.rollouts.manager import RolloutManager
-from services.rollouts.scoring import Scored
+from services.replay.runs import replay_run
 from tests.models import SMALLER, VOCABULARY, tiny_model
 
 CANARY = [1, 2, 3, 4]
@@ -50,7 +52,7 @@ def saved_model(folder: Path) -> str:
 
 
 class FakeRun:
-    """A run as the aggregator and the learner would leave it: everything decided by the real campaign and trainer."""
+    """A run as the aggregator and the learner would leave it: everything decided by the real state and trainer."""
 
     def __init__(self, folder: Path, updates: int = 2, **settings: object) -> None:
         self.path = folder / "run"
@@ -68,16 +70,16 @@ class FakeRun:
         (self.path / "config.yaml").write_text(to_yaml(self.config))
         self._rng = random.Random(0)
         self._now = 0.0
-        self.campaign = RunState(plan_of(self.config))
+        self.state = RunState(plan_of(self.config))
         first = FirstPrompts(self.config.prompt_option, self.config.backend)
         sampling = SamplingParams(self.config.max_tokens)
-        self._conductor = RolloutManager(self.config, self.campaign.dialogues, first, sampling)
-        self._presets = presets_of(self.config)
+        self._manager = RolloutManager(rollout_rules(self.config), self.state, first, sampling)
+        self._presets = find_presets(self.config.dataset_builder)
         torch.set_num_threads(1)
         self.trainer = make_trainer(self.config, self.config.model_name, "cpu")
         self._publish(0)
-        with Journal(self.path / JOURNAL) as self._journal, ArchiveWriter(self.path / FILE) as self._archive:
-            while self.campaign.updates < updates:
+        with RunJournal(self.path / JOURNAL_FILE) as self._journal, ArchiveWriter(self.path / FILE) as self._archive:
+            while self.state.updates < updates:
                 self._update()
 
     def _publish(self, version: int) -> None:
@@ -87,7 +89,7 @@ class FakeRun:
     def _update(self) -> None:
         while (batch := self._poll()) is None:
             self._group()
-        groups = self.campaign.book.train_groups(batch.batch_id)
+        groups = self.state.train_groups(batch.batch_id)
         self._archive.outcomes(
             [
                 TurnOutcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
@@ -100,38 +102,35 @@ class FakeRun:
         self._publish(batch.index + 1)
         progress = checkpoints.Progress(version=batch.index + 1)
         checkpoints.save(self.path / "checkpoints", self.trainer, progress)
-        watched = Watched(batch.index + 1, {"ess": metrics["ess"], "nonfinite": 0.0}, self._tick())
-        self._change(self.campaign.book.trained(batch.batch_id, batch.index + 1, self._now), watched)
+        metrics = {"ess": metrics["ess"]}
+        self._do(*self.state.trained(batch.batch_id, batch.index + 1, metrics, "", self._tick()))
 
     def _poll(self) -> BatchMade | None:
-        change = self.campaign.book.poll(self._tick())
-        self._change(change)
-        return change.event if isinstance(change.event, BatchMade) else None
+        step = self.state.batch_step(self._tick())
+        self._do(step)
+        return step if isinstance(step, BatchMade) else None
 
     def _group(self) -> None:
-        problem = self.campaign.next_problem(self._tick())
-        change = self.campaign.book.admit(problem.problem_id, problem.level, self.config.group_size, self._now)
-        self._change(change)
-        group_id = change.event.group_id  # type: ignore[union-attr]
-        for r in range(self.config.group_size):
-            self._rollout(group_id, f"{group_id}.r{r}", r)
+        admitted = self.state.admission(self._tick())
+        assert admitted is not None
+        for place, ask in enumerate(self._do(admitted)):
+            assert isinstance(ask, Ask)
+            self._rollout(ask, place)
 
-    def _rollout(self, group_id: str, rollout_id: str, place: int) -> None:
-        request = self._conductor.request(
-            rollout_id, group_id, self.campaign.problem(self.campaign.book.group_problem(group_id)), Purpose.TRAIN, 0
-        )
+    def _rollout(self, ask: Ask, place: int) -> None:
+        rollout_id, group_id, problem, purpose = ask
+        request = self._manager.request(rollout_id, group_id, problem, purpose, 0)
         record = Record.of(request, *self._work(place))
-        scored = self._conductor.score(rollout_id, record, preset_for(group_id, self._presets, self.campaign))
-        assert isinstance(scored, Scored)
+        scored = self._manager.score(rollout_id, record, preset_for(group_id, self._presets, self.state))
+        assert isinstance(scored, ScoredTurn)
         row = make_row(rollout_id, record, at=1.0, reward=scored.sample.reward)
         self._archive.add(row, record.encode()).result(DEADLINE_S)
-        change = self.campaign.book.scored(group_id, rollout_id, [scored.sample], self._tick())
-        self._change(change, RolloutEnded(rollout_id, group_id, scored.stats))
+        self._do(*self.state.ended(group_id, rollout_id, scored.sample, scored.stats, self._tick()))
 
     def _work(self, place: int) -> Iterator[Work]:
         tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(2, 8))]
         logprobs = [-self._rng.uniform(3.5, 4.5) for _ in tokens]
-        version = self.campaign.book.version
+        version = self.state.version
         yield Generation(version, [1, 2, 3], tokens, logprobs, "text", "stop", Candidate("src", "c"))
         built = Fault.COMPILE_ERROR if place == 0 else Fault.OK
         yield BuildReport(built)
@@ -139,13 +138,11 @@ class FakeRun:
             verdict = Fault.OK if self._rng.random() < 0.5 else Fault.INCORRECT
             yield BenchReport(Verdict(verdict, passed=2, total=4))
 
-    def _change(self, change, *more: Entry) -> None:  # type: ignore[no-untyped-def]
-        if change.event is None:
-            return
-        for entry in more:
-            self.campaign.apply(entry)
-        self.campaign.note(change.event, change.closed)
-        self._journal.append([*more, change.event], [group.group_id for group in change.closed])
+    def _do(self, *commands: Command | None) -> list[Effect]:
+        done = [command for command in commands if command is not None]
+        effects = [effect for command in done for effect in self.state.do(command)]
+        self._journal.append(done, [group.group_id for group in closed_in(effects)])
+        return effects
 
     def _tick(self) -> float:
         self._now += 1.0
@@ -174,12 +171,12 @@ def test_a_replayed_run_makes_the_same_batches_advantages_updates_and_weights(fi
     report = replay_run(finished.path, with_learner=True)
     assert report.divergence is None
     assert (report.batches, report.unrecorded) == (3, 0)
-    assert report.rescored == finished.campaign.scored > 0
+    assert report.rescored == finished.state.turns_scored > 0
     assert report.advantages == 3 * 2 * 3
     assert report.curve is not None
     assert (report.curve.updates, report.curve.exact, report.curve.worst) == (3, 3, 0.0)
     assert report.weights == "policy version 3: all weights equal bit by bit"
-    assert report.counters["groups_admitted"] == finished.campaign.book.counts["admitted"]
+    assert report.counters["groups_admitted"] == finished.state.counters().groups_admitted
 
 
 def test_another_recorded_loss_is_the_first_divergence(run: FakeRun) -> None:
@@ -202,9 +199,9 @@ def test_another_recorded_advantage_is_the_first_divergence(run: FakeRun) -> Non
 def test_a_journaled_score_that_its_record_does_not_earn_is_the_first_divergence(run: FakeRun) -> None:
     import sqlite3
 
-    db = sqlite3.connect(run.path / JOURNAL)
+    db = sqlite3.connect(run.path / JOURNAL_FILE)
     rows = db.execute("SELECT id, entry FROM entries ORDER BY id").fetchall()
-    decoder = msgspec.msgpack.Decoder(Entry)
+    decoder = msgspec.msgpack.Decoder(Command)
     for key, blob in rows:
         entry = decoder.decode(blob)
         if isinstance(entry, RolloutEnded):
@@ -222,7 +219,7 @@ def test_records_that_were_evicted_leave_the_decisions_replayable_and_the_update
     run.sql("DELETE FROM frames")
     report = replay_run(run.path, with_learner=False)
     assert report.divergence is None
-    assert (report.rescored, report.unrecorded) == (0, run.campaign.scored)
+    assert (report.rescored, report.unrecorded) == (0, run.state.turns_scored)
     with pytest.raises(CheckpointError, match="no longer holds"):
         replay_run(run.path, with_learner=True)
 
@@ -238,15 +235,13 @@ def test_a_run_whose_base_model_is_another_one_is_not_replayed(run: FakeRun) -> 
 
 
 def test_a_batch_whose_loss_was_not_finite_changes_nothing_in_a_replay(run: FakeRun) -> None:
-    again = Journal(run.path / JOURNAL)
+    again = RunJournal(run.path / JOURNAL_FILE)
     with again as journal, ArchiveWriter(run.path / FILE) as archive:
         run._journal, run._archive = journal, archive
         while (batch := run._poll()) is None:
             run._group()
         archive.updated(Update(batch.batch_id, batch.index, {})).result(DEADLINE_S)
-        change = run.campaign.book.batch_failed(batch.batch_id, "nonfinite", run._tick())
-        assert isinstance(change.event, BatchFailed)
-        run._change(change, Watched(batch.index, {"nonfinite": 1.0}, run._now))
+        run._do(*run.state.trained(batch.batch_id, batch.index, {}, "loss is nan", run._tick()))
     report = replay_run(run.path, with_learner=True)
     assert report.divergence is None
     assert (report.batches, report.curve.updates) == (2, 1)  # type: ignore[union-attr]
@@ -269,7 +264,7 @@ def test_without_its_checkpoint_a_batch_is_replayed_on_the_published_policy(fini
 def test_a_kept_batch_is_found_first_and_names_why_it_was_kept(run: FakeRun) -> None:
     while (batch := _made(run)) is None:
         pass
-    groups = run.campaign.book.train_groups(batch.batch_id)
+    groups = run.state.train_groups(batch.batch_id)
     bad = msgspec.structs.replace(groups[0].samples[0], advantage=float("nan"))
     groups[0].samples[0] = bad
     frames = [msgspec.msgpack.encode(TrainBatch(batch.batch_id, batch.index, 1.0, batch.group_ids))]
@@ -282,7 +277,7 @@ def test_a_kept_batch_is_found_first_and_names_why_it_was_kept(run: FakeRun) -> 
 
 
 def _made(run: FakeRun) -> BatchMade | None:
-    with Journal(run.path / JOURNAL) as run._journal, ArchiveWriter(run.path / FILE) as run._archive:
+    with RunJournal(run.path / JOURNAL_FILE) as run._journal, ArchiveWriter(run.path / FILE) as run._archive:
         run._group()
         return run._poll()
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError, PromptTooLong
-from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.rewards.presets import STAGE3
+from kbrl_async.rollouts.scoring import score
 from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import Completion
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
 from protocols.rollout import Record
-from services.rollouts.scoring import score
 from services.runtime.service import Service
 from services.sampler.actor import Sampling, start_engine
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, chat, fake_endpoint
@@ -96,5 +96,5 @@ def test_a_prompt_that_is_too_long_ends_its_rollout_with_a_reason_and_nothing_el
     assert refused.next_stage == Stage.SCORE
     assert generation.fault is Fault.INFRA_ERROR
     record = Record.decode([frame(Purpose.EVAL), *refused.frames])
-    assert (record.lost_because, score(record, find_preset("stage3"))) == ("prompt_too_long", None)
+    assert (record.lost_because, score(record, STAGE3)) == ("prompt_too_long", None)
     assert done.next_stage == Stage.COMPILE

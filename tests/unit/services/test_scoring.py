@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kbrl_async.rollouts.rewards.presets import find_preset
+from kbrl_async.rollouts.rewards.presets import STAGE3
+from kbrl_async.rollouts.scoring import received, score, score_prediction
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 from protocols.records import (
     BenchReport,
@@ -20,9 +21,7 @@ from protocols.records import (
     Verdict,
 )
 from protocols.rollout import Frame, Record
-from services.rollouts.scoring import received, score, score_prediction
 
-STAGE3 = find_preset("stage3")
 REQUEST = RolloutRequest("r", "g", Problem("L2/a", 2, "a", ""), "prompt", "c", SamplingParams(64))
 WRITTEN = Generation(
     3, [1, 2], [3, 4], [-0.5, -0.25], "text", "stop", Candidate("src", "c"), started_at=1, finished_at=2

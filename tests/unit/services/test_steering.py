@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.rollouts.buffer.buffer import BufferOptions, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.runs.telemetry import prometheus, system_metrics
 from kbrl_async.sampling.engine import EngineStats
@@ -17,6 +17,7 @@ from protocols.ledger import Ledger
 from protocols.messages import Stage, StageStanding, StatusReport, WorkerStanding
 from services.runtime.service import Service
 from services.sampler.steering import signals, tell
+from tests.plans import buffer_rules
 from tests.records import sample
 
 ENGINE = EngineStats(3, kv_usage=0.5, preemptions=2)
@@ -62,12 +63,12 @@ def test_the_engine_s_memory_is_told_to_prometheus_and_to_tensorboard(tmp_path: 
 
 
 def test_a_rollout_with_a_long_tail_holds_only_its_own_group() -> None:
-    book = RolloutBuffer(BufferOptions(groups_per_batch=2, max_batches=4, max_lag=1, hold_s=10.0))
-    groups = [book.admit("p", 1, 2, 0.0).event.group_id for _ in range(4)]  # type: ignore[union-attr]
+    book = RolloutBuffer(buffer_rules(batch_size=2, max_steps=4, max_staleness=1, hold_s=10.0))
+    groups = [book.take(book.admission("p", 1, 2, 0.0)).event.group_id for _ in range(4)]  # type: ignore[union-attr]
     for group_id in groups[1:]:
         for i, rollout in enumerate(rollout_ids(group_id, 2)):
-            book.scored(group_id, rollout, [sample(rollout, float(i))], 0.0)
-    book.scored(groups[0], rollout_ids(groups[0], 2)[0], [sample()], 0.0)
-    made = book.poll(0.0).event
+            book.take(book.scored(group_id, rollout, [sample(rollout, float(i))], 0.0))
+    book.take(book.scored(groups[0], rollout_ids(groups[0], 2)[0], [sample()], 0.0))
+    made = book.take(book.poll(0.0)).event
     assert made is not None
     assert set(made.group_ids) == set(groups[1:3])  # type: ignore[union-attr]

@@ -10,12 +10,19 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import RunError
+from kbrl_async.evaluation.heldout import AFTER
 from kbrl_async.learning import kept
+from kbrl_async.rollouts.alarms import AlarmChange
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Closed
+from kbrl_async.rollouts.settings import Alarms as AlarmSettings
 from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.commands import Watched
 from kbrl_async.runs.config import Config
-from kbrl_async.runs.config.sections import Alarms as AlarmSettings
 from kbrl_async.runs.config.sections import Archive as ArchiveSettings
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_memory import RunSnapshot
+from kbrl_async.runs.run_state import RunState
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
@@ -34,10 +41,7 @@ from protocols.records import (
 )
 from protocols.rollout import Record
 from services.reward_aggregator.ageing import ages_by_stage
-from services.reward_aggregator.alarming import AlarmAction, watched
-from services.reward_aggregator.archiving import Archiving
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import AFTER, RunState
+from services.reward_aggregator.guards import AlarmResponder
 from tests.unit.services.log import Log
 
 
@@ -59,7 +63,7 @@ def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = 
     frames = record().encode()
 
     async def write() -> None:
-        with Archiving(Config(archive=ArchiveSettings(keep=keep)), folder) as archiving:
+        with Recorder(ArchiveSettings(keep=keep), folder) as archiving:
             await archiving.scored(task(group_id=group_id), frames, record(), None, 1.0, is_best=is_best)
             sample = TrainSample("g000001.r0", [], [], [], -0.5, 0.25, 2)
             groups = [TrainGroup("g000001", "L1/a", 1, [sample])]
@@ -107,19 +111,29 @@ def test_an_evaluation_is_told_from_training(tmp_path: Path) -> None:
 
 
 class Watch:
-    """An aggregator's campaign and its response, without the queues."""
+    """A run's state and what answers its alarms, without the queues."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.config = Config(eval_samples=0, alarms=AlarmSettings(window=1, **settings))
-        self.campaign, self.log = RunState(plan_of(self.config)), Log()
-        self.response = AlarmAction(self.config, folder, self.log)
+        self.state, self.log = RunState(plan_of(self.config)), Log()
+        self.responder = AlarmResponder(self.config, folder, self.log)
 
     def update(self, index: int, failure: str = "", **metrics: float) -> None:
         report = UpdateReport(f"batch-{index:06d}", index + 1, metrics, failure=failure)
         frames = [msgspec.msgpack.encode(TrainBatch(report.batch_id, index, 1.0, [])), b"group"]
-        seen = len(self.campaign.alarm_changes)
-        self.campaign.apply(watched(report, self.campaign.alarms, float(index)))
-        self.response.respond(self.campaign.alarm_changes[seen:], self.campaign.alarms, report, frames)
+        effects = self.state.do(Watched(index + 1, {**metrics, "nonfinite": float(bool(failure))}, float(index)))
+        changes = [effect for effect in effects if isinstance(effect, AlarmChange)]
+        self.responder.respond(changes, self.state.alarms_raised, report, frames)
+
+    def room(self) -> int:
+        """Groups that are admitted now, one after the other, by a state of the same past."""
+        again = RunState(self.state.plan)
+        again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(self.state.snapshot()), type=RunSnapshot))
+        count = 0
+        while (admitted := again.admission(0.0)) is not None:
+            again.do(admitted)
+            count += 1
+        return count
 
 
 def test_a_warning_is_logged_and_its_batch_kept_and_training_goes_on(tmp_path: Path) -> None:
@@ -128,7 +142,7 @@ def test_a_warning_is_logged_and_its_batch_kept_and_training_goes_on(tmp_path: P
     watch.update(1, ess=0.1)
     assert [line.facts["alarm"] for line in watch.log.lines] == ["ess"]
     assert sorted(path.name for path in (tmp_path / kept.FOLDER).iterdir()) == ["batch-000001"]
-    assert watch.campaign.book.room() == 3 * watch.config.batch_size
+    assert watch.room() == 3 * watch.config.batch_size
 
 
 def test_an_alarm_lowers_the_window_of_admission_and_gives_it_back(tmp_path: Path) -> None:
@@ -136,7 +150,7 @@ def test_an_alarm_lowers_the_window_of_admission_and_gives_it_back(tmp_path: Pat
     sizes = []
     for index, ess in enumerate((0.1, 0.1, 0.9)):
         watch.update(index, ess=ess)
-        sizes.append(watch.campaign.book.room() // watch.config.batch_size)
+        sizes.append(watch.room() // watch.config.batch_size)
     assert sizes == [2, 1, 3]
 
 
@@ -166,11 +180,11 @@ def test_replaying_the_journal_gives_the_same_alarms(tmp_path: Path) -> None:
     watch = Watch(tmp_path, ess_below=0.5, ess_action="pause_admission")
     watch.update(0, ess=0.1)
     again = RunState(plan_of(watch.config))
-    again.apply(watched(UpdateReport("b", 1, {"ess": 0.1}), again.alarms, 0.0))
-    assert again.alarm_changes == watch.campaign.alarm_changes
-    assert again.book.is_paused
-    again.book.apply(Admitted("g000000", "L1/a", 1, 2, 0, 0.0))
-    assert again.book.room() == 0
+    again.do(Watched(1, {"ess": 0.1, "nonfinite": 0.0}, 0.0))
+    assert again.alarm_changes == watch.state.alarm_changes
+    assert again.snapshot().buffer.is_paused
+    again.do(Admitted("g000000", again.plan.training[0].problem_id, 1, 2, 0, 0.0))
+    assert again.admission(0.0) is None
 
 
 # ── ages ──────────────────────────────────────────────────────────────────────────────────────────────────────────

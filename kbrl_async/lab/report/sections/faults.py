@@ -9,9 +9,9 @@ from kbrl_async.lab.report.layout import Bar, data_table, figure, grid, row, row
 from kbrl_async.lab.report.markup import Content, Markup, element
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import stacked
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry.by_version import points, settled
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 COLUMNS, LEAST_A_COLUMN = 36, 32
 OUTCOMES = (

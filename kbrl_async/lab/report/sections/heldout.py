@@ -10,7 +10,8 @@ from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legen
 from kbrl_async.lab.report.markup import Markup, element
 from kbrl_async.lab.report.model import AFTER, BEFORE, ROUND, RunData
 from kbrl_async.lab.report.plots import Line, line_chart
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
 RATES = (("compile_rate", "compiles"), ("correct_rate", "correct"), ("fast_1", "faster"))
 AXIS = ((0.0, "0"), (50.0, "50"), (100.0, "100 %"))

@@ -9,8 +9,9 @@ from kbrl_async.lab.report.layout import figure, grid, section, version_ticks
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Part, points, sentence, settled
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
+from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
 MOST = 48
 LEAST_A_POINT = 32

@@ -11,8 +11,8 @@ from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import axis_row, cells, choice, figure, row, rows, section, version_ticks
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import RunData
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Part, points, settled
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 COLUMNS = 40
 MOST = 300

@@ -10,9 +10,10 @@ from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legen
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, outcome_rates
+from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
 MOST_TURNS = 16
 

@@ -1,11 +1,36 @@
 """Embedders: from a reference to a unit vector.
 
-To add one: a class with `Embedder`'s methods and one line in `EMBEDDERS`.
-
-`lexical` needs no download; every other name is one that sentence-transformers can load.
+`lexical` needs no download. A user's own is a class with `Embedder`'s methods, found by `package.module:object` or an
+entry point; every other name is one that sentence-transformers can load.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+
+from kbrl_async.doors import Door
 from kbrl_async.rollouts.retrieval.embedders.base import Embedder, Passage, Vectors
-from kbrl_async.rollouts.retrieval.embedders.registry import EMBEDDERS, make_embedder, open_embedder
+from kbrl_async.rollouts.retrieval.embedders.sentence import SentenceEmbedder
+
+EMBEDDERS = Door("embedders", {"lexical": f"{__name__}.lexical:LexicalEmbedder"})
+"""Classes: `cls()` makes a new one, `cls.open(folder)` one of what `save` wrote."""
 
 __all__ = ["EMBEDDERS", "Embedder", "Passage", "Vectors", "make_embedder", "open_embedder"]
+
+
+def make_embedder(name: str) -> Embedder:
+    """A new one, to build an index with.
+
+    :raises UserError: it can't be loaded.
+    """
+    embedder: Embedder = EMBEDDERS.load(name)() if EMBEDDERS.knows(name) else SentenceEmbedder(name)
+    return embedder
+
+
+def open_embedder(name: str, folder: Path) -> Embedder:
+    """The one that an index in `folder` was built with.
+
+    :raises UserError: it can't be loaded.
+    """
+    embedder: Embedder = EMBEDDERS.load(name).open(folder) if EMBEDDERS.knows(name) else SentenceEmbedder(name)
+    return embedder

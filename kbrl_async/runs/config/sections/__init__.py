@@ -9,27 +9,16 @@
 
 from kbrl_async.runs.config.sections.actors import Broker, Cpu, Processes
 from kbrl_async.runs.config.sections.training import (
-    Agents,
-    Alarms,
-    Curriculum,
-    DatasetBuilder,
     Demonstrations,
-    Turns,
 )
-from kbrl_async.runs.config.sections.watching import Archive, Evaluation, Metrics, Tensorboard
+from kbrl_async.runs.config.sections.watching import Archive, Metrics, Tensorboard
 
 __all__ = [
-    "Agents",
-    "Alarms",
     "Archive",
     "Broker",
     "Cpu",
-    "Curriculum",
-    "DatasetBuilder",
     "Demonstrations",
-    "Evaluation",
     "Metrics",
     "Processes",
     "Tensorboard",
-    "Turns",
 ]

@@ -2,63 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import msgspec
-from msgspec import Meta
 
-from kbrl_async.runs.config.ranges import AlarmAction, AtLeastOne, Count, Fraction, NonNegative, Positive, RewardName
-
-
-class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of the policy, and what it is paid for."""
-
-    prompt_option: Literal["auto", "compact", "zero_shot", "one_shot", "few_shot", "raicl", "custom"] = "auto"
-    """compact: bare problem; zero_shot: the contract; one_shot, few_shot: + examples; raicl: retrieved; custom: own."""
-    prompt_file: str | None = None
-    """prompt_option=custom: TOML file with the templates, see kbrl_async/rollouts/prompts/custom.py."""
-    prompt_hardware: bool = True
-    """Tell the model what machine kernels run on (not in compact prompts)."""
-    chat_template: Literal["auto", "on", "off"] = "auto"
-    """Put prompts into the chat template of the model's tokenizer; auto: where it has one, but not compact prompts."""
-    thinking: Literal["auto", "on", "off"] = "auto"
-    """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
-    rag_index_path: str | None = None
-    """prompt_option=raicl: folder of an index made by 'kbrl index build'."""
-    raicl_k: Annotated[int, Meta(ge=1, le=32)] = 3
-    """prompt_option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
-    raicl_tokens: AtLeastOne | None = None
-    """prompt_option=raicl: most tokens of a prompt; null: what the model's context leaves beside max_tokens."""
-    raicl_live: Count = 0
-    """prompt_option=raicl: most verified kernels of this very run that join the index while it runs; 0: none."""
-    reward_preset: RewardName = "stage3"
-    """Set of reward weights to start from, or auto: stage1 to stage3 by progress; weights below replace single ones."""
-    reward_format_weight: NonNegative | None = None
-    """Pay for an answer from which a kernel could be extracted; null: the preset's."""
-    reward_compile_weight: NonNegative | None = None
-    """Pay for a kernel that compiles; null: the preset's."""
-    reward_correctness_weight: NonNegative | None = None
-    """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
-    reward_speed_weight: NonNegative | None = None
-    """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
-    reward_plan_part: Literal["speed", "speedup", "correctness", "correct", "compile", "thinking", "length"] | None = (
-        None
-    )
-    """What tokens around the kernel (thoughts, comments) are paid by, on their own; null: the preset's."""
-    reward_plan_weight: Fraction | None = None
-    """Weight of these tokens' advantages beside 1 of the kernel's; null: the preset's, 0: as all tokens."""
-
-    @property
-    def pays_plan(self) -> bool:
-        """Tokens around the kernel earn a reward of their own."""
-        return self.reward_plan_weight != 0 and (self.reward_plan_part is not None or self.reward_preset == "plan_code")
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """The weights that replace the preset's, by part."""
-        parts = ("format", "compile", "correctness", "speed")
-        given = {part: getattr(self, f"reward_{part}_weight") for part in parts}
-        return {part: weight for part, weight in given.items() if weight is not None}
+from kbrl_async.runs.config.ranges import AtLeastOne
 
 
 class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,61 +16,3 @@ class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
     """Run folders: best different verified answers of each problem that are taken."""
     examples: AtLeastOne = 4096
     """Without files: pairs of problem and right answer that the corpus holds."""
-
-
-class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
-    """Which problems come next, and when reward_preset=auto moves on."""
-
-    kind: Literal["uniform", "levels", "learnable"] = "uniform"
-    """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
-    window: AtLeastOne = 5
-    """Batches whose mean rates a threshold is compared with."""
-    compile_above: Fraction = 0.8
-    """reward_preset=auto: stage1 becomes stage2 at this share of kernels that compile."""
-    correct_above: Fraction = 0.5
-    """reward_preset=auto: stage2 becomes stage3 at this share of correct kernels."""
-
-
-class Turns(msgspec.Struct, frozen=True, kw_only=True):
-    """Refinement turns of a rollout (mode=multi_turn)."""
-
-    returns: Literal["sum", "max"] = "sum"
-    """How a turn's score and the discounted ones after it become its return. With stop=correct use max."""
-    stop: Literal["never", "correct", "speedup", "plateau"] = "never"
-    """When a rollout ends before max_turns: at its first correct kernel, at a speedup, or when it gets no better."""
-    stop_speedup: Positive = 1.0
-    """stop=speedup: the lower end of the speedup's interval at which a rollout ends."""
-    patience: AtLeastOne = 2
-    """stop=plateau: turns without a better score after which a rollout ends."""
-
-
-class Agents(msgspec.Struct, frozen=True, kw_only=True):
-    """Solver, verifier and corrector (mode=agents)."""
-
-    adapters: bool = False
-    """Give verifier and corrector LoRA adapters of their own; needs lora_rank."""
-
-
-class Alarms(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done when training goes wrong. Each acts on a mean over updates, and batches of an alarm are kept."""
-
-    ess_below: Fraction = 0.3
-    """Effective sample size of the importance ratios, as a share, below which there is an alarm; 0: never."""
-    ess_action: AlarmAction = "warn"
-    """warn: say so; pause_admission: open no group until those that are open ended; lower_staleness: by one; stop."""
-    kl_above: NonNegative = 0.5
-    """Divergence of sampler and learner on the same tokens above which there is an alarm; 0: never."""
-    kl_action: AlarmAction = "warn"
-    """What is done then, see ess_action."""
-    entropy_below: NonNegative = 0.0
-    """Mean entropy of the policy's tokens below which there is an alarm; 0: never."""
-    entropy_action: AlarmAction = "warn"
-    """What is done then, see ess_action."""
-    nonfinite_action: AlarmAction = "stop"
-    """What is done at a loss or gradient that is not finite; the weights stay as before, three in a row always stop."""
-    window: AtLeastOne = 3
-    """Updates whose mean is compared, before an alarm is raised, made worse or cleared."""
-    margin: Fraction = 0.1
-    """Share of a threshold by which the mean must be back on the right side before an alarm clears."""
-    batches_max_bytes: Count = 256 * 2**20
-    """Size limit of the batches kept in runs/NAME/batches, the oldest go first; 0: none are kept."""

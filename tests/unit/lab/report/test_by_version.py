@@ -12,9 +12,9 @@ from kbrl_async.lab.report import comparing, read_run, report_page
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.page import compare_page
 from kbrl_async.runs import summary
+from kbrl_async.runs.run_journal import RunJournal
+from kbrl_async.runs.run_state import AFTER, BEFORE, Evaluated
 from kbrl_async.runs.telemetry.by_version import ends, points, sentence, settled
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import AFTER, BEFORE, Evaluated
 from tests.records import stats
 from tests.slow_bench import CORRECT, SlowBench, tenths
 
@@ -105,7 +105,7 @@ def test_an_evaluation_that_has_not_ended_is_left_out(tmp_path: Path) -> None:
     whole = [Evaluated(BEFORE, f"b{n}", stats(correct=n < 4, compiled=True, rollout_id=f"b{n}")) for n in range(12)]
     part = [Evaluated(AFTER, f"a{n}", stats(rollout_id=f"a{n}")) for n in range(5)]
     lost = [Evaluated("eval-v2", f"c{n}", None if n else stats(rollout_id="c0")) for n in range(12)]
-    with Journal(folder / "aggregator.sqlite") as journal:
+    with RunJournal(folder / "aggregator.sqlite") as journal:
         journal.append([*whole, *part, *lost])
     seen = read_run(folder)
     assert len(seen.phase(BEFORE)) == 12

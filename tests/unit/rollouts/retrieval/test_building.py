@@ -15,7 +15,7 @@ import pytest
 from kbrl_async.errors import AddressTaken, UserError
 from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
-from kbrl_async.rollouts.retrieval.embedders import EMBEDDERS, Passage, Vectors
+from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
 from kbrl_async.rollouts.retrieval.entries import Skip
 from kbrl_async.rollouts.retrieval.store import Store
@@ -90,7 +90,7 @@ def test_embeddings_that_were_saved_are_not_made_again(tmp_path: Path, monkeypat
                 raise Killed
             return super().embed(passages)
 
-    monkeypatch.setitem(EMBEDDERS, "lexical", (Counting, LexicalEmbedder.open))
+    monkeypatch.setattr("kbrl_async.rollouts.retrieval.embedders.lexical.LexicalEmbedder", Counting)
     for expected in (Killed, None):
         if expected:
             with pytest.raises(Killed):
@@ -213,19 +213,24 @@ def test_an_index_of_another_embedder_is_refused(tmp_path: Path, monkeypatch: py
         Retriever.open(tmp_path)
 
 
-def test_an_embedder_of_your_own_needs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Constant:
-        name, dimension, near_copy = "constant", 3, 2.0
+class Constant:
+    dimension, near_copy = 3, 2.0
+    name = f"{__name__}:Constant"
 
-        def fit(self, passages: Any) -> None: ...
+    @classmethod
+    def open(cls, _folder: Path) -> Constant:
+        return cls()
 
-        def save(self, folder: Path) -> None: ...
+    def fit(self, passages: Any) -> None: ...
 
-        def embed(self, passages: list[Passage]) -> Vectors:
-            return np.tile(np.array([1, 0, 0], np.float32), (len(passages), 1))
+    def save(self, folder: Path) -> None: ...
 
-    monkeypatch.setitem(EMBEDDERS, "constant", (Constant, lambda folder: Constant()))
-    assert build(tmp_path, ROWS[:5], embedder="constant").dimension == 3
+    def embed(self, passages: list[Passage]) -> Vectors:
+        return np.tile(np.array([1, 0, 0], np.float32), (len(passages), 1))
+
+
+def test_an_embedder_of_your_own_is_named_by_its_place(tmp_path: Path) -> None:
+    assert build(tmp_path, ROWS[:5], embedder=Constant.name).dimension == 3
     assert len(Retriever.open(tmp_path).retrieve(Query(module("x = torch.sin(x)"), k=2)).hits) == 2
 
 

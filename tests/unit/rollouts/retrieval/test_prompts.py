@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,13 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.prompts.examples import MAX_CHARACTERS, render_example, render_with_examples
+from kbrl_async.rollouts.prompts.first import ExamplePrompts, FirstPrompts
 from kbrl_async.rollouts.retrieval import Entry, Retriever
+from kbrl_async.rollouts.scoring import ScoredTurn
+from kbrl_async.runs import prompting
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.schema import Config
 from protocols.records import Candidate, Fault, Problem, Purpose, RolloutRequest, SamplingParams
-from services.rollouts import examples
-from services.rollouts.examples import ExamplePrompts, FirstPrompts, open_prompts
-from services.rollouts.scoring import Scored
 from tests.records import timing
 from tests.unit.rollouts.retrieval.making import build, entry, module
 
@@ -102,14 +102,18 @@ def index(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
+def example_prompts(settings: Config, retriever: Retriever, count: Callable[[str], int], tokens: int) -> ExamplePrompts:
+    return ExamplePrompts(settings.prompt_option, settings.backend, retriever, count, tokens, settings.dataset_builder)
+
+
 def prompts(index: Path, tokens: int = 10**6, **changes: Any) -> ExamplePrompts:
     retriever = Retriever.open(index, [(HELD.problem_id, HELD.source)])
-    return ExamplePrompts(config(index, **changes), retriever, words, tokens)
+    return example_prompts(config(index, **changes), retriever, words, tokens)
 
 
-def scored(problem: Problem, purpose: Purpose = Purpose.TRAIN) -> tuple[RolloutRequest, Scored]:
+def scored(problem: Problem, purpose: Purpose = Purpose.TRAIN) -> tuple[RolloutRequest, ScoredTurn]:
     request = RolloutRequest("g1.r0", "g1", problem, "", "c", SamplingParams(8), purpose)
-    return request, Scored(None, None, Fault.OK, Candidate("class ModelNew: pass\n", "c"), timing(2.0, 0.5))  # type: ignore[arg-type]
+    return request, ScoredTurn(None, None, Fault.OK, Candidate("class ModelNew: pass\n", "c"), timing(2.0, 0.5))  # type: ignore[arg-type]
 
 
 def test_a_prompt_names_its_examples_and_the_index(index: Path) -> None:
@@ -152,7 +156,7 @@ def test_a_live_kernel_is_shown_in_training_and_never_in_an_evaluation(index: Pa
 
 @pytest.mark.parametrize("rollout", [scored(HELD), scored(PROBLEM, Purpose.EVAL)])
 def test_held_out_problems_and_evaluations_never_join_the_live_index(
-    index: Path, rollout: tuple[RolloutRequest, Scored]
+    index: Path, rollout: tuple[RolloutRequest, ScoredTurn]
 ) -> None:
     made = prompts(index, raicl_live=4)
     made.learn(*rollout)
@@ -171,17 +175,16 @@ def test_an_unverified_rollout_never_joins_the_live_index(index: Path) -> None:
 def opened(
     monkeypatch: pytest.MonkeyPatch, run_dir: Path, settings: Config, positions: int = 512
 ) -> tuple[FirstPrompts, list[str]]:
-    """`open_prompts` of a run whose policy has so many positions."""
+    """`prompts_of` of a run whose policy has so many positions."""
     model = run_dir / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
     monkeypatch.setattr(versions, "newest", lambda folder: (SimpleNamespace(base_model=str(model)), folder))
-    monkeypatch.setattr(examples, "token_counter", lambda base: words)
-    monkeypatch.setattr(examples, "load_problems", lambda setting: [PROBLEM, HELD])
+    monkeypatch.setattr(prompting, "token_counter", lambda base: words)
+    monkeypatch.setattr(prompting, "load_problems", lambda setting: [PROBLEM, HELD])
     said: list[str] = []
     log = SimpleNamespace(info=lambda event, **facts: said.append(f"{event} {facts}"))
-    service: Any = SimpleNamespace(config=settings, policies=run_dir / "policies", run_dir=run_dir, log=log)
-    return asyncio.run(open_prompts(service, asyncio.Event())), said
+    return prompting.prompts_of(settings, run_dir, log), said
 
 
 def test_a_run_without_raicl_opens_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +232,7 @@ def test_tokens_are_counted_as_the_policy_reads_them(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["x = 1\ny = 2\n"] * 20, 270)
     tokenizer.save_pretrained(tmp_path)
     text = "x = 1\nz = 3\n"
-    assert examples.token_counter(str(tmp_path))(text) == len(tokenizer.encode(text, add_special_tokens=False))
+    assert prompting.token_counter(str(tmp_path))(text) == len(tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_every_problem_of_the_suite_gets_examples_within_the_small_policys_conte
     ]
     build(tmp_path / "index", rows)
     retriever = Retriever.open(tmp_path / "index", [(p.problem_id, p.source) for p in suite if p.split == "heldout"])
-    made = ExamplePrompts(config(tmp_path / "index"), retriever, lambda text: len(text) // 4, 512)
+    made = example_prompts(config(tmp_path / "index"), retriever, lambda text: len(text) // 4, 512)
     shown = [made.make(p, Purpose.EVAL) for p in suite]
     assert all(len(first.text) // 4 <= 512 for first in shown)
     assert all(first.examples for first in shown)

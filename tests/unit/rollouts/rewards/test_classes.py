@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -9,10 +11,12 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
 from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
-from kbrl_async.rollouts.rewards.parts import RewardParts
-from kbrl_async.rollouts.rewards.presets import find_preset, plan_reward_of, reward_of, with_plan
-from kbrl_async.rollouts.turns import TurnOptions, with_returns
-from protocols.records import Fault, TrainSample
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets, plan_reward_of, reward_of
+from kbrl_async.rollouts.settings import DatasetBuilder
+from kbrl_async.rollouts.turns import with_returns
+from protocols.records import BenchReport, BuildReport, Fault, Generation, Timing, TrainSample, Verdict
+from tests.plans import turn_rules
+from tests.records import timing, turn
 
 
 def sample(reward: float, plan: float = 0.0, *, weight: float = 0.1, code: tuple[int, int] = (2, 4)) -> TrainSample:
@@ -28,7 +32,7 @@ def group(*samples: TrainSample) -> Group:
 
 
 def advantages(*samples: TrainSample, baseline: str = "leave_one_out") -> list[tuple[float, float]]:
-    (made,) = train_groups([group(*samples)], baseline, scale_by_std=False)
+    (made,) = train_groups([group(*samples)], baseline, scale_advantages=False)
     return [(s.advantage, s.plan_advantage) for s in made.samples]
 
 
@@ -52,7 +56,7 @@ def test_without_a_weight_there_is_one_class() -> None:
 
 def test_a_batch_is_brought_to_one_scale_that_keeps_the_classes_in_proportion() -> None:
     chosen = group(sample(1.0, 2.0), sample(0.0, 0.0))
-    (made,) = train_groups([chosen], "leave_one_out", scale_by_std=True)
+    (made,) = train_groups([chosen], "leave_one_out", scale_advantages=True)
     assert made.samples[0].advantage == pytest.approx(1.0)
     assert made.samples[0].plan_advantage == pytest.approx(0.1 * 2.0)
 
@@ -70,37 +74,47 @@ def test_plan_advantages_of_nothing_are_nothing() -> None:
 
 def test_a_plan_earns_the_discounted_plan_rewards_of_later_turns() -> None:
     turns = [sample(0.0, 1.0), sample(0.0, 0.5)]
-    assert [s.plan_reward for s in with_returns(turns, TurnOptions(2, gamma=0.4))] == pytest.approx([1.2, 0.5])
+    assert [s.plan_reward for s in with_returns(turns, turn_rules(2, gamma=0.4))] == pytest.approx([1.2, 0.5])
 
 
 # ── presets ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-FAST = RewardParts(Fault.OK, 1, 1, 1, valid=1, correctness=1, correct=1, speed=0.5, speedup=2.0)
-WRONG = RewardParts(Fault.INCORRECT, 1, 1, 1, valid=1)
-INVALID = msgspec.structs.replace(FAST, valid=0.0)
+
+def benched(fault: Fault, timing: Timing | None = None) -> BenchReport:
+    return BenchReport(Verdict(fault), timing)
+
+
+WRITTEN = Generation(0, [1], [1], [-1.0], "", "stop")
+FAST = turn(WRITTEN, BuildReport(Fault.OK), benched(Fault.OK, timing(2.0, 0.0)))
+WRONG = turn(WRITTEN, BuildReport(Fault.OK), benched(Fault.INCORRECT))
+INVALID = turn(WRITTEN, BuildReport(Fault.COMPILE_ERROR))
+CHEAT = turn(WRITTEN, BuildReport(Fault.OK), benched(Fault.CHEATING))
+
+
+def preset(name: str, **settings: Any) -> Preset:
+    return find_presets(DatasetBuilder(reward_preset=name, **settings))[0]
 
 
 def test_plan_code_pays_code_by_correctness_and_the_plan_by_speedup_behind_one_gate() -> None:
-    preset = find_preset("plan_code")
-    paid = [(reward_of(parts, preset), plan_reward_of(parts, preset)) for parts in (FAST, WRONG, INVALID)]
+    pays = preset("plan_code")
+    paid = [(reward_of(found, pays), plan_reward_of(found, pays)) for found in (FAST, WRONG, INVALID)]
     assert paid == [(1.0, 2.0), (0.0, 0.0), (0.0, 0.0)]
-    assert preset.plan_weight == 0.1
+    assert pays.plan_weight == 0.1
 
 
 def test_cheating_pays_no_plan() -> None:
-    cheat = msgspec.structs.replace(FAST, fault=Fault.CHEATING)
-    assert plan_reward_of(cheat, find_preset("plan_code")) == 0.0
+    assert plan_reward_of(CHEAT, preset("plan_code")) == 0.0
 
 
 def test_any_preset_can_pay_a_plan() -> None:
-    preset = with_plan(find_preset("stage3"), "speed", None)
-    assert (preset.plan_part, preset.plan_weight) == ("speed", 0.1)
-    assert plan_reward_of(FAST, preset) == 0.5
-    assert with_plan(find_preset("plan_code"), None, 0.3).plan_weight == 0.3
-    assert with_plan(find_preset("plan_code"), None, 0.0).plan_weight == 0.0
-    assert plan_reward_of(FAST, find_preset("stage3")) == 0.0
+    pays = preset("stage3", reward_plan_part="speed")
+    assert (pays.plan_part, pays.plan_weight) == ("speed", 0.1)
+    assert plan_reward_of(FAST, pays) == pytest.approx(2 / 3)
+    assert preset("plan_code", reward_plan_weight=0.3).plan_weight == 0.3
+    assert preset("plan_code", reward_plan_weight=0.0).plan_weight == 0.0
+    assert plan_reward_of(FAST, preset("stage3")) == 0.0
 
 
 def test_a_weight_without_a_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="weighs no part"):
-        with_plan(find_preset("stage3"), None, 0.2)
+        preset("stage3", reward_plan_weight=0.2)

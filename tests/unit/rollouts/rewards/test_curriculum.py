@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from kbrl_async.rollouts.curriculum import BatchRates, Curriculum, CurriculumOptions
+from kbrl_async.rollouts.curriculum import BatchRates, CurriculumTracker
+from kbrl_async.rollouts.settings import Curriculum
 from protocols.records import Problem
 
 EASY = [Problem(f"L1/{i}", 1, "e", "", difficulty=0.2) for i in range(4)]
 HARD = [Problem(f"L2/{i}", 2, "h", "", difficulty=0.8) for i in range(2)]
 
 
-def curriculum(kind: str = "uniform", window: int = 2) -> Curriculum:
-    return Curriculum(CurriculumOptions(kind, window=window), [*EASY, *HARD], seed=1)
+def curriculum(kind: Any = "uniform", window: int = 2) -> CurriculumTracker:
+    return CurriculumTracker(Curriculum(kind=kind, window=window), [*EASY, *HARD], seed=1)
 
 
-def drawn(made: Curriculum, count: int = 400, excluded: frozenset[str] = frozenset()) -> Counter[str]:
+def drawn(made: CurriculumTracker, count: int = 400, excluded: frozenset[str] = frozenset()) -> Counter[str]:
     return Counter(made.pick(n, excluded).problem_id for n in range(count))
 
 

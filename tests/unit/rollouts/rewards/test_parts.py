@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.rewards.parts import RewardParts, parts_of, speed_part
-from kbrl_async.rollouts.rewards.presets import PRESETS, find_preset, reward_of
+from kbrl_async.rollouts.rewards import presets
+from kbrl_async.rollouts.rewards.parts import earns, log_speed, part_of
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
+from kbrl_async.rollouts.settings import REWARD_PRESETS, DatasetBuilder
+from kbrl_async.runs.config import load
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -60,9 +63,8 @@ FAST_PART = 2 / 3
 
 
 def reward(found: Record, preset: str) -> float:
-    parts = parts_of(found)
-    assert parts is not None
-    return reward_of(parts, find_preset(preset))
+    assert earns(found)
+    return reward_of(found, find_presets(DatasetBuilder(reward_preset=preset))[0])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_staged_weights_pay_before_the_kernel_is_correct(preset: str) -> None:
     assert 0 < reward(NO_COMPILE, preset) < reward(crashing, preset) < reward(WRONG, preset) < reward(SLOW, preset)
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", sorted(REWARD_PRESETS.ours))
 @pytest.mark.parametrize("stage", ["static", "bench"])
 def test_cheating_never_beats_an_honest_failure(preset: str, stage: str) -> None:
     cheat = record(built=Fault.CHEATING, verdict=None) if stage == "static" else record(verdict=Fault.CHEATING, lo=9.0)
@@ -101,75 +103,95 @@ def test_cheating_never_beats_an_honest_failure(preset: str, stage: str) -> None
 
 @pytest.mark.parametrize("fault", [Fault.WORKER_LOST, Fault.INFRA_ERROR, Fault.STALE])
 def test_infrastructure_faults_at_any_stage_give_no_reward(fault: Fault) -> None:
-    assert parts_of(record(written=fault, built=None, verdict=None)) is None
-    assert parts_of(record(built=fault, verdict=None)) is None
-    assert parts_of(record(verdict=fault)) is None
+    assert not earns(record(written=fault, built=None, verdict=None))
+    assert not earns(record(built=fault, verdict=None))
+    assert not earns(record(verdict=fault))
 
 
 def test_a_record_that_stops_without_a_reason_gives_no_reward() -> None:
-    assert parts_of(Record.of(REQUEST)) is None
-    assert parts_of(record(built=None, verdict=None)) is None
-    assert parts_of(record(verdict=None)) is None
+    assert not earns(Record.of(REQUEST))
+    assert not earns(record(built=None, verdict=None))
+    assert not earns(record(verdict=None))
 
 
 def test_correctness_is_whole_only_for_an_ok_verdict() -> None:
-    parts = parts_of(record(verdict=Fault.TIMEOUT, passed=5))
-    assert parts is not None
-    assert (parts.correctness, parts.correct) == (0.8, 0.0)
+    found = record(verdict=Fault.TIMEOUT, passed=5)
+    assert (part_of(found, "correctness"), part_of(found, "correct")) == (0.8, 0.0)
 
 
 def test_a_speedup_whose_interval_includes_one_is_no_gain() -> None:
-    parts = parts_of(record(lo=0.99))
-    assert parts is not None
-    assert parts.speedup_gain == 0.0
-    assert parts.speed < 0.5
+    found = record(lo=0.99)
+    assert part_of(found, "speedup_gain") == 0.0
+    assert part_of(found, "speed") < 0.51
 
 
 def test_the_way_up_to_the_references_speed_is_paid_too() -> None:
-    crawling, walking = parts_of(record(lo=0.2)), parts_of(record(lo=0.8))
-    assert crawling is not None
-    assert walking is not None
-    assert 0 < crawling.speed < walking.speed
+    assert 0 < part_of(record(lo=0.2), "speed") < part_of(record(lo=0.8), "speed")
 
 
 def test_a_wrong_kernel_has_no_speed_however_fast() -> None:
-    parts = parts_of(record(verdict=Fault.INCORRECT, passed=4, lo=7.0))
-    assert parts is not None
-    assert (parts.speed, parts.speedup) == (0.0, 0.0)
+    found = record(verdict=Fault.INCORRECT, passed=4, lo=7.0)
+    assert (part_of(found, "speed"), part_of(found, "speedup")) == (0.0, 0.0)
 
 
 def test_doubling_the_speed_is_always_worth_the_same_up_to_the_cap() -> None:
-    assert [speed_part(x, 0.125, 8.0) for x in (0, 0.125, 0.5, 1, 4, 8, 100)] == pytest.approx(
-        [0, 0, 1 / 3, 1 / 2, 5 / 6, 1, 1]
-    )
+    assert [log_speed(x) for x in (0, 0.125, 0.5, 1, 4, 8, 100)] == pytest.approx([0, 0, 1 / 3, 1 / 2, 5 / 6, 1, 1])
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(10, 1.0), (80, 1.0), (90, 0.5), (100, 0.0)])
 def test_length_falls_over_the_last_fifth(tokens: int, expected: float) -> None:
-    parts = parts_of(Record.of(REQUEST, generation(tokens=tokens), BuildReport(Fault.COMPILE_ERROR)))
-    assert parts is not None
-    assert parts.length == pytest.approx(expected)
+    found = Record.of(REQUEST, generation(tokens=tokens), BuildReport(Fault.COMPILE_ERROR))
+    assert part_of(found, "length") == pytest.approx(expected)
 
 
 def test_thinking_needs_a_closed_thought_with_content() -> None:
     def thinking(text: str) -> float:
-        parts = parts_of(Record.of(REQUEST, generation(text=text), BuildReport(Fault.COMPILE_ERROR)))
-        assert parts is not None
-        return parts.thinking
+        return part_of(Record.of(REQUEST, generation(text=text), BuildReport(Fault.COMPILE_ERROR)), "thinking")
 
     assert [thinking(t) for t in ("<think>tile it</think>", "<think> </think>", "<think>cut")] == [1.0, 0.0, 0.0]
 
 
 def test_weights_can_be_overridden_one_by_one() -> None:
-    preset = find_preset("stage1", {"length": 0.1, "compile": 0.0})
-    assert reward_of(RewardParts(Fault.OK, format=1.0, compile=1.0, length=1.0), preset) == pytest.approx(0.4)
-    assert "length" not in PRESETS["stage1"].weights
+    (preset,) = find_presets(DatasetBuilder(reward_preset="stage1", reward_compile_weight=0.0))
+    assert reward_of(NO_COMPILE, preset) == pytest.approx(0.3)
+    assert reward_of(WRONG, preset) == pytest.approx(0.3 + 0.2 * 0.4)
+    assert presets.STAGE1.weights["compile"] == 0.5
 
 
 def test_a_wrong_part_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'compile'"):
-        find_preset("stage1", {"compiles": 1.0})
+        find_presets(DatasetBuilder(reward_preset=f"{__name__}:MISSPELT"))
 
 
 def test_presets_are_plain_data() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(PRESETS["fork"]), type=type(PRESETS["fork"])) == PRESETS["fork"]
+    assert msgspec.json.decode(msgspec.json.encode(presets.FORK), type=Preset) == presets.FORK
+
+
+# ── a user's own ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def brevity(found: Record) -> float:
+    assert found.generation is not None
+    return 1.0 / len(found.generation.token_ids)
+
+
+MISSPELT = Preset({"compiles": 1.0})
+BRIEF = Preset({"correct": 1.0, f"{__name__}:brevity": 2.0})
+NO_PRESET = "stage1"
+
+
+def test_a_users_own_preset_and_part_are_named_by_their_place_in_the_setting() -> None:
+    config = load(overrides=[f"dataset_builder.reward_preset={__name__}:BRIEF"])
+    (preset,) = find_presets(config.dataset_builder)
+    assert reward_of(FAST, preset) == pytest.approx(1.0 + 2.0 / 10)
+    assert reward_of(record(verdict=Fault.CHEATING), preset) == 0.0
+
+
+def test_what_is_no_preset_is_refused_with_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="is no Preset"):
+        load(overrides=[f"dataset_builder.reward_preset={__name__}:NO_PRESET"])
+
+
+def test_a_name_that_is_nearly_right_is_named_in_the_error() -> None:
+    with pytest.raises(ConfigError, match="Did you mean stage3"):
+        load(overrides=["dataset_builder.reward_preset=stge3"])

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.rewards.presets import PRESETS
 from kbrl_async.runs.config import KEYS, Config, config_hash, environment, load, to_yaml
 from kbrl_async.runs.config.keys import flat
 
@@ -287,10 +286,6 @@ def test_leases_are_given_by_stage() -> None:
     leases = load(overrides=["broker.lease_bench_s=7"]).broker.leases
     assert leases["bench"] == 7
     assert set(leases) == {"generate", "compile", "bench", "score", "train", "trained"}
-
-
-def test_every_reward_preset_that_can_be_chosen_exists() -> None:
-    assert set(KEYS["dataset_builder.reward_preset"].choices) - {"auto"} <= set(PRESETS)
 
 
 def test_reward_weights_are_those_that_were_given() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import check_combination
-from kbrl_async.rollouts.rewards.advantages import BASELINES
+from kbrl_async.rollouts.settings import ADVANTAGES
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.ranges import PresetName
@@ -25,7 +25,7 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
 def test_every_method_is_a_valid_configuration(name: str) -> None:
     config = load(overrides=[f"method={name}"])
     check_combination(config.loss, config.corrections)
-    assert (config.advantage in BASELINES, config.method) == (True, name)
+    assert (ADVANTAGES.knows(config.advantage), config.method) == (True, name)
 
 
 def test_the_schema_names_exactly_the_presets_that_exist() -> None:

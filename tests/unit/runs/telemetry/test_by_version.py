@@ -230,7 +230,7 @@ def tallied(run: SlowBench) -> Answers:
                 tally.admitted(e.group_id, e.rollouts, e.version)  # type: ignore[union-attr]
             case "RolloutEnded", e:
                 tally.answered(e.group_id, e.stats)  # type: ignore[union-attr]
-            case "Scored", e:
+            case "RolloutScored", e:
                 tally.ended(e.group_id)  # type: ignore[union-attr]
             case "Swept", e:
                 tally.swept(e.group_ids)  # type: ignore[union-attr]

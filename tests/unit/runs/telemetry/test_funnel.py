@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kbrl_async.runs.archive.funnel import Step, funnel, steps_of
+from kbrl_async.rollouts.stats import Step, steps_of
+from kbrl_async.runs.archive.funnel import funnel
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Generation, StageReport, Verdict
 from tests.records import turn
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kbrl_async.learning.losses import Tokens
 from kbrl_async.learning.metrics import StepLog
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import prometheus, training_metrics
 from kbrl_async.runs.telemetry.prometheus import Exporter, Source
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from tests.records import stats
 
 COUNTERS = RunCounters(

@@ -10,9 +10,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
+from kbrl_async.evaluation.metrics import heldout_scalars
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import system_metrics, tensorboard, training_metrics
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats, heldout_scalars
 
 
 def read(folder: Path) -> EventAccumulator:

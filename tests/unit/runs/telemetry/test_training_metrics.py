@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 
 FAST = RolloutStats(
     problem_id="L1/a", level=1, reward=1.0, format=True, compiled=True, correct=True, fast=True, speedup=4.0,

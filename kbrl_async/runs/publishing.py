@@ -5,13 +5,18 @@ Torch is imported only where there are weights: an endpoint needs none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.evaluation.targets import Target
+from kbrl_async.durable import write_atomically
+from kbrl_async.errors import CheckpointError
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.targets import Target
 
+POLICY_FILE = "policy.json"
+"""In the run folder of an evaluation: what is evaluated. The command writes it, the evaluator reads it."""
 Told = Callable[[str, float], None]
 
 
@@ -23,7 +28,21 @@ def publish(target: Target, directory: Path, config: Config, told: Told = lambda
     facts = {"kind": target.kind, "label": target.label, "name": target.name, "version": target.version}
     if target.kind == "endpoint":
         return {**facts, "model": config.model_name}
-    from kbrl_async.evaluation.weights import published
+    from kbrl_async.runs.target_weights import published
 
     manifest = published(target, directory, config, told)
     return {**facts, "base_model": manifest.base_model, "weights_sha256": manifest.weights_sha256}
+
+
+def write_policy(run_dir: Path, policy: dict[str, Any]) -> None:
+    """Puts down what is evaluated, for the evaluator and the document."""
+    write_atomically(run_dir / POLICY_FILE, json.dumps(policy, indent=1) + "\n")
+
+
+def read_policy(run_dir: Path) -> dict[str, Any]:
+    """:raises CheckpointError: the command that prepares an evaluation has not written it."""
+    try:
+        policy: dict[str, Any] = json.loads((run_dir / POLICY_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run_dir / POLICY_FILE} can't be read: {error}", "Begin with 'kbrl eval'") from None
+    return policy

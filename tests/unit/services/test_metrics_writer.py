@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.runs.planning import plan_of
+from kbrl_async.runs.run_state import RunState
 from protocols.records import UpdateReport
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.run_state import RunState
 from tests.unit.services.log import Line, Log
 from tests.unit.services.test_catching_up import service
 from tests.unit.services.test_limits import settings
@@ -21,8 +21,8 @@ def rollout(number: int, *, cheated: bool = False) -> RolloutStats:
 
 def told(folder: Path, rollouts: list[RolloutStats]) -> list[Line]:
     config = settings()
-    frame, campaign = service("reward_aggregator", folder, config), RunState(plan_of(config))
-    MetricsWriter(frame, campaign).updated(UpdateReport("b", 3, {}), rollouts, campaign.counters())
+    frame, state = service("reward_aggregator", folder, config), RunState(plan_of(config))
+    MetricsWriter(frame, state).updated(UpdateReport("b", 3, {}), rollouts, state.counters())
     assert isinstance(frame.log, Log)
     return frame.log.lines
 

@@ -15,12 +15,12 @@ import torch
 
 from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError
-from kbrl_async.evaluation.targets import Target
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.targets import Target
 from kbrl_async.weights import prove
 from protocols.records import PolicyVersion
 

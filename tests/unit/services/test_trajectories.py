@@ -6,15 +6,19 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.buffer import BufferOptions, rollout_ids
-from kbrl_async.rollouts.turns import TurnOptions, TurnScore, with_returns
+from kbrl_async.evaluation.heldout import BEFORE
+from kbrl_async.rollouts.buffer.buffer import rollout_ids
+from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.rollouts.trajectories import TurnTaken, best_turn, without_tokens
+from kbrl_async.rollouts.turns import TurnScore
+from kbrl_async.runs.commands import Ask, Command
+from kbrl_async.runs.run_journal import RunJournal
+from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.telemetry import training_metrics
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import Problem, TrainSample
-from services.reward_aggregator.journal import Journal
-from services.reward_aggregator.run_state import BEFORE, Entry, Plan, RolloutEnded, RunState
-from services.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from tests import records
+from tests.plans import buffer_rules, run_plan, turn_rules
 
 
 def stats(rollout_id: str, turn: int, reward: float = 0.0, fault: str = "", **more: bool) -> RolloutStats:
@@ -31,77 +35,78 @@ def taken(rollout_id: str, group: str, turn: int, reward: float = 0.0) -> TurnTa
     )
 
 
-def campaign() -> RunState:
-    book = BufferOptions(groups_per_batch=1, max_batches=1, max_lag=0)
-    return RunState(Plan([Problem("L1/a", 1, "a", "")], [], 0, 2, 0, book))
+def run() -> RunState:
+    rules = buffer_rules(batch_size=1, max_steps=1, max_staleness=0)
+    return RunState(run_plan([Problem("L1/a", 1, "a", "")], buffer=rules, turns=turn_rules(2, gamma=0.5)))
 
 
-def play(made: RunState) -> tuple[str, list[Entry]]:
+def play(made: RunState) -> tuple[str, list[Command]]:
     """One group of two rollouts with two turns each, up to the last turn's end."""
-    admitted = made.book.admit("L1/a", 1, 2, 0.0)
-    made.note(admitted.event, admitted.closed)  # type: ignore[arg-type]
-    group = admitted.event.group_id  # type: ignore[union-attr]
-    entries: list[Entry] = [admitted.event]  # type: ignore[list-item]
-    for number, rollout_id in enumerate(rollout_ids(group, 2)):
-        first = taken(rollout_id, group, 0, 0.1 * number)
-        made.apply(first)
-        entries.append(first)
-    return group, entries
+    admitted = made.admission(0.0)
+    assert admitted is not None
+    commands: list[Command] = [admitted]
+    group = admitted.group_id
+    commands += [taken(rollout_id, group, 0, 0.1 * n) for n, rollout_id in enumerate(rollout_ids(group, 2))]
+    for command in commands:
+        made.do(command)
+    return group, commands
 
 
-def end(made: RunState, group: str) -> list[Entry]:
-    entries: list[Entry] = []
+def end(made: RunState, group: str) -> None:
     for number, rollout_id in enumerate(rollout_ids(group, 2)):
-        turns = [*(t.sample for t in made.dialogues.turns(rollout_id)), sample(rollout_id, 1, float(number))]
-        change = made.book.scored(group, rollout_id, with_returns(turns, TurnOptions(2, gamma=0.5)), 1.0)
-        ended = RolloutEnded(rollout_id, group, stats(rollout_id, 1, float(number)))
-        made.apply(ended)
-        made.note(change.event, change.closed)  # type: ignore[arg-type]
-        entries += [ended, change.event]  # type: ignore[list-item]
-    return entries
+        last = sample(rollout_id, 1, float(number))
+        for command in made.ended(group, rollout_id, last, stats(rollout_id, 1, float(number)), 1.0):
+            made.do(command)
+
+
+def open_turns(made: RunState) -> int:
+    return len(made.snapshot().trajectories.turns)
 
 
 def test_each_turn_is_a_sample_with_its_own_return_and_advantage() -> None:
-    made = campaign()
+    made = run()
     group, _ = play(made)
     end(made, group)
-    batch = made.book.poll(2.0).event
-    (trained,) = made.book.train_groups(batch.batch_id)  # type: ignore[union-attr]
+    batch = made.batch_step(2.0)
+    assert isinstance(batch, BatchMade)
+    made.do(batch)
+    (trained,) = made.train_groups(batch.batch_id)
     by_turn = {(s.rollout_id, s.turn): s for s in trained.samples}
     assert by_turn[f"{group}.r1", 0].reward == 0.1 + 0.5 * 1.0
     first_turns = [by_turn[f"{group}.r{i}", 0].advantage for i in (0, 1)]
     assert first_turns[1] > 0 > first_turns[0]
-    assert len(made.batch_stats(batch)) == 4  # type: ignore[arg-type]
+    assert len(made.batch_stats(batch.batch_id)) == 4
 
 
 def test_a_restart_in_the_middle_of_a_rollout_asks_for_the_same_next_turn(tmp_path: Path) -> None:
-    made = campaign()
-    group, entries = play(made)
-    with Journal(tmp_path / "j") as journal:
-        journal.append(entries)
-        again = campaign()
+    made = run()
+    group, commands = play(made)
+    with RunJournal(tmp_path / "j") as journal:
+        journal.append(commands)
+        again = run()
         for entry in journal.entries():
-            again.apply(entry)
+            again.do(entry)
     rollout_id = f"{group}.r1"
-    assert again.book.open_rollouts() == {group: rollout_ids(group, 2)}
-    assert [t.prompt for t in again.dialogues.turns(rollout_id)] == ["next"]
-    assert again.state() == made.state()
+    assert [ask.rollout_id for ask in again.open_work() if isinstance(ask, Ask)] == rollout_ids(group, 2)
+    assert [t.prompt for t in again.turns(rollout_id)] == ["next"]
+    assert again.snapshot() == made.snapshot()
 
 
-def test_a_finished_rollout_leaves_no_dialogue_behind() -> None:
-    made = campaign()
+def test_a_finished_rollout_leaves_no_turns_behind() -> None:
+    made = run()
     group, _ = play(made)
-    assert len(made.dialogues) == 2
+    assert open_turns(made) == 2
     end(made, group)
-    assert len(made.dialogues) == 0
+    assert open_turns(made) == 0
 
 
-def test_a_group_that_ends_early_takes_its_dialogues_along() -> None:
-    made = campaign()
+def test_a_group_that_ends_early_takes_its_turns_along() -> None:
+    made = run()
     play(made)
-    change = made.book.finish(3.0)
-    made.note(change.event, change.closed)  # type: ignore[arg-type]
-    assert len(made.dialogues) == 0
+    finished = made.finish(3.0)
+    assert finished is not None
+    made.do(finished)
+    assert open_turns(made) == 0
 
 
 def test_an_ended_group_keeps_no_tokens_and_no_prompts_of_its_turns() -> None:
@@ -111,10 +116,10 @@ def test_an_ended_group_keeps_no_tokens_and_no_prompts_of_its_turns() -> None:
 
 
 def test_turns_of_an_evaluation_are_no_training_rollouts() -> None:
-    made = campaign()
-    made.apply(taken("eval.r", BEFORE, 0))
-    assert made.scored == 0
-    assert len(made.dialogues.turns("eval.r")) == 1
+    made = run()
+    made.do(taken("eval.r", BEFORE, 0))
+    assert made.turns_scored == 0
+    assert len(made.turns("eval.r")) == 1
 
 
 def test_the_best_turn_of_an_evaluated_rollout_is_the_fastest_correct_one() -> None:
@@ -142,11 +147,11 @@ def test_trajectory_numbers_are_those_of_whole_rollouts() -> None:
 
 
 def test_a_corrector_gets_the_newest_failure_of_another_rollout_of_the_same_problem() -> None:
-    made = campaign()
+    made = run()
     group, _ = play(made)
     mine, other = rollout_ids(group, 2)
     for rollout_id, repair in ((mine, "fix mine"), (other, "fix the other")):
-        made.apply(msgspec.structs.replace(taken(rollout_id, group, 1), repair=repair))
-    assert made.dialogues.failure_of_another(mine, "L1/a") == "fix the other"
-    assert made.dialogues.failure_of_another(other, "L1/a") == "fix mine"
-    assert made.dialogues.failure_of_another(mine, "L1/b") == ""
+        made.do(msgspec.structs.replace(taken(rollout_id, group, 1), repair=repair))
+    assert made.failure_of_another(mine, "L1/a") == "fix the other"
+    assert made.failure_of_another(other, "L1/a") == "fix mine"
+    assert made.failure_of_another(mine, "L1/b") == ""

@@ -2,16 +2,15 @@
 
 ::
 
-    demonstrations ─▶ SftDataset ─ samples(g000012.r3) ─▶ group book ─▶ batch ─▶ learner      (nothing is generated)
+    demonstrations ─▶ SftDataset ─ samples(g000012.r3) ─▶ rollout buffer ─▶ batch ─▶ learner      (nothing is generated)
 
 Invariants
 * What a rollout id learns is a function of the id, the seed and the data: a restart goes on where the run stopped.
-* Every lesson once in random order, then again in another one.
+* Every demonstration once in random order, then again in another one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 from array import array
 from collections.abc import Sequence
@@ -25,12 +24,11 @@ from kbrl_async.doors import Door
 from kbrl_async.durable import write_atomically
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
 from kbrl_async.rollouts.prompts.chat import chat_of
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations import Conversation, Found, Lesson, Message, Renderer, gather
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER
+from kbrl_async.runs.prompting import positions
 from protocols.records import Problem, TrainSample
-from services.rollouts.examples import positions
-from services.runtime.service import Service
 
 SFT = "sft"
 FILE = "demonstrations.json"
@@ -38,26 +36,26 @@ FILE = "demonstrations.json"
 SHOWN = 5
 """Problems that the log names; the file has all."""
 NOT_A_PROBLEM = Problem("demonstrations", 0, "demonstrations", "")
-"""Stands for the problem of groups that are made of lessons."""
+"""Stands for the problem of groups that are made of demonstrations."""
 
 
 class SftDataset:
-    """SftDataset by rollout id."""
+    """Demonstrations by rollout id."""
 
-    def __init__(self, lessons: Sequence[Lesson], group_size: int, seed: int) -> None:
-        assert lessons, "there is something to learn"
+    def __init__(self, demonstrations: Sequence[Lesson], group_size: int, seed: int) -> None:
+        assert demonstrations, "there is something to learn"
         # Arrays: a list of a large vocabulary's ids takes nine times the memory.
-        self._spans = [[(array("i", s.prompt_ids), array("i", s.token_ids)) for s in x.spans] for x in lessons]
+        self._spans = [[(array("i", s.prompt_ids), array("i", s.token_ids)) for s in x.spans] for x in demonstrations]
         self._group_size = group_size
         self._order = lru_cache(maxsize=2)(
-            lambda turn: random.Random(f"{seed}.{turn}").sample(range(len(lessons)), len(lessons))
+            lambda turn: random.Random(f"{seed}.{turn}").sample(range(len(demonstrations)), len(demonstrations))
         )
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def samples(self, rollout_id: str, version: int) -> list[TrainSample]:
-        """One sample for each turn of the lesson that this rollout stands for."""
+        """One sample for each turn of the demonstration that this rollout stands for."""
         group, _, member = rollout_id.partition(".r")
         number = int(group.removeprefix("g")) * self._group_size + int(member)
         turn, place = divmod(number, len(self))
@@ -68,7 +66,7 @@ class SftDataset:
 
 
 CORPORA = Door("corpora", {"corpus": "kbrl_async.lab.small_policy.configured:right_answers"})
-"""Lessons for who has no files: `(config) -> [(prompt, answer)]`."""
+"""Demonstrations for who has no files: `(config) -> [(prompt, answer)]`."""
 
 
 def corpus(config: Config) -> list[Conversation]:
@@ -79,7 +77,7 @@ def corpus(config: Config) -> list[Conversation]:
 
 
 def find(config: Config, renderer: Renderer) -> Found:
-    """The lessons that the configuration names.
+    """The demonstrations that the configuration names.
 
     :raises UserError: there are none.
     """
@@ -90,38 +88,35 @@ def find(config: Config, renderer: Renderer) -> Found:
     return Found(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0})
 
 
-async def open_lessons(service: Service, stop: asyncio.Event) -> SftDataset | None:
-    """None for all methods but sft. Waits for the policy, whose tokens the lessons are put into."""
-    config = service.config
-    if config.method != SFT:
-        return None
+def open_dataset(config: Config, run_dir: Path, log: Any) -> SftDataset:
+    """What the configuration names, in the tokens of the run's policy, which has to be there.
+
+    :raises UserError: there is nothing to learn from.
+    """
     from kbrl_async.learning.policies import versions  # torch, which the other methods need not
     from kbrl_async.learning.policies.models import load_tokenizer
 
-    while (published := versions.newest(service.policies)) is None:
-        if stop.is_set():
-            return None
-        await asyncio.sleep(0.2)
+    published = versions.newest(run_dir / "policies")
+    assert published is not None, "the policy was waited for"
     base = published[0].base_model
     limit = positions(base)
     tokenizer, builder = load_tokenizer(base), config.dataset_builder
     chat = chat_of(tokenizer, config.prompt_option, builder.chat_template, builder.thinking)
-    renderer = Renderer(tokenizer, 0 if limit == UNLIMITED else limit, chat.render)
-    found = await asyncio.get_running_loop().run_in_executor(None, find, config, renderer)
-    _tell(service, found)
+    found = find(config, Renderer(tokenizer, 0 if limit == UNLIMITED else limit, chat.render))
+    _log(config, run_dir, log, found)
     return SftDataset(found.lessons, config.group_size, config.seed)
 
 
-def _tell(service: Service, found: Found) -> None:
+def _log(config: Config, run_dir: Path, log: Any, found: Found) -> None:
     account = found.account()
-    write_atomically(service.run_dir / FILE, msgspec.json.format(msgspec.json.encode(account), indent=1).decode())
+    write_atomically(run_dir / FILE, msgspec.json.format(msgspec.json.encode(account), indent=1).decode())
     shown = {name: value for name, value in account.items() if name != "left_out"}
-    passes = service.config.max_steps * service.config.batch_size * service.config.group_size / len(found.lessons)
-    service.log.info("demonstrations", **shown, passes=round(passes, 2))
+    passes = config.max_steps * config.batch_size * config.group_size / len(found.lessons)
+    log.info("demonstrations", **shown, passes=round(passes, 2))
     for problem in found.problems[:SHOWN]:
-        service.log.warning("left out", where=problem.where, reason=problem.reason)
+        log.warning("left out", where=problem.where, reason=problem.reason)
     if len(found.problems) > SHOWN:
-        service.log.warning("left out", more=len(found.problems) - SHOWN, file=str(service.run_dir / FILE))
+        log.warning("left out", more=len(found.problems) - SHOWN, file=str(run_dir / FILE))
 
 
 def described(config: Config, run_dir: Path) -> dict[str, Any]:

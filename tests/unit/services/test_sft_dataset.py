@@ -10,13 +10,14 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.lab.small_policy.corpus import examples
 from kbrl_async.learning.sft import without_behaviour
+from kbrl_async.rollouts.alarms import rules_of
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.demonstrations import LearnedTurn, Lesson
+from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SftDataset, corpus, described
+from kbrl_async.runs.planning import plan_of
 from protocols.records import GroupOutcome, TrainGroup
-from services.reward_aggregator.planning import plan_of
-from services.reward_aggregator.sft_dataset import NOT_A_PROBLEM, SftDataset, corpus, described
 
 GROUP = 2
 
@@ -36,14 +37,14 @@ def run(book: RolloutBuffer, lessons: SftDataset, updates: int) -> list[TrainGro
         if len(seen) == updates:
             return seen
         if book.room():
-            event = book.admit(NOT_A_PROBLEM.problem_id, 0, GROUP, now).event
+            event = book.take(book.admission(NOT_A_PROBLEM.problem_id, 0, GROUP, now)).event
             assert isinstance(event, Admitted)
             for rollout_id in rollout_ids(event.group_id, GROUP):
-                book.scored(event.group_id, rollout_id, lessons.samples(rollout_id, event.version), now)
-        made = book.poll(now).event
+                book.take(book.scored(event.group_id, rollout_id, lessons.samples(rollout_id, event.version), now))
+        made = book.take(book.poll(now)).event
         if isinstance(made, BatchMade):
             seen += book.train_groups(made.batch_id)
-            book.trained(made.batch_id, made.index + 1, now)
+            book.take(book.trained(made.batch_id, made.index + 1, now))
     raise AssertionError
 
 
@@ -53,7 +54,7 @@ def targets(groups: list[TrainGroup]) -> list[int]:
 
 def test_every_lesson_is_learned_once_before_any_is_learned_again() -> None:
     lessons = SftDataset([lesson(n) for n in range(4)], GROUP, seed=0)
-    book = RolloutBuffer(plan_of(config()).book)
+    book = RolloutBuffer(plan_of(config()).buffer)
     learned = targets(run(book, lessons, 6))
     passes = [learned[0:4], learned[4:8], learned[8:12]]
     assert [sorted(p) for p in passes] == [[0, 1, 2, 3]] * 3
@@ -61,7 +62,7 @@ def test_every_lesson_is_learned_once_before_any_is_learned_again() -> None:
 
 
 def test_all_counters_of_the_book_add_up_and_nothing_is_filtered() -> None:
-    book = RolloutBuffer(plan_of(config()).book)
+    book = RolloutBuffer(plan_of(config()).buffer)
     run(book, SftDataset([lesson(0)], GROUP, 0), 6)
     book.check()
     assert book.counts[GroupOutcome.TRAINED] == book.counts["admitted"] == 6
@@ -69,7 +70,7 @@ def test_all_counters_of_the_book_add_up_and_nothing_is_filtered() -> None:
 
 def test_every_target_token_weighs_one() -> None:
     """With −A·log π and A = 1 the update is the mean cross-entropy of the target tokens."""
-    groups = run(RolloutBuffer(plan_of(config()).book), SftDataset([lesson(n) for n in range(4)], GROUP, 0), 2)
+    groups = run(RolloutBuffer(plan_of(config()).buffer), SftDataset([lesson(n) for n in range(4)], GROUP, 0), 2)
     assert {sample.advantage for group in groups for sample in group.samples} == {1.0}
     settings = config()
     assert (settings.loss, settings.learner.normalise, settings.learner.epochs) == ("reinforce", "token_mean", 1)
@@ -97,17 +98,17 @@ def test_what_a_rollout_learns_does_not_depend_on_what_was_asked_before() -> Non
 
 def test_a_crash_between_two_lessons_of_a_group_changes_no_batch() -> None:
     """The journal holds an admitted group and one of its lessons; the restarted aggregator teaches the other one."""
-    options, lessons = plan_of(config()).book, SftDataset([lesson(n) for n in range(5)], GROUP, 0)
+    options, lessons = plan_of(config()).buffer, SftDataset([lesson(n) for n in range(5)], GROUP, 0)
     book = RolloutBuffer(options)
-    admitted = book.admit(NOT_A_PROBLEM.problem_id, 0, GROUP, 1.0).event
-    scored = book.scored("g000000", "g000000.r0", lessons.samples("g000000.r0", 0), 2.0).event
+    admitted = book.take(book.admission(NOT_A_PROBLEM.problem_id, 0, GROUP, 1.0)).event
+    scored = book.take(book.scored("g000000", "g000000.r0", lessons.samples("g000000.r0", 0), 2.0)).event
     assert admitted is not None
     assert scored is not None
     again = RolloutBuffer.replay(options, [admitted, scored])
     assert again.open_rollouts() == {"g000000": ["g000000.r1"]}
     for found in (book, again):
-        found.scored("g000000", "g000000.r1", lessons.samples("g000000.r1", 0), 3.0)
-        found.poll(4.0)
+        found.take(found.scored("g000000", "g000000.r1", lessons.samples("g000000.r1", 0), 3.0))
+        found.take(found.poll(4.0))
     assert again.train_groups("batch-000000") == book.train_groups("batch-000000")
 
 
@@ -128,8 +129,8 @@ def test_training_problems_are_not_asked_but_the_held_out_ones_are_evaluated() -
 
 
 def test_alarms_on_ratios_are_off_because_nobody_sampled() -> None:
-    assert [rule.name for rule in plan_of(config()).alarms.rules()] == ["nonfinite"]
-    assert "ess" in [rule.name for rule in plan_of(load(overrides=["method=grpo"])).alarms.rules()]
+    assert [rule.name for rule in rules_of(plan_of(config()).alarms)] == ["nonfinite"]
+    assert "ess" in [rule.name for rule in rules_of(plan_of(load(overrides=["method=grpo"])).alarms)]
 
 
 def test_metrics_that_compare_with_a_sampler_are_not_told() -> None:

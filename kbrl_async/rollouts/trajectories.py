@@ -1,4 +1,4 @@
-"""Rollouts between two turns: what their turns brought so far. Pure; a part of the campaign's state."""
+"""Rollouts between two turns: what their turns brought so far. Pure; a part of the run's state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.telemetry.training_metrics import RolloutStats
 from protocols.records import VERIFIER, TrainSample
 
 
@@ -34,8 +34,8 @@ KEPT_FAILURES = 8
 """Failed kernels per problem that a corrector may be given."""
 
 
-class DialoguesState(msgspec.Struct, frozen=True):
-    """All that dialogues remember."""
+class TrajectoriesState(msgspec.Struct, frozen=True):
+    """All that trajectories remember."""
 
     turns: dict[str, list[TurnTaken]]
     failures: dict[str, list[tuple[str, str]]]
@@ -48,10 +48,10 @@ class Trajectories:
         self._turns: dict[str, list[TurnTaken]] = {}
         self._failures: dict[str, deque[tuple[str, str]]] = {}
 
-    def state(self) -> DialoguesState:
-        return DialoguesState(self._turns, {name: list(kept) for name, kept in self._failures.items()})
+    def state(self) -> TrajectoriesState:
+        return TrajectoriesState(self._turns, {name: list(kept) for name, kept in self._failures.items()})
 
-    def restore(self, state: DialoguesState) -> None:
+    def restore(self, state: TrajectoriesState) -> None:
         self._turns = state.turns
         self._failures = {name: deque(kept, maxlen=KEPT_FAILURES) for name, kept in state.failures.items()}
 

@@ -1,0 +1,66 @@
+"""One scored turn of a rollout, reduced to what metrics, figures and the curriculum need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from protocols.records import SOLVER, Fault
+from protocols.rollout import STEPS, Record
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One step that one candidate came to."""
+
+    name: str
+    passed: bool
+    seconds: float = 0.0
+
+
+def steps_of(record: Record) -> tuple[Step, ...]:
+    """Those that the rollout's candidate came to, in order."""
+    return tuple(Step(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
+
+
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One scored rollout, reduced to what metrics need."""
+
+    problem_id: str
+    level: int
+    reward: float
+    format: bool = False
+    """A kernel could be extracted."""
+    compiled: bool = False
+    correct: bool = False
+    cheated: bool = False
+    fast: bool = False
+    """Correct, and the lower end of the speedup's interval is above 1."""
+    speedup: float | None = None
+    speedup_lo: float | None = None
+    speedup_hi: float | None = None
+    completion_fraction: float = 1.0
+    """1 for an answer that ended by itself, 0 for one that was cut at max_tokens."""
+    turn: int = 0
+    tokens: int = 0
+    """Length of the answer."""
+    policy_version: int = 0
+    """The version that wrote it."""
+    staleness: int | None = None
+    """Versions between writing it and training on it; None: not trained on."""
+    advantage: float | None = None
+    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Time by phase: generate, compile, bench, queue, …"""
+    file: str = ""
+    """Where the kernel was kept, relative to the run folder."""
+    rollout_id: str = ""
+    """Turns of one rollout share it."""
+    fault: str = ""
+    role: str = SOLVER
+    """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
+    flagged: bool = False
+    """An audit holds something against its problem."""
+    funnel: tuple[Step, ...] = ()
+    """The steps that it came to."""
+    ages: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """How many versions old it was at the end of each stage."""
