@@ -29,10 +29,9 @@ from transformers import AutoModelForCausalLM
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.source import render_answer
@@ -84,7 +83,7 @@ def judge(folder: Path) -> Iterator[Judge]:
     store, seen = ArtifactStore(folder / "store"), dict[tuple[str, str], tuple[bool, bool]]()
     with (
         Builder(store) as builder,
-        Zygote(ZYGOTE_PRELOAD) as zygote,
+        zygote_for("cpu") as zygote,
         contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0)))) as bench,
     ):
 

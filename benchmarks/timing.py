@@ -7,6 +7,7 @@ Usage: `python benchmarks/timing.py [--device cpu|cuda:0] [--core N] [--problems
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -19,17 +20,18 @@ import msgspec
 import torch
 
 from kbrl_async.cli.bench import _cores
-from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
+from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.funnel.verifier import default_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.cpu.host import hardware_of
-from kbrl_async.lab.self_test import BACKEND
+from kbrl_async.kernels.verify import Bench, zygote_for
 from protocols.records import Candidate, Problem, Timing
 
 
 def as_candidate(problem: Problem) -> Candidate:
-    return Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), BACKEND)
+    return Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), LIBRARY.name)
 
 
 def naive_s(problem: Problem, device: str, calls: int) -> float:
@@ -53,18 +55,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--core", type=int)
     parser.add_argument("--problems", type=int, default=0, help="so many of the suite, evenly chosen; 0: all")
-    parser.add_argument("--cap", type=float, default=Recipe.of(TimingBench()).cap_s)
+    parser.add_argument("--cap", type=float, default=TimingBench().cap_s)
     asked = parser.parse_args()
     problems = load_suite(shapes=shapes_for(asked.device))
     if asked.problems:
         problems = problems[:: max(1, len(problems) // asked.problems)]
     cores = _cores(asked, asked.device)
-    options = msgspec.structs.replace(
-        default_bench(cores), device=asked.device, recipe=Recipe.of(TimingBench(cap_s=asked.cap))
-    )
+    recipe = Recipe.of(TimingBench(cap_s=asked.cap))
+    options = msgspec.structs.replace(default_bench(cores, recipe), device=asked.device)
     timings: dict[str, Timing] = {}
     anchors, whole = [], []
-    with open_bench(asked.device, VerifyOptions(bench=options)) as bench:
+    with zygote_for(asked.device) as zygote, contextlib.closing(Bench(zygote, options)) as bench:
         for problem in problems:
             bench.evaluate(problem, as_candidate(problem), {}, timing=False)  # makes the reference
             begin = time.perf_counter()

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.settings import CompileFarm, TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 PROBLEM = """
@@ -87,7 +87,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Builder(ArtifactStore(Path(folder)), CompileFarm(cores=cores)) as builder,
-        Zygote(ZYGOTE_PRELOAD) as zygote,
+        zygote_for("cpu") as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
     ):
         for variant in range(asked.candidates + 1):

@@ -9,22 +9,19 @@ import contextlib
 import os
 import random
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
 import torch
 
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import inputs, values, wire
+from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import give_back, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker
 from protocols.records import Problem
-
-if TYPE_CHECKING:
-    from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 
 
 class Reference:
@@ -173,10 +170,10 @@ class Reference:
 class References:
     """A small LRU of references, one per problem source."""
 
-    def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random) -> None:
+    def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random, device: Device | None = None) -> None:
         self._zygote, self._options, self._rng = zygote, options, rng
+        self._device = device or device_of(options.device)
         self._kept: OrderedDict[str, Reference] = OrderedDict()
-        self._spares: Spares | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -196,7 +193,7 @@ class References:
                 cause = f"the reference of {problem.problem_id} is gone ({error})"
                 raise InfraError(cause, "It is made anew for the next candidate") from error
         if reference is None:
-            reference = self._make(problem, tick)
+            reference = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
         reference.uses += 1
         self._kept[problem.source] = reference
         while self._are_too_many():
@@ -213,28 +210,11 @@ class References:
         if sum(reference.host_bytes for reference in self._kept.values()) > self._options.reference_bytes:
             return True
         on_device = sum(reference.device_bytes for reference in self._kept.values())
-        return on_device > 0 and on_device > self._device_room()
-
-    def _device_room(self) -> float:
-        from kbrl_async.kernels.verify.cuda.reference import room_kept
-
-        return room_kept(self._options)
-
-    def _make(self, problem: Problem, tick: Tick) -> Reference:
-        if self._options.device == "cpu":
-            return Reference(self._zygote, problem, self._options, self._rng, tick)
-        from kbrl_async.kernels.verify.cuda.prewarmed import Spares
-        from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room
-
-        make_room(self._kept, self._options)
-        if self._spares is None:
-            self._spares = Spares(self._zygote, self._options.limits, self._options.device)
-        return CudaReference(self._zygote, problem, self._options, self._rng, self._spares, tick)
+        return on_device > 0 and on_device > self._device.room(self._options)
 
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""
-        if self._spares is not None:
-            self._spares.settle()
+        self._device.settle()
 
     def drop(self, reference: Reference) -> None:
         """Its child is in doubt: forget it."""
@@ -244,5 +224,4 @@ class References:
     def close(self) -> None:
         while self._kept:
             self._kept.popitem()[1].close()
-        if self._spares is not None:
-            self._spares.close()
+        self._device.close()

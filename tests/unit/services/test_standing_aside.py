@@ -39,8 +39,6 @@ def test_what_was_started_for_the_next_candidate_ends_before_another_bench_times
 
 
 def test_references_settle_the_children_that_wait() -> None:
-    references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
-    references.settle()
-    waiting = references._spares = cast(Any, Settling())
-    references.settle()
+    waiting = Settling()
+    References(cast(Any, None), bench_options(TimingBench()), random.Random(0), cast(Any, waiting)).settle()
     assert waiting.times == 1
