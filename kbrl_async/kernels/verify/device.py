@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections import OrderedDict
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
@@ -34,9 +34,6 @@ class Measures(Protocol):
 
 class Device(Protocol):
     """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does."""
-
-    records: ClassVar[bool]
-    """Whether `Checker` finds out by recorded and muted runs if own kernels do the work; else `prove` does."""
 
     def __init__(self, name: str) -> None: ...
 

@@ -23,8 +23,6 @@ _KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
 class CpuDevice:
     """See `verify.device`."""
 
-    records = True
-
     def __init__(self, name: str) -> None:
         self.name = name
 

@@ -32,8 +32,6 @@ _HOST_BYTES = 8 << 30
 class CudaDevice:
     """See `verify.device`."""
 
-    records = False
-
     def __init__(self, name: str) -> None:
         self.name = name
         self._health: GpuHealth | None = None

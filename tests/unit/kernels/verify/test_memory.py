@@ -15,11 +15,11 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import memory
-from kbrl_async.kernels.verify import reference as module
+from kbrl_async.kernels.verify import references as module
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cpu import device as cpu_device
 from kbrl_async.kernels.verify.options import bench_options
-from kbrl_async.kernels.verify.reference import References
+from kbrl_async.kernels.verify.references import References
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
 from tests.unit.kernels.verify.test_bench import patient
