@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
 DENSE = "BAAI/bge-code-v1"
-BACKENDS = {
-    "triton_only": frozenset({"triton"}),
-    "cuda_only": frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +72,7 @@ def _build(args: argparse.Namespace) -> int:
     from kbrl_async.lab.indexing import IndexOptions, build_index
     from kbrl_async.rollouts.retrieval import SourceOptions, open_source
 
-    chosen = next((backends for name, backends in BACKENDS.items() if getattr(args, name)), frozenset[str]())
-    wanted = SourceOptions(chosen, _levels(args.sakana_levels), args.include_incorrect)
+    wanted = SourceOptions(_backends(args), _levels(args.sakana_levels), args.include_incorrect)
     sources = [open_source(place, wanted, _problem_sources) for place in args.sources]
     options = IndexOptions(embedder=args.model or default_model())
     console = Console()
@@ -94,6 +89,13 @@ def _build(args: argparse.Namespace) -> int:
         manifest = build_index(sources, args.output, options, shown)
     _report(console, manifest, args.output)
     return 0
+
+
+def _backends(args: argparse.Namespace) -> frozenset[str]:
+    """Whose kernels are taken; empty: all."""
+    if args.triton_only:
+        return frozenset({"triton"})
+    return frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}) if args.cuda_only else frozenset()
 
 
 def default_model() -> str:

@@ -197,6 +197,13 @@ def test_no_command_s_arguments_need_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
 
 
+def test_the_configuration_is_read_without_heavy_packages() -> None:
+    """Its sections lie in their wings, and whatever those import each command would wait for."""
+    heavy = {"torch", "scipy", "numpy", "transformers"}
+    program = f"import sys, kbrl_async.runs.config\nassert not {heavy} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
+
+
 def test_output_that_nobody_reads_any_more_is_no_error() -> None:
     command = [sys.executable, "-m", "kbrl_async", "config"]
     process = subprocess.Popen(

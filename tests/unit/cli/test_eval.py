@@ -16,7 +16,8 @@ from kbrl_async.cli import eval as evaluate
 from kbrl_async.cli import main, parse, train
 from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import RunError, UserError
-from kbrl_async.evaluation import Sample, document
+from kbrl_async.evaluation import document
+from kbrl_async.evaluation.metrics import Sample
 from kbrl_async.runs.config import Config, load, process_counts, to_yaml
 
 
