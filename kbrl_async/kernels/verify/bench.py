@@ -26,7 +26,8 @@ from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_interpreter
-from kbrl_async.kernels.verify.reference import Reference, References
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict

@@ -23,7 +23,6 @@ from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
-from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Outcome, Session
@@ -72,7 +71,7 @@ class Checker:
     def start(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """Fork, confine and build the candidate."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
-        is_asked = device_of(self.options.device).records and not plan.is_plan(candidate.source)
+        is_asked = self.reference.records and not plan.is_plan(candidate.source)
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections import OrderedDict
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
@@ -36,9 +36,6 @@ class Device:
     """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does. What has a body here is
     right where children share the host's memory and nothing is started ahead.
     """
-
-    records: ClassVar[bool] = True
-    """Whether `Checker` finds out by recorded and muted runs if own kernels do the work; else `prove` does."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -11,7 +11,7 @@ import pytest
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify.options import bench_options
-from kbrl_async.kernels.verify.reference import References
+from kbrl_async.kernels.verify.references import References
 from protocols import messages as msg
 from services.runtime.quiet import Gate
 from services.timing_bench import stand_aside

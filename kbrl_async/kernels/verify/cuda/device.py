@@ -33,8 +33,6 @@ _HOST_BYTES = 8 << 30
 class CudaDevice(Device):
     """See `verify.device`."""
 
-    records = False
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._health: GpuHealth | None = None
