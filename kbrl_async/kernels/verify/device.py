@@ -32,16 +32,21 @@ class Measures(Protocol):
     def close(self) -> None: ...
 
 
-class Device(Protocol):
-    """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does."""
+class Device:
+    """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does. What has a body here is
+    right where children share the host's memory and nothing is started ahead.
+    """
 
-    def __init__(self, name: str) -> None: ...
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def zygote(self, modules: tuple[str, ...]) -> Zygote:
         """One whose children can run on it, and have imported these modules, too."""
+        raise NotImplementedError
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """The options with what this kind needs at least."""
+        return options
 
     def open(self) -> None:
         """:raises MissingTool: it is not there."""
@@ -62,17 +67,21 @@ class Device(Protocol):
         tick: Tick,
     ) -> Reference:
         """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
+        raise NotImplementedError
 
     def room(self, options: BenchOptions) -> float:
         """Bytes of its own memory that all references together may take."""
+        return 0.0
 
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""
+        return None
 
     def stopwatch(
         self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> Measures:
         """For one measurement."""
+        raise NotImplementedError
 
     def prove(
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
@@ -88,7 +97,8 @@ class Device(Protocol):
     def settle(self) -> None:
         """Returns when nothing that was started for later candidates is on it any more."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What was started ahead ends."""
 
 
 def device_of(name: str) -> Device:

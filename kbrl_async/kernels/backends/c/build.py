@@ -35,18 +35,8 @@ if TYPE_CHECKING:
 _LAUNCHER = re.compile(r"\bc_kernel\b")
 HEADERS = frozenset(
     [
-        "math.h",
-        "stdint.h",
-        "stddef.h",
-        "string.h",
-        "stdlib.h",
-        "float.h",
-        "omp.h",
-        "immintrin.h",
-        "stdbool.h",
-        "limits.h",
-        "stdalign.h",
-        "tgmath.h",
+        *("math.h", "stdint.h", "stddef.h", "string.h", "stdlib.h", "float.h", "omp.h", "immintrin.h"),
+        *("stdbool.h", "limits.h", "stdalign.h", "tgmath.h"),
     ]
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

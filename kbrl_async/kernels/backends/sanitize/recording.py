@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import socket
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def run_once(task: Task) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate."""
     torch.set_grad_enabled(False)
     backend(task.backend).prepare(task.artifacts, task.device.partition(":")[0])
-    problem, candidate = _module("problem", task.problem), _module("candidate", task.candidate)
+    problem, candidate = contract.load("problem", task.problem), contract.load("candidate", task.candidate)
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())
     contract.seed(task.seed)
@@ -145,13 +144,6 @@ def _argument(arg: Any, declared: str, places: dict[int, int]) -> Argument:
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-
-
-def _module(name: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    exec(compile(source, f"{name}.py", "exec"), module.__dict__)  # noqa: S102 - this is the confined child
-    return module
 
 
 def _copy_weights(reference: torch.nn.Module, model: Any) -> None:

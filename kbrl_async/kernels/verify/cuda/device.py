@@ -15,6 +15,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
+from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Session
@@ -29,11 +30,11 @@ _CANDIDATE_S, _CALL_S = 15.0, 2.0
 _HOST_BYTES = 8 << 30
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """See `verify.device`."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self._health: GpuHealth | None = None
         self._spares: Spares | None = None
 
