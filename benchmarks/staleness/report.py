@@ -210,7 +210,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def picture(figures: Figures, names: Sequence[str], title: str) -> str:
     """Final reward over S: a line per correction, its band from the worst to the best seed for the first two."""
     lines = []
-    for number, name in enumerate(names[: len(plots.frame.COLOURS)]):
+    for number, name in enumerate(names[: len(plots.COLOURS)]):
         found = [(s, figures.rewards(name, s)) for s in figures.stalenesses]
         points = [(float(s), statistics.fmean(values)) for s, values in found if values]
         band = [(float(s), min(values), max(values)) for s, values in found if values] if number < 2 else []

@@ -24,10 +24,10 @@ from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
 from benchmarks.verification import extensions, mix
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.cli import optimize as optimize_command
-from kbrl_async.cli import optimize_engine
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.lab.optimize import evidence
-from kbrl_async.lab.optimize.targets import Given, Target, read_target
+from kbrl_async.lab.optimize import engine, evidence, session
+from kbrl_async.lab.optimize.search import Budget
+from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 from tests.candidates import affine, elementwise
 
@@ -213,21 +213,20 @@ async def optimize(
     turns: int = 4,
     heldout: Annotated[int, "problems of the suite"] = 10,
     examples: str = "",
-    transcribe: bool = True,
 ) -> Result:
     """`kbrl optimize` on held-out problems of the suite and on three modules that are in no suite.
 
     The anchor of each row is the module itself under PyTorch, timed in pairs with the kernel.
     """
-    found, config = optimize_engine.resolve(policy, "newest", [], list(overrides))
-    wanted = optimize_command.Wanted(seconds, turns=turns, examples=examples, transcribe=transcribe)
-    suite = [Target(p, p, "file", "Model", p.problem_id) for p in load_suite(split="heldout")[:heldout]]
+    found, config = engine.resolve(policy, "newest", [], list(overrides))
+    wanted = session.Wanted(Budget(seconds), turns, examples)
+    suite = [UserModule(p, p, "file", "Model", p.problem_id) for p in load_suite(split="heldout")[:heldout]]
     console, rows = Console(stderr=True), []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        threads = stack.enter_context(optimize_command.pinned(config))
-        verifiers = stack.enter_context(optimize_command.open_verifiers(config))
-        async with optimize_engine.open_engine(found, config, threads, lambda _what, _share: None) as opened:
+        threads = stack.enter_context(session.pinned(config))
+        verifiers = stack.enter_context(session.open_verifiers(config))
+        async with engine.open_engine(found, config, threads, lambda _what, _share: None) as opened:
             for target in [*suite, *(read_target(f"{OWN}:{name}", given) for name, given in MODULES)]:
                 began = time.monotonic()
                 output = folder / f"optimized_{target.stem}.py"

@@ -30,7 +30,7 @@ from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
 _LAUNCHER = re.compile(r"\bc_kernel\b")
 HEADERS = frozenset(
@@ -103,7 +103,7 @@ class CBackend(TakesPlans):
 
         return prompt.SHOTS
 
-    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.c.sanitize import sanitize
 
         return sanitize(sanitizer, task, folder)

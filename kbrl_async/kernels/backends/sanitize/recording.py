@@ -23,54 +23,14 @@ import torch
 
 from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.c import launch as launch_c
+from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Recording, Task
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
 CALLS_FILE = "calls.json"
 
 
-class Task(msgspec.Struct, frozen=True):
-    """What a recording child or a watched process is started with."""
-
-    problem: str
-    candidate: str
-    artifacts: dict[str, str]
-    folder: str
-    device: str = "cpu"
-    seed: int = 0
-    max_calls: int = 64
-    max_bytes: int = 256 << 20
-    backend: str = ""
-
-
-class Argument(msgspec.Struct, frozen=True):
-    """`buffer` ≥ 0: a pointer `offset` bytes into that buffer of the call; else the number `value`."""
-
-    declared: str
-    buffer: int = -1
-    offset: int = 0
-    value: float | int = 0
-
-
-class Call(msgspec.Struct, frozen=True):
-    """One launch. `buffers` are the sizes in bytes; their contents lie in `call-{index}-{buffer}.bin`."""
-
-    index: int
-    source_key: str
-    name: str
-    arguments: list[Argument]
-    buffers: list[int]
-
-
 _MOST = 1 << 63
-
-
-class Recording(msgspec.Struct, frozen=True):
-    calls: list[Call]
-    left_out: int = 0
-    """Calls beyond the limits."""
-    error: str = ""
-    """Why the model ended early, where it did."""
 
 
 def read(data: bytes) -> Recording | None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.cli.optimize_engine import examples, resolve
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.optimize.engine import examples, resolve
 from kbrl_async.runs.config import Config, to_yaml
 
 

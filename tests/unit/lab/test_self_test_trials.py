@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.cli.bench_trials import Trials
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.timing.resolution import Trial
+from kbrl_async.lab.self_test import Trials
 
 ONE = Trial(1.001, 0.99, 1.01, 0.05, 20, 0.1)
 

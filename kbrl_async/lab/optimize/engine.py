@@ -12,7 +12,7 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.indexing import BuildOptions, build_index
+from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
@@ -31,6 +31,7 @@ SIMILAR = 0.6
 PLANTED = 4
 LOCAL_SLOTS = 16
 """More at once would only wait for the verifier."""
+_ENDLESS = 1 << 30
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -52,11 +53,8 @@ def resolve(
     env = environment(os.environ)
     words = list(overrides)
     plain = load(files, words, env)
-    is_endpoint = plain.sampler.engine == "openai"
-    what = plain.sampler.base_url if is_endpoint and not policy else policy
-    if not what:
-        what = plain.model_name
-    found = targets.resolve(str(what), Path(plain.log_path), version)
+    own = plain.sampler.base_url if plain.sampler.engine == "openai" else ""
+    found = targets.resolve(str(policy or own or plain.model_name), Path(plain.log_path), version)
     if found.kind == "endpoint":
         words = [f"sampler.base_url={found.name}", "sampler.engine=openai", *words]
     elif found.kind == "model":
@@ -92,13 +90,11 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         try:
             await engine.load(manifest, place)
             limit = getattr(model.config, "max_position_embeddings", None)
-            yield Opened(
-                engine,
-                policy.label,
-                lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
-                LOCAL_SLOTS,
-                limit if isinstance(limit, int) else 1 << 30,
-            )
+
+            def count(text: str) -> int:
+                return len(tokenizer.encode(text, add_special_tokens=False))
+
+            yield Opened(engine, policy.label, count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
         finally:
             await engine.close()
 
@@ -111,13 +107,8 @@ async def _endpoint(config: Config) -> AsyncIterator[Opened]:
     try:
         await engine.check()
         # four characters a token is what providers tell people to reckon with
-        yield Opened(
-            engine,
-            f"{config.model_name} at {config.sampler.base_url}",
-            lambda t: len(t) // 4,
-            config.sampler.slots,
-            1 << 30,
-        )
+        label = f"{config.model_name} at {config.sampler.base_url}"
+        yield Opened(engine, label, lambda t: len(t) // 4, config.sampler.slots, _ENDLESS)
     finally:
         await engine.close()
 
@@ -143,7 +134,7 @@ def examples(place: str, problem: Problem, backend: str, k: int) -> list[Hit]:
         return Retriever.open(path).retrieve(query).hits
     with tempfile.TemporaryDirectory(prefix="kbrl-index-") as folder:
         source = open_source(str(path), SourceOptions(), _sources)
-        build_index([source], Path(folder) / "index", BuildOptions(embedder="lexical"), lambda *_: None)
+        build_index([source], Path(folder) / "index", IndexOptions(embedder="lexical"), lambda *_: None)
         return Retriever.open(Path(folder) / "index").retrieve(query).hits
 
 

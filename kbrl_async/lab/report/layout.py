@@ -1,6 +1,7 @@
-"""Rows that share a horizontal axis: Gantt charts, heat maps, timelines, intervals, bars.
+"""What sections are laid out with: figures, tables, views, and rows that share a horizontal axis. Pure.
 
-A browser lays out the words; only the strips between them are stretched, so text has one size on every screen::
+A browser lays out the words of rows (Gantt charts, heat maps, timelines, intervals, bars); only the strips between them
+are stretched, so text has one size on every screen::
 
     label      ▇▇▇░░░▇▇▇▇▇░░▇▇▇      value
     label      ░░▇▇▇▇░░░░▇▇░░░░      value
@@ -10,11 +11,85 @@ A browser lays out the words; only the strips between them are stretched, so tex
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kbrl_async.lab.report.markup import Content, Markup, element
+from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.scales import time_label, time_ticks
+from kbrl_async.runs.telemetry.by_version import Part
+
+
+def section(key: str, title: str, intro: Content, *parts: Content) -> Markup:
+    """One part of the page; nothing where it has no parts."""
+    if not any(parts):
+        return Markup("")
+    return element("section", element("h2", title), element("p", intro, class_="intro"), *parts, id=key)
+
+
+def figure(title: str, note: Content, *body: Content, class_: str = "") -> Markup:
+    """A chart with its caption above it."""
+    words = element("small", note) if note else ""
+    return element("figure", element("figcaption", element("b", title), " ", words), *body, class_=class_ or None)
+
+
+def grid(figures: Sequence[Markup], class_: str = "grid") -> Markup:
+    """Charts beside each other, as many as fit; `grid two`: wider ones."""
+    there = [made for made in figures if made]
+    return element("div", *there, class_=class_) if there else Markup("")
+
+
+def choice(group: str, options: Sequence[tuple[str, Markup]]) -> Markup:
+    """One of several views, chosen without a script: radio buttons and what follows them."""
+    buttons = [
+        element("input", type="radio", name=group, id=f"{group}-{i}", class_=f"pick p{i}", checked=i == 0)
+        + element("label", name, for_=f"{group}-{i}")
+        for i, (name, _) in enumerate(options)
+    ]
+    views = [element("div", view, class_=f"view v{i}") for i, (_, view) in enumerate(options)]
+    return element("div", join(buttons), *views, class_="choice")
+
+
+def data_table(lines: Iterable[Markup], head: Content = "", *, class_: str = "scroll", kind: str = "") -> Markup:
+    """`lines` and `head`: rows as elements."""
+    top = element("thead", head) if head else ""
+    return element("div", element("table", top, element("tbody", *lines), class_=kind or None), class_=class_)
+
+
+def dumbbell(
+    name: Content, before: float | None, after: float | None, colours: tuple[str, str, str], tip: str
+) -> Markup:
+    """Two shares and what lies between. `colours`: of the second one, of a rise, of a fall."""
+    marks = [Mark(100 * v, c) for v, c in ((before, "none open"), (after, colours[0])) if v is not None]
+    bars = []
+    if before is not None and after is not None and before != after:
+        low, high = sorted((before, after))
+        bars = [Bar(100 * low, 100 * high, colours[1] if after > before else colours[2])]
+    return row(name, bars, marks=marks, value=numbers.percent(after), tip=tip)
+
+
+def time_axis(run: RunData, start: float = 0.0) -> Axis:
+    """Round moments of the run from `start` on, in percent of that time."""
+    length = run.duration - start or 1.0
+    return [(100 * (tick - start) / length, time_label(tick)) for tick in time_ticks(run.duration, 8, start)]
+
+
+def version_ticks(parts: Sequence[Part], most: int = 5) -> list[float]:
+    """Whole versions on an axis."""
+    if not parts:
+        return []
+    first, last = parts[0].first, parts[-1].last
+    return [float(v) for v in range(first, last + 1, max(1, -(-(last - first) // most)))]
+
+
+def place(run: RunData, moment: float) -> float:
+    return min(100.0, max(0.0, 100 * moment / (run.duration or 1.0)))
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 UNITS = 1000
 """Width of a strip in its own units."""
