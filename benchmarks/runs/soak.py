@@ -293,6 +293,8 @@ def judge_stores(record: Record, since: float, tolerance: float, done: int) -> t
     for name in sorted({name for _, stores in samples for name in stores}):
         full_at = next((at for at, work in record.work if work["version"] >= FULL_AT.get(name, 0)), since)
         points = [(at, stores[name]) for at, stores in samples if name in stores and at >= full_at]
+        if not points:
+            continue  # gone before it was full
         size = trend((at, s[0] / 2**20) for at, s in points)
         grown = points[-1][1][0] - points[0][1][0]
         figures[name] = {"mb": size, "files": trend((at, s[1]) for at, s in points)}
