@@ -1,76 +1,50 @@
-"""Building and asking an index of 20,000 rows with the offline embedder: seconds, milliseconds, memory, recall, leaks.
-
-    python benchmarks/retrieval.py [--rows 20000] [--queries 500]
-
-The rows are made first (see `retrieval_corpus`), hostile ones included. A query is a mutated near-copy of an indexed
-reference: other names, constants, comments and layout, and its members in another order; three rows in ten have a
-sibling that differs in one operation. The anchor of the same run is TF-IDF over the words of the same texts, hashed
-into as many dimensions. The last line is JSON.
-"""
+"""What an index of examples costs, and what it finds. `python -m benchmarks.retrieval index`"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
-import platform
 import random
 import re
 import resource
-import statistics
 import tempfile
 import time
 import zlib
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
+from typing import Annotated
 
 import faiss
 import numpy as np
-from retrieval_corpus import kernelbook_lines, mutated, sakana_lines, write_lines
 
+from benchmarks.harness import Commands, Result, percentiles
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval import Query, Retriever, SourceOptions, open_source
 from kbrl_async.rollouts.retrieval.code import read
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.store import Store
+from tests.retrieval_corpus import kernelbook_lines, mutated, sakana_lines, write_lines
 
+commands = Commands("retrieval", __doc__)
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def tf_idf(sources: list[str], weights: dict[str, float], dimension: int = 512) -> Vectors:
-    rows = np.zeros((len(sources), dimension), np.float32)
-    for row, source in enumerate(sources):
-        for word, count in Counter(WORD.findall(source)).items():
-            hashed = zlib.crc32(word.encode())
-            weight = weights.get(word, 0.0) * (1 + math.log(count))
-            rows[row, hashed % dimension] += weight if hashed >> 31 else -weight
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.maximum(norms, 1e-9)
+@commands
+def index(
+    rows: Annotated[int, "usable ones, about"] = 20_000,
+    queries: Annotated[int, "mutated near-copies to look up"] = 500,
+) -> Result:
+    """Building and asking an index with the offline embedder: seconds, milliseconds, memory, recall, leaks.
+
+    The rows are made first, hostile ones included. A query is a mutated near-copy of an indexed reference: other names,
+    constants, comments and layout, and its members in another order; three rows in ten have a sibling that differs in
+    one operation. The anchor is TF-IDF over the words of the same texts, hashed into as many dimensions.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        return _measured(Path(name), rows, queries)
 
 
-def anchor_recall(store: Store, rows: list[int], queries: list[str]) -> float:
-    texts = [store.entry(row).reference for row in range(store.count)]
-    documents = Counter(word for text in texts for word in set(WORD.findall(text)))
-    weights = {word: math.log(len(texts) / count) for word, count in documents.items()}
-    index = faiss.IndexFlatIP(512)
-    index.add(tf_idf(texts, weights))
-    found = index.search(tf_idf(queries, weights), 3)[1]
-    return statistics.fmean(row in hits for row, hits in zip(rows, found, strict=True))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000, help="usable rows, about")
-    parser.add_argument("--queries", type=int, default=500, help="mutated near-copies to look up")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        report = measure(Path(folder), args.rows, args.queries)
-    print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(json.dumps(report))
-
-
-def measure(folder: Path, rows: int, queries: int) -> dict[str, object]:
+def _measured(folder: Path, rows: int, queries: int) -> Result:
     # an eighth comes from the archive, of which kernels of unwanted levels and surplus ones are left out
     book, archive = folder / "book.jsonl", folder / "archive.jsonl"
     written = write_lines(book, kernelbook_lines(0, rows)) + write_lines(archive, sakana_lines(1, rows // 4))
@@ -93,25 +67,45 @@ def measure(folder: Path, rows: int, queries: int) -> dict[str, object]:
         took.append(1000 * (time.perf_counter() - begun))
         used.append(1000 * (time.process_time() - cpu))
         leaked += store.entry(row).uid in {hit.entry.uid for hit in answer.hits} or not answer.refused
+    p50, p99 = percentiles(took, 50, 99)
     return {
-        "benchmark": "retrieval",
         "rows_read": written,
         "rows_indexed": manifest.count,
         "skipped": {source.corpus: source.skipped for source in manifest.sources},
-        "build_s": round(build_s, 1),
-        "build_cpu_s": round(cpu_s, 1),
-        "load_1m": round(os.getloadavg()[0], 1),
-        "build_peak_mb": round(build_mb),
-        "index_mb": round(sum(manifest.files.values()) / 1e6, 1),
+        "build_s": build_s,
+        "build_cpu_s": cpu_s,
+        "build_peak_mb": build_mb,
+        "index_mb": sum(manifest.files.values()) / 1e6,
         "queries": len(chosen),
-        "query_p50_ms": round(statistics.median(took), 2),
-        "query_cpu_p50_ms": round(statistics.median(used), 2),
-        "query_p99_ms": round(statistics.quantiles(took, n=100)[98], 2),
-        "recall_at_3": round(found / len(chosen), 4),
-        "anchor_recall_at_3": round(anchor_recall(store, chosen, asked), 4),
+        "query_p50_ms": p50,
+        "query_cpu_p50_ms": percentiles(used, 50)[0],
+        "query_p99_ms": p99,
+        "recall_at_3": found / len(chosen),
+        "anchor_recall_at_3": _anchor_recall(store, chosen, asked),
         "leaked": leaked,
     }
 
 
+def _tf_idf(sources: list[str], weights: dict[str, float], dimension: int = 512) -> Vectors:
+    rows = np.zeros((len(sources), dimension), np.float32)
+    for row, source in enumerate(sources):
+        for word, count in Counter(WORD.findall(source)).items():
+            hashed = zlib.crc32(word.encode())
+            weight = weights.get(word, 0.0) * (1 + math.log(count))
+            rows[row, hashed % dimension] += weight if hashed >> 31 else -weight
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.maximum(norms, 1e-9)
+
+
+def _anchor_recall(store: Store, rows: list[int], queries: list[str]) -> float:
+    texts = [store.entry(row).reference for row in range(store.count)]
+    documents = Counter(word for text in texts for word in set(WORD.findall(text)))
+    weights = {word: math.log(len(texts) / count) for word, count in documents.items()}
+    index = faiss.IndexFlatIP(512)
+    index.add(_tf_idf(texts, weights))
+    found = index.search(_tf_idf(queries, weights), 3)[1]
+    return fmean(row in hits for row, hits in zip(rows, found, strict=True))
+
+
 if __name__ == "__main__":
-    main()
+    commands.main()

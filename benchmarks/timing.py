@@ -1,38 +1,73 @@
-"""Seconds of exclusive bench time per decided candidate, over the suite: the reference as its own candidate. One JSON
-line last. The anchor of the same run is a naive loop of as many calls, without checks, pairs or processes.
-
-Usage: `python benchmarks/timing.py [--device cpu|cuda:0] [--core N] [--problems N] [--cap S]`
-"""
+"""What a timing costs. `python -m benchmarks.timing COMMAND`; its truth: `kbrl bench --aa --ab`."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import time
 from collections import Counter
-from typing import Any
+from statistics import fmean, median, quantiles
+from typing import Annotated, Any
 
-import msgspec
 import torch
 
-from kbrl_async.cli.bench import _cores
-from kbrl_async.cli.bench_cases import BACKEND
-from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench, open_bench, shapes_for
+from benchmarks.harness import CORES, Commands, Result, say
+from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.funnel.verifier import default_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from protocols.records import Candidate, Problem, Timing
 
-
-def as_candidate(problem: Problem) -> Candidate:
-    return Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), BACKEND)
+commands = Commands("timing", __doc__)
 
 
-def naive_s(problem: Problem, device: str, calls: int) -> float:
+@commands
+def suite(
+    device: str = "cpu",
+    core: int | None = None,
+    problems: Annotated[int, "so many of the suite, evenly chosen; 0: all"] = 0,
+    cap: Annotated[float, "seconds for one decision"] = 0.15,
+) -> Result:
+    """Seconds of exclusive bench time per decided candidate, over the suite: the reference as its own candidate.
+
+    The anchor is a naive loop of as many calls, without checks, pairs or processes.
+    """
+    chosen = load_suite(shapes=shapes_for(device))
+    if problems:
+        chosen = chosen[:: max(1, len(chosen) // problems)]
+    cores = () if device.startswith("cuda") else (CORES[-1] if core is None else core,)
+    options = VerifyOptions(bench=default_bench(cores, Recipe.of(TimingBench(cap_s=cap))))
+    timings: list[Timing] = []
+    anchors, whole = [], []
+    with Verifier(device, options) as verifier:
+        bench = verifier.judge(device, LIBRARY.name).bench
+        for problem in chosen:
+            itself = Candidate(problem.source.replace("class Model(", "class ModelNew(", 1), LIBRARY.name)
+            bench.evaluate(problem, itself, {}, timing=False)  # makes the reference
+            begin = time.perf_counter()
+            timing = bench.evaluate(problem, itself, {}).timing
+            whole.append(time.perf_counter() - begin)
+            if timing is not None:
+                timings.append(timing)
+                anchors.append(_naive_s(problem, device, 2 * timing.n))
+                say(f"{problem.problem_id:32} {timing.spent_s:.3f} s  {timing.n:3} pairs  {timing.stopped}")
+    spent = sorted(timing.spent_s for timing in timings)
+    return {
+        "hardware": hardware_of(device),
+        "load_while_timing": fmean(timing.load or 0 for timing in timings),
+        "decided": len(timings),
+        "of": len(chosen),
+        "exclusive_s_deciles": quantiles(spent, n=10) if len(spent) > 1 else spent,
+        "exclusive_s_mean": fmean(spent),
+        "with_verification_s_median": median(whole),
+        "anchor_naive_s_mean": fmean(anchors),
+        "stopped": Counter(timing.stopped for timing in timings),
+        "false_faster": sum(timing.is_faster for timing in timings),
+    }
+
+
+def _naive_s(problem: Problem, device: str, calls: int) -> float:
     """The suite is ours: it may run in this process."""
     namespace: dict[str, Any] = {}
     exec(compile(problem.source, "problem.py", "exec"), namespace)
@@ -48,52 +83,5 @@ def naive_s(problem: Problem, device: str, calls: int) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--core", type=int)
-    parser.add_argument("--problems", type=int, default=0, help="so many of the suite, evenly chosen; 0: all")
-    parser.add_argument("--cap", type=float, default=Recipe.of(TimingBench()).cap_s)
-    asked = parser.parse_args()
-    problems = load_suite(shapes=shapes_for(asked.device))
-    if asked.problems:
-        problems = problems[:: max(1, len(problems) // asked.problems)]
-    cores = _cores(asked, asked.device)
-    options = msgspec.structs.replace(
-        default_bench(cores), device=asked.device, recipe=Recipe.of(TimingBench(cap_s=asked.cap))
-    )
-    timings: dict[str, Timing] = {}
-    anchors, whole = [], []
-    with open_bench(asked.device, VerifyOptions(bench=options)) as bench:
-        for problem in problems:
-            bench.evaluate(problem, as_candidate(problem), {}, timing=False)  # makes the reference
-            begin = time.perf_counter()
-            timing = bench.evaluate(problem, as_candidate(problem), {}).timing
-            whole.append(time.perf_counter() - begin)
-            if timing is None:
-                continue
-            timings[problem.problem_id] = timing
-            anchors.append(naive_s(problem, asked.device, 2 * timing.n))
-            print(f"{problem.problem_id:32} {timing.spent_s:.3f} s  {timing.n:3} pairs  {timing.stopped}")
-    spent = sorted(timing.spent_s for timing in timings.values())
-    deciles = [round(value, 4) for value in statistics.quantiles(spent, n=10)] if len(spent) > 1 else spent
-    print(
-        json.dumps(
-            {
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, {hardware_of(asked.device)}",
-                "load": round(statistics.fmean(timing.load or 0 for timing in timings.values()), 3),
-                "decided": len(timings),
-                "of": len(problems),
-                "exclusive_s_deciles": deciles,
-                "exclusive_s_mean": round(statistics.fmean(spent), 4),
-                "with_verification_s_median": round(statistics.median(whole), 4),
-                "anchor_naive_s_mean": round(statistics.fmean(anchors), 4),
-                "stopped": Counter(timing.stopped for timing in timings.values()),
-                "false_faster": sum(timing.is_faster for timing in timings.values()),
-            }
-        )
-    )
-
-
 if __name__ == "__main__":
-    main()
+    commands.main()

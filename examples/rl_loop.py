@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kbrl_async.kernels.answers.extraction import extract
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder, Judge
@@ -31,22 +33,13 @@ from kbrl_async.learning.policies.versions import publish, version_folder
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.advantages import find_baseline
-from kbrl_async.rollouts.rewards.parts import earns
-from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
+from kbrl_async.rollouts.rewards.presets import find_presets
+from kbrl_async.rollouts.scoring import score
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, load
 from kbrl_async.sampling.engine import Engine
 from kbrl_async.sampling.transformers.engine import TransformersEngine
-from protocols.records import (
-    Candidate,
-    Fault,
-    Generation,
-    Problem,
-    RolloutRequest,
-    SamplingParams,
-    TrainGroup,
-    TrainSample,
-)
+from protocols.records import Candidate, Fault, Generation, Problem, RolloutRequest, SamplingParams, TrainGroup
 from protocols.rollout import Record
 
 SETTINGS = ("level=1", "batch_size=2", "group_size=4")
@@ -104,15 +97,11 @@ async def roll_out(parts: Parts, problem: Problem, group_id: str) -> list[Record
 
 def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
+    preset, *_ = find_presets(config.reward)
+    turns = [turn for record in records if (turn := score(record, preset)) is not None]
+    advantages = find_baseline(config.advantage)([turn.sample.reward for turn in turns])
+    samples = [replace(turn.sample, advantage=a) for turn, a in zip(turns, advantages, strict=True)]
     request = records[0].request
-    preset = find_presets(config.reward)[-1]
-    scored = [(r, reward_of(r, preset)) for r in records if earns(r)]
-    advantages = find_baseline(config.advantage)([reward for _, reward in scored])
-    samples = [
-        TrainSample(r.request.rollout_id, g.prompt_ids, g.token_ids, g.logprobs, advantage, reward, g.policy_version)
-        for (r, reward), advantage in zip(scored, advantages, strict=True)
-        if (g := r.generation) is not None
-    ]
     return TrainGroup(request.group_id, request.problem.problem_id, request.problem.level, samples)
 
 

@@ -31,7 +31,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train method=sft name=taught",
         "kbrl train method=sft demonstrations.files=chats.jsonl,more/,runs/default name=taught-by-files",
         "kbrl train --config configs/fusion_best_of_n.yaml name=best-of-n",
-        "python benchmarks/methods.py --folder fusion --seeds 0,1,2 --write",
+        "python -m benchmarks.learning methods --folder fusion --seeds 0,1,2 --write",
     ),
     "harms a run for minutes: tests/chaos/test_kill_each_process.py": (
         "kbrl chaos --train --random 20 --seed 1",

@@ -9,39 +9,35 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
+from rich.table import Table
 
-from kbrl_async.cli import one_kernel
+from kbrl_async.cli.shared import add_kernel, judged, print_json, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Result
     from kbrl_async.kernels.funnel.verifier import VerifyOptions
     from kbrl_async.kernels.timing import Recipe
-    from kbrl_async.kernels.timing.resolution import Report
+    from kbrl_async.kernels.timing.resolution import Report, Row
     from kbrl_async.kernels.verify import BenchOptions
     from protocols.records import Problem, Timing
 
-NAME = "bench"
-HELP = "time one kernel carefully, or report what this host's bench can tell apart"
 MAX_FALSE = 0.01
 _TELL_S = 10.0
-_MOST_BESIDE = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     one, self_test = parser.add_argument_group("one kernel"), parser.add_argument_group("the bench against itself")
-    one_kernel.add_arguments(one)
+    add_kernel(one)
     one.add_argument("--problems", metavar="DIR", default="", help="where ids are looked up; default: our suite")
     one.add_argument(
         "--baseline",
@@ -78,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_usage(args)
-    return one_kernel.judged(lambda: _self_test(args) if args.aa or args.ab else _one(args))
+    return judged(lambda: _self_test(args) if args.aa or args.ab else _one(args))
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -163,18 +159,15 @@ def _remember(source: str, hardware: str) -> Callable[[str, Timing], None]:
 
 def _tell_one(args: argparse.Namespace, result: Result, missing: dict[str, str]) -> None:
     if args.json:
-        print(msgspec.json.encode({**result.document(), "missing_baselines": missing}).decode())
+        print_json({**result.document(), "missing_baselines": missing})
         return
     from kbrl_async.cli.verify import show
 
     console = Console()
     show(result, console)
-    timing = result.timing
-    if timing is not None:
-        for line in timing_lines(timing):
-            console.print(line, markup=False, highlight=False)
-    for name, why in missing.items():
-        console.print(f"no baseline {name}: {why}", markup=False)
+    lines = timing_lines(result.timing) if result.timing is not None else []
+    for line in [*lines, *(f"no baseline {name}: {why}" for name, why in missing.items())]:
+        say(line, console)
 
 
 def timing_lines(timing: Timing) -> list[str]:
@@ -230,8 +223,8 @@ def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOpti
 
 
 def _self_test(args: argparse.Namespace) -> int:
-    from kbrl_async.cli import bench_show
     from kbrl_async.kernels.timing import resolution
+    from kbrl_async.lab import self_test
 
     console = Console(stderr=args.json)
     report = measured_report(args, Console(stderr=True))
@@ -240,14 +233,14 @@ def _self_test(args: argparse.Namespace) -> int:
     if is_kept:
         resolution.save(report, path)
     if args.plot:
-        bench_show.plot(report, args.plot)
-    bench_show.show(report, console)
+        args.plot.write_text(self_test.svg(report))
+    show_report(report, console)
     if args.json:
-        print(msgspec.json.encode(report).decode())
+        print_json(report)
     if is_kept:
-        console.print(f"kept in {path}: timings on this host are widened by it", markup=False)
+        say(f"kept in {path}: timings on this host are widened by it", console)
     elif report.rows and not report.is_quiet:
-        console.print("not kept: others loaded this host, and their noise hides what was looked for", markup=False)
+        say("not kept: others loaded this host, and their noise hides what was looked for", console)
     return 1 if report.false_faster > MAX_FALSE else 0
 
 
@@ -264,19 +257,16 @@ def told(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal last
         if time.monotonic() - last >= _TELL_S:
             last = time.monotonic()
-            console.print(text, markup=False, highlight=False)
+            say(text, console)
 
     yield tell
 
 
 def measured_report(args: argparse.Namespace, console: Console) -> Report:
-    from kbrl_async.cli import bench_cases, bench_runs
-    from kbrl_async.cli.bench_trials import Trials
     from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench
     from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
-    from kbrl_async.kernels.timing.cpu.host import hardware_of
-    from kbrl_async.kernels.verify import Bench, zygote_for
+    from kbrl_async.lab.self_test import SelfTest, measure
 
     device = choose_device("c" if args.device == "auto" else "", args.device)
     # What no sampling removes is what is being measured here: nothing may widen the intervals.
@@ -289,18 +279,50 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
         default_bench(_cores(args, device), recipe), device=device, references=16, reference_bytes=1 << 34
     )
     check_device(device)
-    chosen = bench_cases.cases(device)
-    others: dict[str, dict[str, float]] = {}
-    trials = Trials(hardware_of(device), args.trials, args.minutes)
-    with told(console) as tell, zygote_for(device) as zygote, closing(Bench(zygote, options)) as bench:
-        if args.aa:
-            bench_runs.aa(bench, chosen, args.pairs, tell, random.Random(), trials)
-        if args.ab:
-            bench_runs.ab(bench, device, max(1, args.pairs // 5), tell, trials)
-        runs, truths = (trials.of("aa") if args.aa else {}), (trials.of("ab") if args.ab else {})
-        for case in chosen if args.beside else ():
-            tell(f"other methods: {case.name}")
-            as_long = [trial.seconds for trial in runs.get(case.name, ())] or [recipe.cap_s]
-            asked = max(3, min(_MOST_BESIDE, args.pairs // 20))
-            others[case.name] = bench_runs.beside(case, device, asked, statistics.median(as_long))
-    return bench_runs.report(hardware_of(device), runs, truths, others)
+    asked = SelfTest(args.aa, args.ab, args.pairs, args.beside, args.trials, args.minutes)
+    with told(console) as tell:
+        return measure(asked, options, tell)
+
+
+def show_report(report: Report, console: Console) -> None:
+    if report.rows:
+        console.print(_rows_table("A/A: a reference against itself", report.rows))
+        runs = sum(row.runs for row in report.rows)
+        console.print(f"speedups claimed that are not there: {100 * report.false_faster:.2f} % of {runs}")
+    if any(row.methods for row in report.rows):
+        console.print(_others_table(report.rows))
+    if report.truths:
+        console.print(_rows_table("A/B: the same, slowed by a known amount", report.truths))
+    clocks = report.clocks
+    if clocks:
+        console.print(f"clock {clocks['min']:.0f} … {clocks['median']:.0f} … {clocks['max']:.0f} MHz", end="; ")
+    say(f"throttled: {', '.join(report.throttle) or 'never'}; load by others {report.load:.2f}", console)
+
+
+def _rows_table(title: str, rows: list[Row]) -> Table:
+    """`±`: what no sampling removes, by which intervals are widened; `inside`: how often the truth was."""
+    numbers = ("ms", "runs", "± %", "false + %", "false − %", "inside %", "worst %", "pairs", "s")
+    made = _narrow(title, numbers)
+    for row in rows:
+        shares = (row.share, row.false_faster, row.false_slower, row.covered, row.worst_error)
+        values = (f"{100 * share:.2f}" for share in shares)
+        made.add_row(row.case, f"{row.ms:.4f}", str(row.runs), *values, f"{row.median_n:.0f}", f"{row.seconds:.3f}")
+    return made
+
+
+def _others_table(rows: list[Row]) -> Table:
+    names = sorted({name for row in rows for name in row.methods})
+    made = _narrow("worst error of other methods on the same, in %", ("this bench", *names))
+    for row in rows:
+        found = (row.worst_error, *(row.methods.get(name) for name in names))
+        made.add_row(row.case, *("" if value is None else f"{100 * value:.2f}" for value in found))
+    return made
+
+
+def _narrow(title: str, numbers: Sequence[str]) -> Table:
+    """So many columns have room where nothing stands between them."""
+    made = table(("kernel", *numbers), title, right=numbers)
+    made.padding = (0, 0, 0, 0)
+    for column in made.columns:
+        column.no_wrap = True
+    return made

@@ -20,35 +20,21 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kbrl_async.cli import preflight, settings
+from kbrl_async.cli import preflight
+from kbrl_async.cli.shared import add_settings, find, print_json, resolve
 from kbrl_async.cli.status_client import StatusClient, of_run
-from kbrl_async.cli.summary import find
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
-from kbrl_async.lab.chaos import (
-    Driver,
-    Fault,
-    Happened,
-    Injuries,
-    Kind,
-    Link,
-    RandomOptions,
-    Report,
-    gather,
-    judge,
-    random_plan,
-    read_plan,
-    render,
-)
-from kbrl_async.lab.chaos.faults import LINKED
+from kbrl_async.lab.chaos.checks import BROKER_BACK_S, FILE, ChaosReport, gather, judge, render
+from kbrl_async.lab.chaos.driver import FaultDriver, Happened
+from kbrl_async.lab.chaos.faults import LINKED, FaultKind, PlannedFault, RandomOptions, random_plan, read_plan
+from kbrl_async.lab.chaos.injuries import Injuries
+from kbrl_async.lab.chaos.link import Link
 from kbrl_async.lab.chaos.processes import census
-from kbrl_async.lab.chaos.report import BROKER_BACK_S, FILE
 from kbrl_async.runs.config import BEHIND, behind, endpoints
 from kbrl_async.runs.folder import LATEST, is_finished, load_run, plan, prepare
 from protocols.messages import StatusReport
 
-NAME = "chaos"
-HELP = "kill, stop, cut off, corrupt: faults by a plan, done to a run; then its counters are checked"
 STEP_S = 0.05
 ASK_S = 0.3
 END_S = 60.0
@@ -61,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--plan", metavar="FILE", type=Path, help="TOML or YAML: see docs/chaos.md")
     what.add_argument("--random", metavar="N", type=int, help="N faults drawn from a seed, in place of a plan")
     what.add_argument("--seed", metavar="S", type=int, default=0, help="the same seed gives the same plan; default 0")
-    what.add_argument("--faults", metavar="KIND,…", help=f"kinds to draw from: {', '.join(Kind)}; default: all")
+    what.add_argument("--faults", metavar="KIND,…", help=f"kinds to draw from: {', '.join(FaultKind)}; default: all")
     what.add_argument("--every", metavar="S", type=float, default=4.0, help="mean seconds between faults; default 4")
     what.add_argument("--dry-run", action="store_true", help="print the plan as JSON, do nothing")
     whom = parser.add_argument_group("to whom")
@@ -70,18 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     end = parser.add_argument_group("at the end")
     end.add_argument("--broker-back", metavar="S", type=float, default=BROKER_BACK_S, help="limit; default 3 seconds")
     end.add_argument("--json", action="store_true", help="print the report as JSON")
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     faults = chosen(args)
     if args.dry_run:
-        print(msgspec.json.format(msgspec.json.encode(faults)).decode())
+        print_json(faults, pretty=True)
         return 0
     with _undone_at_signals():
         report = _own_run(args, faults) if args.train else _running(args, faults)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print_json(report, pretty=True)
     else:
         Console().print(render(report))
     return 0 if report.ok else RunError.exit_code
@@ -107,7 +93,7 @@ def _undone_at_signals() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def chosen(args: argparse.Namespace) -> list[Fault]:
+def chosen(args: argparse.Namespace) -> list[PlannedFault]:
     """The plan that the arguments ask for.
 
     :raises UserError: neither or both of a plan and a random one, or one that this run can't have.
@@ -131,23 +117,23 @@ def chosen(args: argparse.Namespace) -> list[Fault]:
     return faults
 
 
-def _kinds(args: argparse.Namespace) -> tuple[Kind, ...]:
+def _kinds(args: argparse.Namespace) -> tuple[FaultKind, ...]:
     if args.faults is None:
-        return tuple(kind for kind in Kind if args.train or kind not in LINKED)
+        return tuple(kind for kind in FaultKind if args.train or kind not in LINKED)
     try:
-        return tuple(Kind(word) for word in args.faults.split(","))
+        return tuple(FaultKind(word) for word in args.faults.split(","))
     except ValueError as error:
-        raise UserError(str(error), f"There are {', '.join(Kind)}") from None
+        raise UserError(str(error), f"There are {', '.join(FaultKind)}") from None
 
 
 # ── a run that goes on ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _running(args: argparse.Namespace, faults: list[Fault]) -> Report:
+def _running(args: argparse.Namespace, faults: list[PlannedFault]) -> ChaosReport:
     run_dir = find(args.run)
     if is_finished(run_dir) or not census(run_dir):
         raise UserError(f"{run_dir} is not running here", "Start it, or let kbrl chaos start one: --train")
-    report = Report(run_dir.name, args.seed if args.random else None)
+    report = ChaosReport(run_dir.name, args.seed if args.random else None)
     injuries = Injuries(run_dir, _sockets(run_dir), random.Random(args.seed))
     with _driver(run_dir, faults, injuries) as driver:
         _watch(run_dir, driver, report, lambda: bool(census(run_dir)), lambda: False)
@@ -157,11 +143,11 @@ def _running(args: argparse.Namespace, faults: list[Fault]) -> Report:
 # ── a run of its own ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _own_run(args: argparse.Namespace, faults: list[Fault]) -> Report:
-    config = settings.resolve(args)
+def _own_run(args: argparse.Namespace, faults: list[PlannedFault]) -> ChaosReport:
+    config = resolve(args)
     preflight.check(plan(config))
     run_dir = prepare(config).path.resolve()
-    report = Report(run_dir.name, args.seed if args.random else None)
+    report = ChaosReport(run_dir.name, args.seed if args.random else None)
     allowed = 1 + sum(fault.ends_run for fault in faults)
     sockets = _sockets(run_dir)
     with contextlib.ExitStack() as stack:
@@ -240,14 +226,14 @@ def _pairs(sockets: dict[str, str]) -> list[tuple[Path, Path]]:
 
 
 @contextlib.contextmanager
-def _driver(run_dir: Path, faults: list[Fault], injuries: Injuries) -> Iterator[Driver]:
+def _driver(run_dir: Path, faults: list[PlannedFault], injuries: Injuries) -> Iterator[FaultDriver]:
     address, keys = of_run(run_dir)
     with StatusClient(address, keys) as client:
 
         def ask() -> StatusReport | None:
             return client.ask(ASK_S)
 
-        driver = Driver(faults, injuries, ask, time.monotonic, _say)
+        driver = FaultDriver(faults, injuries, ask, time.monotonic, _say)
         try:
             yield driver
         finally:
@@ -262,7 +248,7 @@ def _say(happened: Happened) -> None:
 
 
 def _watch(
-    run_dir: Path, driver: Driver, report: Report, is_alive: Callable[[], bool], again: Callable[[], bool]
+    run_dir: Path, driver: FaultDriver, report: ChaosReport, is_alive: Callable[[], bool], again: Callable[[], bool]
 ) -> None:
     """Until the run has ended, or stands still."""
     report.faults = driver.happened
@@ -280,7 +266,7 @@ def _watch(
     report.took_s = round(time.monotonic() - began, 1)
 
 
-def _concluded(run_dir: Path, report: Report, args: argparse.Namespace) -> Report:
+def _concluded(run_dir: Path, report: ChaosReport, args: argparse.Namespace) -> ChaosReport:
     until = time.monotonic() + END_S
     while (left := census(run_dir)) and time.monotonic() < until:
         time.sleep(0.2)
@@ -291,5 +277,5 @@ def _concluded(run_dir: Path, report: Report, args: argparse.Namespace) -> Repor
     return report
 
 
-def _save(run_dir: Path, report: Report) -> None:
+def _save(run_dir: Path, report: ChaosReport) -> None:
     write_atomically(run_dir / FILE, msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")

@@ -7,13 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kbrl_async.cli.summary import find
+from kbrl_async.cli.shared import find, say
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.runs.folder import SUMMARY_FILE
-
-NAME = "compare"
-HELP = "put runs side by side"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     ended = {name: path for name, path in named.items() if (path / SUMMARY_FILE).is_file()}
     for name in named:
         if name not in ended:
-            Console(stderr=True).print(f"{name} has not ended; it is in the charts only", markup=False)
+            say(f"{name} has not ended; it is in the charts only", Console(stderr=True))
     summaries = comparing.summaries(ended)
     window = max(1, args.window)
     if ended:
         Console().print(comparing.table(summaries))
         for line in comparing.told(summaries):
-            Console(soft_wrap=True).print(line, markup=False, highlight=False)
+            say(line)
     if args.plot:
         chart = comparing.chart(named, args.tag, window)
         if chart is None:
@@ -51,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 f"no run has the tag {args.tag}", "Try version/correct_rate, or see the tags in TensorBoard"
             )
         for name in comparing.without(named, args.tag):
-            Console(stderr=True).print(f"{name} has no {args.tag} and is not in the chart", markup=False)
+            say(f"{name} has no {args.tag} and is not in the chart", Console(stderr=True))
         _write(args.plot, chart, "chart")
     if args.output:
         _write(args.output, compare_page(named, summaries, window), "page")
@@ -61,4 +58,4 @@ def run(args: argparse.Namespace) -> int:
 def _write(path: Path, text: str, what: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
-    Console(soft_wrap=True).print(f"{what}: {path}", markup=False, highlight=False)
+    say(f"{what}: {path}")

@@ -7,9 +7,6 @@ import argparse
 from kbrl_async.runs.config import reference
 from kbrl_async.runs.telemetry import reference as metrics
 
-NAME = "config"
-HELP = "print every setting with its default and meaning"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", action="store_true", help="as Markdown, for docs/reference/config.md")

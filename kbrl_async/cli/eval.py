@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from kbrl_async.cli import preflight, settings
-from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
+from kbrl_async.cli import preflight
+from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
+from kbrl_async.cli.shared import add_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare
@@ -27,8 +28,6 @@ from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 if TYPE_CHECKING:
     from kbrl_async.runs.targets import Target
 
-NAME = "eval"
-HELP = "what a policy is worth: pass@k, fast_p and speedups of n verified answers a problem"
 KIND = "evaluation"
 """Of its summary.json."""
 FOLDER = "evals"
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard-step", type=int, metavar="N", help="at this step; default: the policy's version")
     add("--output", type=Path, metavar="FILE", help="copy evaluation.json there")
     add("--kernelbench", type=Path, metavar="DIR", help="copy the KernelBench run folders and baseline.json there")
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,7 +167,7 @@ def check(todo: Run) -> None:
         preflight.check_compiler()
 
 
-def conclude(run_dir: Path, ended: Ended, args: argparse.Namespace) -> int:
+def conclude(run_dir: Path, ended: ProcessesEnded, args: argparse.Namespace) -> int:
     """Show the figures and copy files, or say why there are none.
 
     :raises RunError: a service gave up.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kbrl_async.cli.summary import find
+from kbrl_async.cli.shared import find
 from kbrl_async.errors import CheckpointError, UserError
 
-NAME = "export"
-HELP = "write a policy as a plain Hugging Face folder"
 POLICIES = "policies"
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from kbrl_async.cli.shared import table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.problems import load_file, load_problems
@@ -20,13 +20,7 @@ from kbrl_async.kernels.problems import load_file, load_problems
 if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
-NAME = "index"
-HELP = "build or query an index of worked examples (prompt.option=raicl)"
 DENSE = "BAAI/bge-code-v1"
-BACKENDS = {
-    "triton_only": frozenset({"triton"}),
-    "cuda_only": frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +69,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from kbrl_async.lab.indexing import BuildOptions, build_index
+    from kbrl_async.lab.indexing import IndexOptions, build_index
     from kbrl_async.rollouts.retrieval import SourceOptions, open_source
 
-    chosen = next((backends for name, backends in BACKENDS.items() if getattr(args, name)), frozenset[str]())
-    wanted = SourceOptions(chosen, _levels(args.sakana_levels), args.include_incorrect)
+    wanted = SourceOptions(_backends(args), _levels(args.sakana_levels), args.include_incorrect)
     sources = [open_source(place, wanted, _problem_sources) for place in args.sources]
-    options = BuildOptions(embedder=args.model or default_model())
+    options = IndexOptions(embedder=args.model or default_model())
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console) as bars:
-        manifest = build_index(sources, args.output, options, _Shown(bars))
+
+        def shown(phase: str, done: int, total: int | None) -> None:
+            """One bar per phase."""
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        manifest = build_index(sources, args.output, options, shown)
     _report(console, manifest, args.output)
     return 0
+
+
+def _backends(args: argparse.Namespace) -> frozenset[str]:
+    """Whose kernels are taken; empty: all."""
+    if args.triton_only:
+        return frozenset({"triton"})
+    return frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}) if args.cuda_only else frozenset()
 
 
 def default_model() -> str:
@@ -97,19 +105,6 @@ def default_model() -> str:
     import torch
 
     return DENSE if torch.cuda.is_available() else "lexical"
-
-
-class _Shown:
-    """One bar per phase."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, phase: str, done: int, total: int | None) -> None:
-        if phase not in self._tasks:
-            self._tasks[phase] = self._bars.add_task(phase, total=total)
-        self._bars.update(self._tasks[phase], completed=done, total=total)
 
 
 def _levels(text: str) -> frozenset[int]:
@@ -123,13 +118,11 @@ def _problem_sources(setting: str) -> Mapping[str, str]:
 
 
 def _report(console: Console, manifest: Manifest, output: Path) -> None:
-    table = Table()
-    for heading in ("source", "rows", "kept", "left out"):
-        table.add_column(heading)
+    rows = table(("source", "rows", "kept", "left out"))
     for source in manifest.sources:
         reasons = "\n".join(f"{count} {reason}" for reason, count in source.skipped.items())
-        table.add_row(source.name, str(source.rows), str(source.kept), reasons)
-    console.print(table)
+        rows.add_row(source.name, str(source.rows), str(source.kept), reasons)
+    console.print(rows)
     size = sum(manifest.files.values()) / 1e6
     console.print(
         f"{manifest.count} examples, {manifest.kind}, {manifest.embedder} in {manifest.dimension} dimensions, "
@@ -156,16 +149,14 @@ def _query(args: argparse.Namespace) -> int:
 
 
 def _show_hits(console: Console, found: Retrieved, why: bool) -> None:
-    table = Table()
     parts = list(found.hits[0].parts) if found.hits and why else []
-    for heading in ("example", "backend", "speedup", "score", *parts):
-        table.add_column(heading)
+    rows = table(("example", "backend", "speedup", "score", *parts))
     for hit in found.hits:
         speedup = f"{hit.speedup:.2f}×" if hit.speedup is not None else ""
         values = [f"{hit.parts[part]:+.3f}" for part in parts]
         name = f"{hit.entry.uid} {hit.entry.problem_id}".strip()
-        table.add_row(name, hit.entry.backend, speedup, f"{hit.score:.3f}", *values)
-    console.print(table)
+        rows.add_row(name, hit.entry.backend, speedup, f"{hit.score:.3f}", *values)
+    console.print(rows)
     if not found.hits:
         console.print("nothing may be shown for this problem")
 

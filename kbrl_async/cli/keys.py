@@ -9,8 +9,6 @@ from kbrl_async.errors import UserError
 from kbrl_async.keyring import LOCAL, Keyring
 from protocols.auth import Role
 
-NAME = "keys"
-HELP = "make, list and revoke the keys of workers on other hosts"
 FOLDER = "keys"
 ALL = "all"
 

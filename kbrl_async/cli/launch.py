@@ -40,7 +40,7 @@ ERROR = "error: "
 _STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ProcessesEnded(msgspec.Struct, frozen=True):
     """How the processes ended."""
 
     first: str
@@ -55,7 +55,7 @@ class Ended(msgspec.Struct, frozen=True):
         return not self.first and self.code in INTERRUPTED
 
 
-def gave_up(ended: Ended, goal: str, cure: str) -> RunError:
+def gave_up(ended: ProcessesEnded, goal: str, cure: str) -> RunError:
     """The error that says which process ended before the `goal` was reached, with that process's exit code."""
     who = ended.first or "a process"
     if ended.reason:
@@ -69,13 +69,13 @@ def gave_up(ended: Ended, goal: str, cure: str) -> RunError:
 class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
     """Prints the processes' lines; of honcho's own only what a person needs, and remembers who stopped first."""
 
-    def __init__(self, output: TextIO) -> None:
+    def __init__(self, output: TextIO, unread: Callable[[], None] = lambda: None) -> None:
+        """`unread` is called when whoever read our lines is gone."""
         super().__init__(output)
         self.output: TextIO = output
         self.first_stopped = ""
         self.reasons: dict[str, str] = {}
-        self.unread: Callable[[], None] = lambda: None
-        """Called when whoever read our lines is gone."""
+        self._unread = unread
         self.lost = False
         """Whether a line could not be written: a full disk, a terminal that is gone, a pipe that would block."""
         self._killed: set[str] = set()
@@ -109,7 +109,7 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
         except BrokenPipeError:
             self._stopping = True
             self.output = open(os.devnull, "w")  # noqa: SIM115 - until the end
-            self.unread()
+            self._unread()
         except (OSError, ValueError, RuntimeError):  # the last: a signal's line in the middle of another's
             self.lost = True
 
@@ -127,9 +127,9 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
 class RunManager(Manager):  # type: ignore[misc] # honcho has no types
     """A Manager that also kills what ignores a SIGTERM when nothing at all has stopped."""
 
-    def __init__(self, printer: RunPrinter) -> None:
-        super().__init__(printer)
-        printer.unread = self._unread
+    def __init__(self, output: TextIO) -> None:
+        self.printer = RunPrinter(output, self._unread)
+        super().__init__(self.printer)
         self._last_resort = threading.Timer(GRACE_S, self.kill)
         self._last_resort.daemon = True
         self._launcher = os.getpid()
@@ -228,11 +228,10 @@ def start_and_wait(
     *,
     command: Callable[[str], str] = python_service,
     output: TextIO | None = None,
-) -> Ended:
+) -> ProcessesEnded:
     """Start `counts` processes of each service on this run, show their lines, wait until all have ended."""
     output = output or sys.stdout
-    printer = RunPrinter(output)
-    manager = RunManager(printer)
+    manager = RunManager(output)
     for name, count in counts.items():
         for number in range(1, count + 1):
             instance = f"{name}.{number}"
@@ -241,9 +240,11 @@ def start_and_wait(
     try:
         manager.loop()
     finally:
-        printer.close()
-    first = printer.first_stopped
-    return Ended(first=first, code=_exit_code(manager.returncode), reason=printer.reasons.get(first, ""))
+        manager.printer.close()
+    first = manager.printer.first_stopped
+    return ProcessesEnded(
+        first=first, code=_exit_code(manager.returncode), reason=manager.printer.reasons.get(first, "")
+    )
 
 
 def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.cli.summary import find
+from kbrl_async.cli.shared import add_run, find
 from kbrl_async.errors import UserError
-from kbrl_async.runs.folder import LATEST, is_finished
+from kbrl_async.runs.folder import is_finished
 from kbrl_async.runs.telemetry.log_reading import (
     LEVELS,
     Broken,
@@ -28,8 +28,6 @@ from kbrl_async.runs.telemetry.log_reading import (
 )
 from kbrl_async.runs.telemetry.logs import wants_colour
 
-NAME = "logs"
-HELP = "show the logs of all processes of a run by time"
 POLL_S = 0.25
 FIRST_LINES = 20
 """Shown before following, unless --lines or --since says otherwise."""
@@ -40,9 +38,7 @@ _LEVEL_COLOURS = {"debug": 90, "warning": 33, "error": 31, "critical": 31}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder", metavar="RUN", nargs="?", default=LATEST, help="folder or name; default: the newest"
-    )
+    add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written, until the run ends")
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N lines only (of those that are wanted)")
     for name, words in (
@@ -77,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     found = (line for line in merged(files(folder), broken, sizes) if wanted.wants(line))
     count = args.lines if args.lines is not None else FIRST_LINES if args.follow and not args.since else None
     try:
-        show = Shown(wants_colour(sys.stdout))
+        show = LinePrinter(wants_colour(sys.stdout))
         _print(found if count is None else deque(found, maxlen=max(0, count)), args.json, show)
         sys.stdout.flush()
         if args.follow:
@@ -104,7 +100,7 @@ def followed(run_dir: Path, sizes: dict[Path, int], broken: Broken, wanted: Filt
         follower.close()
 
 
-def _print(found: Iterable[Line], as_json: bool, show: Shown, *, at_once: bool = False) -> None:
+def _print(found: Iterable[Line], as_json: bool, show: LinePrinter, *, at_once: bool = False) -> None:
     """JSON goes through as it is; the rest of this command prints nothing to stdout."""
     for line in found:
         text = line.raw if as_json else show.line(line).encode("utf-8", "replace")
@@ -113,7 +109,7 @@ def _print(found: Iterable[Line], as_json: bool, show: Shown, *, at_once: bool =
             sys.stdout.buffer.flush()
 
 
-class Shown:
+class LinePrinter:
     """A line for people: local time, process, level, event, the rest as key=value."""
 
     def __init__(self, colours: bool) -> None:

@@ -11,17 +11,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.cli import summary
+from kbrl_async.cli.shared import find, print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
-from kbrl_async.lab.plan import Observation, Plan, Window
-from kbrl_async.lab.plan.capacity import TARGET
+from kbrl_async.lab.plan import TARGET, AdmissionWindow, Capacity, RunObservation
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import LATEST, load_run
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
-NAME = "plan"
-HELP = "how many processes a throughput needs, from a run's measured stage times"
 ENOUGH_UPDATES = 4
 """With fewer, half a run says nothing."""
 EXAMPLES = """\
@@ -53,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="the plan as JSON")
 
 
-class Measured(msgspec.Struct, frozen=True):
+class PlanBasis(msgspec.Struct, frozen=True):
     """What a plan is made from."""
 
     source: str
-    observed: Observation
-    window: Window
+    observed: RunObservation
+    window: AdmissionWindow
     samples: list[SystemSample] = msgspec.field(default_factory=list)
 
 
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         observed, wanted, target=args.utilisation, variability=args.variability, window=measured.window
     )
     if args.json:
-        print(msgspec.json.encode(_finite(found)).decode())
+        print_json(_finite(found))
         return 0
     show(measured, found, factor, Console())
     return 0
@@ -99,7 +96,7 @@ def parse_times(words: Sequence[str]) -> dict[str, float]:
     return times
 
 
-def model_factor(model: str, measured: Measured) -> float:
+def model_factor(model: str, measured: PlanBasis) -> float:
     """How many times as many parameters as the policy of the measured run has."""
     policies = sorted(Path(measured.source).glob("policies/policy-v*"), key=lambda path: path.stat().st_mtime)
     if not policies:
@@ -110,22 +107,22 @@ def model_factor(model: str, measured: Measured) -> float:
     return planning.count_parameters(model) / planning.count_parameters(str(policies[-1]))
 
 
-def _of_run(wanted: str) -> Measured:
-    folder = summary.find(wanted)
+def _of_run(wanted: str) -> PlanBasis:
+    folder = find(wanted)
     samples = Tail(folder / "metrics" / "system.jsonl").new()
-    return Measured(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
+    return PlanBasis(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
 
 
-def _told(times: dict[str, float]) -> Measured:
+def _told(times: dict[str, float]) -> PlanBasis:
     config = Config()
-    return Measured("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
+    return PlanBasis("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
 
 
-def _window(config: Config) -> Window:
-    return Window(config.max_staleness, config.batch_size, config.group_size)
+def _window(config: Config) -> AdmissionWindow:
+    return AdmissionWindow(config.max_staleness, config.batch_size, config.group_size)
 
 
-def _reached(measured: Measured) -> float:
+def _reached(measured: PlanBasis) -> float:
     if not measured.samples:
         raise UserError("how much is wanted is not said", "Give --rollouts-per-hour N")
     return measured.observed.rollouts_per_hour
@@ -134,23 +131,18 @@ def _reached(measured: Measured) -> float:
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def show(measured: Measured, found: Plan, factor: float, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    say(f"measured: {measured.source}")
-    if measured.samples:
-        for line in check_lines(measured):
-            say(line)
+def show(measured: PlanBasis, found: Capacity, factor: float, console: Console) -> None:
+    lines = [f"measured: {measured.source}", *(check_lines(measured) if measured.samples else ())]
     if factor != 1.0:
-        say(f"model: {factor:.3g} × the parameters; generation and updates are taken to cost as many times as much")
-    say("")
+        lines.append(
+            f"model: {factor:.3g} × the parameters; generation and updates are taken to cost as many times as much"
+        )
+    say("\n".join([*lines, ""]), console)
     console.print(_table(found))
-    for line in closing_lines(found):
-        say(line)
+    say("\n".join(closing_lines(found)), console)
 
 
-def check_lines(measured: Measured) -> Iterator[str]:
+def check_lines(measured: PlanBasis) -> Iterator[str]:
     """What the formula says of the very run that was measured, beside what happened."""
     observed = measured.observed
     predicted, bottleneck = planning.carried(observed)
@@ -169,7 +161,7 @@ def check_lines(measured: Measured) -> Iterator[str]:
     )
 
 
-def closing_lines(found: Plan) -> Iterator[str]:
+def closing_lines(found: Capacity) -> Iterator[str]:
     limit = found.bottleneck
     yield (
         f"bottleneck: {limit.name}, which would carry {_rate(limit.limit_per_hour)} an hour; "
@@ -181,23 +173,22 @@ def closing_lines(found: Plan) -> Iterator[str]:
         yield f"not reachable: {problem}"
 
 
-def _table(found: Plan) -> Table:
+def _table(found: Capacity) -> Table:
     title = f"{found.rollouts_per_hour:,.0f} rollouts an hour, each stage busy at most {found.target:.0%}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "number", "s per rollout", "busy", "wait in queue", "these carry"):
-        table.add_column(heading, justify="right" if heading else "left")
+    numbers = ("number", "s per rollout", "busy", "wait in queue", "these carry")
+    made = table(("", *numbers), title, right=numbers)
     for r in found.resources:
         wait = "∞" if math.isinf(r.wait_s) else f"{r.wait_s:.3f} s"
         rate = _rate(r.limit_per_hour)
-        table.add_row(r.name, str(r.servers), f"{r.demand_s:.4f}", f"{r.utilisation:.0%}", wait, f"{rate}/h")
-    return table
+        made.add_row(r.name, str(r.servers), f"{r.demand_s:.4f}", f"{r.utilisation:.0%}", wait, f"{rate}/h")
+    return made
 
 
 def _rate(rate: float) -> str:
     return "∞" if math.isinf(rate) else f"{rate:,.0f}"
 
 
-def _finite(found: Plan) -> dict[str, object]:
+def _finite(found: Capacity) -> dict[str, object]:
     """JSON has no infinity: null stands for it."""
     plain = msgspec.to_builtins(found)
     assert isinstance(plain, dict)

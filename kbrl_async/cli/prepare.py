@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from kbrl_async.cli import preflight, settings
+from kbrl_async.cli import preflight
+from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.runs.folder import plan, prepare
-
-NAME = "prepare"
-HELP = "make a run folder and point runs/latest at it, for services that are started by other means"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = settings.resolve(args)
+    config = resolve(args)
     preflight.check(plan(config))
     run = prepare(config)
     print(run.path)

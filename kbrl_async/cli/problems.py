@@ -10,16 +10,14 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 
+from kbrl_async.cli.shared import table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
-NAME = "problems"
-HELP = "list the problems of the suite or of a folder, or audit them"
 SUITE = "suite"
 _GIB = 1 << 30
 
@@ -49,15 +47,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
-    table = Table()
-    for heading in ("problem", "level", "difficulty", "split", "audit"):
-        table.add_column(heading)
+    rows = table(("problem", "level", "difficulty", "split", "audit"))
     problems = load_problems(source, levels=args.level)
     for problem in problems:
         facts = (problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
-        table.add_row(*facts, ", ".join(problem.flags))
+        rows.add_row(*facts, ", ".join(problem.flags))
     console = Console()
-    console.print(table)
+    console.print(rows)
     heldout = sum(problem.split == "heldout" for problem in problems)
     console.print(f"{len(problems)} problems, {heldout} of them held out")
     return 0
@@ -109,9 +105,7 @@ def _line(audit: ProblemAudit) -> str:
 
 
 def _show(audit: Audit) -> None:
-    table = Table(title=f"{len(audit.problems)} problems audited on {audit.device}", title_justify="left")
-    for heading in ("what", "problems", "which"):
-        table.add_column(heading, overflow="fold")
+    rows = table(("what", "problems", "which"), f"{len(audit.problems)} problems audited on {audit.device}")
     groups: dict[str, list[str]] = {
         status: [] for status in (audit_file.CLEAN, audit_file.FLAGGED, audit_file.NOT_AUDITED)
     }
@@ -121,5 +115,5 @@ def _show(audit: Audit) -> None:
             groups.setdefault(flag, []).append(problem.problem_id)
     for name, ids in groups.items():
         listed = "" if name == audit_file.CLEAN else ", ".join(id_.partition("_")[0] for id_ in ids)
-        table.add_row(name.replace("not_audited", "not audited"), str(len(ids)), listed)
-    Console().print(table)
+        rows.add_row(name.replace("not_audited", "not audited"), str(len(ids)), listed)
+    Console().print(rows)

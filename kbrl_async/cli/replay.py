@@ -10,12 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kbrl_async.cli.summary import find
+from kbrl_async.cli.shared import find
 from kbrl_async.errors import UserError
 from kbrl_async.runs.folder import LATEST
 
-NAME = "replay"
-HELP = "make a run's decisions and updates again and compare, or take one batch through the loss again"
 BATCH = "batch-"
 
 

@@ -19,18 +19,16 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from kbrl_async.cli.shared import add_run, find, print_json
 from kbrl_async.cli.status_client import StatusClient, of_run
-from kbrl_async.cli.summary import find
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.keyring import client_keys
-from kbrl_async.runs.folder import LATEST, is_finished
+from kbrl_async.runs.folder import is_finished
 from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.log_reading import LastErrors
 from kbrl_async.runs.telemetry.screen import render
 from protocols.messages import StatusReport, Trouble
 
-NAME = "top"
-HELP = "watch a running system: stages, workers, rates, errors"
 PATIENCE_S = 2.0
 """How long an answer may take before the broker counts as away."""
 OVER = ("ended", "stopped")
@@ -41,9 +39,7 @@ WINDOW_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder", metavar="RUN", nargs="?", default=LATEST, help="folder or name; default: the newest"
-    )
+    add_run(parser)
     parser.add_argument("--connect", metavar="ADDRESS", help="a broker's status address, such as tcp://host:5757")
     parser.add_argument("--keys", metavar="FOLDER", help="issued/observer/NAME of the broker's keys, for other hosts")
     parser.add_argument("--once", action="store_true", help="show it once and end; exit code 4 where nobody answers")
@@ -134,7 +130,8 @@ def _once(watcher: Watcher, args: argparse.Namespace) -> int:
 
 def _show_plainly(seen: View, *, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(seen).decode(), flush=True)
+        print_json(seen)
+        sys.stdout.flush()
         return
     console = Console()
     if seen.stages:

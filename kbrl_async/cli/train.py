@@ -9,23 +9,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from kbrl_async.cli import preflight, settings, summary
-from kbrl_async.cli.launch import Ended, gave_up, start_and_wait
+from kbrl_async.cli import preflight, summary
+from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
+from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare
 
-NAME = "train"
-HELP = "train a policy; continues the run of that name if it has not ended"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what was resolved, start nothing")
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = settings.resolve(args)
+    config = resolve(args)
     if config.evaluation.policy is not None:
         raise UserError(f"{config.resume or 'this'} is an evaluation", "Go on with the same 'kbrl eval' command")
     todo = plan(config)
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return conclude(run.path, start_and_wait(run.path, process_counts(run.config)))
 
 
-def conclude(run_dir: Path, ended: Ended) -> int:
+def conclude(run_dir: Path, ended: ProcessesEnded) -> int:
     """Print the result, or why there is none.
 
     :raises RunError: a service gave up.

@@ -13,27 +13,21 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
-from rich.table import Table
 
-from kbrl_async.cli import one_kernel
-from kbrl_async.cli.one_kernel import OUR_FAULT
+from kbrl_async.cli.shared import OUR_FAULT, add_kernel, facts, judged, print_json, say, table
 from kbrl_async.errors import KbrlError, UserError
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Result
     from kbrl_async.kernels.kernelbench.runs import Written
 
-NAME = "verify"
-HELP = "build, check and time one candidate, or all of a KernelBench run folder"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     one, folder = parser.add_argument_group("one candidate"), parser.add_argument_group("a run folder")
-    one_kernel.add_arguments(one)
+    add_kernel(one)
     one.add_argument(
         "--response",
         action=argparse.BooleanOptionalAction,
@@ -61,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
     def told(error: KbrlError) -> None:
         if args.json:
-            _print_json(_failure(error))
+            print_json(_failure(error))
 
-    return one_kernel.judged(lambda: _run_folder(args) if args.run else _one(args), told)
+    return judged(lambda: _run_folder(args) if args.run else _one(args), told)
 
 
 def _check_usage(args: argparse.Namespace) -> None:
@@ -93,7 +87,7 @@ def _one(args: argparse.Namespace) -> int:
             precision=args.precision,
         )
     if args.json:
-        _print_json(result.document())
+        print_json(result.document())
     else:
         show(result)
     return result.exit_code
@@ -102,19 +96,13 @@ def _one(args: argparse.Namespace) -> int:
 def show(result: Result, console: Console | None = None) -> None:
     """Every stage, then what came of it."""
     console = console or Console()
-    stages = Table(title=f"{result.problem_id} · {result.backend or 'no backend'}", title_justify="left")
-    for heading, justify in (("stage", "left"), ("result", "left"), ("seconds", "right"), ("", "left")):
-        stages.add_column(heading, justify="right" if justify == "right" else "left")
+    title = f"{result.problem_id} · {result.backend or 'no backend'}"
+    stages = table(("stage", "result", "seconds", ""), title, right=("seconds",))
     for stage in result.stages:
         outcome = stage.fault.value.replace("_", " ")
         stages.add_row(stage.name.replace("_", " "), outcome, f"{stage.seconds:.3f}", stage.detail)
     console.print(stages)
-    facts = Table(show_header=False, box=None)
-    facts.add_column(style="bold")
-    facts.add_column(overflow="fold")
-    for name, text in result.rows():
-        facts.add_row(name, text)
-    console.print(facts, markup=False)
+    console.print(facts(result.rows()))
 
 
 def _run_folder(args: argparse.Namespace) -> int:
@@ -132,7 +120,7 @@ def _run_folder(args: argparse.Namespace) -> int:
         written = folder.verify(lambda _outcome: progress.advance(bar))
     failed = [outcome for outcome in written.outcomes if outcome.result is None]
     if args.json:
-        _print_json(_run_document(written))
+        print_json(_run_document(written))
     else:
         _show_run(written)
     return OUR_FAULT if failed else 0
@@ -144,27 +132,23 @@ def _run_document(written: Written) -> dict[str, Any]:
 
 
 def _show_run(written: Written) -> None:
-    table = Table()
-    for heading in ("level", "problem", "sample", "verdict", "speedup", "what"):
-        table.add_column(heading, overflow="fold")
+    rows = table(("level", "problem", "sample", "verdict", "speedup", "what"))
     for outcome in written.outcomes:
         result = outcome.result
         place = (str(outcome.level), str(outcome.problem), str(outcome.sample))
         if result is None:
-            table.add_row(*place, "no verdict", "", escape(outcome.error))
+            rows.add_row(*place, "no verdict", "", escape(outcome.error))
             continue
         timing = result.timing
         speedup = "" if timing is None else f"{timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f})"
         what = result.verdict.rule or result.verdict.message[:80]
-        table.add_row(*place, result.fault.value.replace("_", " "), speedup, escape(what))
+        rows.add_row(*place, result.fault.value.replace("_", " "), speedup, escape(what))
     console = Console()
-    console.print(table)
+    console.print(rows)
     correct = sum(outcome.result is not None and outcome.result.ok for outcome in written.outcomes)
-    console.print(
-        f"{correct} of {len(written.outcomes)} are correct; written: {', '.join(written.files)}", markup=False
-    )
+    say(f"{correct} of {len(written.outcomes)} are correct; written: {', '.join(written.files)}", console)
     for path in written.kept:
-        console.print(f"{path} was there before and is unchanged; --overwrite replaces it", markup=False)
+        say(f"{path} was there before and is unchanged; --overwrite replaces it", console)
 
 
 def _failure(error: KbrlError) -> dict[str, Any]:
@@ -175,7 +159,3 @@ def _failure(error: KbrlError) -> dict[str, Any]:
         "exit_code": OUR_FAULT,
         "error": {"kind": type(error).__name__, "cause": error.cause, "cure": error.cure},
     }
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(msgspec.json.encode(document).decode())

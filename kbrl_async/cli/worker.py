@@ -16,31 +16,37 @@ Invariants
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import zmq
 from msgspec.structs import replace
 
-from kbrl_async.cli import asking, settings
+from kbrl_async.cli.shared import add_settings, gathered
 from kbrl_async.durable import write_atomically
-from kbrl_async.errors import UserError
+from kbrl_async.errors import HostError, UserError
 from kbrl_async.keyring import client_keys, peer_of
 from kbrl_async.runs.config import Config, to_yaml
 from kbrl_async.runs.config.agreed import follow, heard
 from kbrl_async.runs.config.loading import CONFIG_FILE
 from kbrl_async.runs.config.loading import resolve as resolved
 from kbrl_async.runs.folder import FOLDERS, writing
+from protocols import framing
+from protocols import messages as msg
 from protocols.auth import Role
-from protocols.sockets import needs_keys
+from protocols.names import unresolved
+from protocols.sockets import AddressError, ClientKeys, Socket, connect_dealer, needs_keys
 
-NAME = "worker"
-HELP = "join the broker of a run on another host: compile, time or sample for it"
-
+REPEAT_S = 1.0
+LONELY_S = 20.0
 SERVICES = {
     "compile": ("compile_farm", Role.COMPILE),
     "bench": ("timing_bench", Role.BENCH),
@@ -57,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=1, help="1, 2, …: which process of its kind on this host (1)")
     parser.add_argument("--folder", type=Path, help="where it keeps log and artifacts; default: below cache_path")
     parser.add_argument("--policies", type=Path, help="sample: the run's folder of policies, on a disk that is shared")
-    settings.add_arguments(parser)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +82,7 @@ def told(args: argparse.Namespace) -> Mapping[str, Any]:
     """
     key = client_keys(str(args.keys)) if args.keys else None
     owner = f"{peer_of(args.keys).name}." if args.keys else ""
-    found = heard(asking.welcome(args.connect, key, f"{owner}asking.{_name(args)}").settings)
+    found = heard(welcome(args.connect, key, f"{owner}asking.{_name(args)}").settings)
     if not found:
         print("The broker does not say the run's settings: this worker goes by its own.", flush=True)
     return found
@@ -94,7 +100,7 @@ def prepare(args: argparse.Namespace, run: Mapping[str, Any] = MappingProxyType(
     """
     service, role = SERVICES[args.kind]
     check_keys(args.connect, args.keys, role)
-    config = resolved(follow(settings.gathered(args), service, run, args.connect))
+    config = resolved(follow(gathered(args), service, run, args.connect))
     name = _name(args)
     folder = (args.folder or _cache(config) / "workers" / name).absolute()
     with writing(folder):
@@ -151,3 +157,53 @@ def _share_policies(folder: Path, policies: Path | None) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(policies.absolute())
     fresh.replace(link)
+
+
+# ── a worker's first question: what must it do like all others of this run? ─────────────────────────────────────────
+
+
+def welcome(address: str, keys: ClientKeys | None, worker_id: str, say: Callable[[str], object] = print) -> msg.Welcome:
+    """The broker's Welcome to somebody who wants no work; waits for a broker that is not there yet, and says so.
+
+    :raises UserError: the address can't be used.
+    :raises HostError: the broker refuses this key.
+    """
+    context: zmq.Context[Socket] = zmq.Context()
+    try:
+        dealer = connect_dealer(context, address, secrets.token_hex(8).encode(), keys)
+    except AddressError as error:
+        context.term()
+        raise UserError(error.cause, error.cure) from None
+    try:
+        return _ask(dealer, msg.Hello(worker_id, secrets.token_hex(8), [], 0, credit=0), address, say)
+    finally:
+        dealer.close()
+        context.term()
+
+
+def _ask(dealer: Socket, hello: msg.Hello, address: str, say: Callable[[str], object]) -> msg.Welcome:
+    said_at = time.monotonic()
+    while True:
+        _send(dealer, hello)
+        if dealer.poll(int(REPEAT_S * 1000)) and (answer := _answer(dealer.recv_multipart())) is not None:
+            _send(dealer, msg.Bye("asked for the settings"))
+            return answer
+        if time.monotonic() - said_at >= LONELY_S:
+            said_at = time.monotonic()
+            why = unresolved(address) or "does it run, and is this key on its allow-list?"
+            say(f"no answer from the broker at {address} yet: {why}")
+
+
+def _send(dealer: Socket, message: msg.Message) -> None:
+    with contextlib.suppress(zmq.Again):
+        dealer.send_multipart(framing.encode(message), zmq.NOBLOCK)
+
+
+def _answer(frames: list[bytes]) -> msg.Welcome | None:
+    try:
+        message, _ = framing.decode(frames)
+    except framing.FrameError:
+        return None
+    if isinstance(message, msg.Drain) and message.reason.startswith("refused"):
+        raise HostError(f"the broker has refused this worker: {message.reason}", "See kbrl keys list on its host")
+    return message if isinstance(message, msg.Welcome) else None

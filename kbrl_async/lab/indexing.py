@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int | None], None]
 """Called with the phase, rows done, and rows in all where that is known."""
 
 
-class BuildOptions(msgspec.Struct, frozen=True):
+class IndexOptions(msgspec.Struct, frozen=True):
     """What shapes a build, besides its sources."""
 
     embedder: str = "lexical"
@@ -81,7 +81,7 @@ class Harvest(msgspec.Struct, frozen=True):
 def build_index(
     sources: Sequence[Source],
     output: Path,
-    options: BuildOptions | None = None,
+    options: IndexOptions | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> Manifest:
     """Builds, or finishes building, the index in `output`. Raises `UserError` where nothing usable was found."""
@@ -91,11 +91,11 @@ def build_index(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AddressTaken(f"another build is writing {output}", "Wait for it, or take another --output") from None
-        return _Build(sources, output, options or BuildOptions(), progress).run()
+        return _Build(sources, output, options or IndexOptions(), progress).run()
 
 
 class _Build:
-    def __init__(self, sources: Sequence[Source], output: Path, options: BuildOptions, progress: Progress) -> None:
+    def __init__(self, sources: Sequence[Source], output: Path, options: IndexOptions, progress: Progress) -> None:
         self._sources, self._output, self._options, self._progress = sources, output, options, progress
         self._work = output / ".building"
         self._plan = msgspec.json.encode(

@@ -16,7 +16,7 @@ from tests.running import REPOSITORY, Run, assert_counters_add_up, assert_replay
 
 STEPS = 5
 BROKER_BACK_S = 60.0
-"""Others may load this machine; benchmarks/chaos.py holds the broker to 3 s."""
+"""Others may load this machine; `benchmarks.runs chaos` holds the broker to 3 s."""
 PLAN = """
 fault:
 - {after_update: 0, kind: kill, target: sampler}

@@ -25,8 +25,9 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import optimize, optimize_engine, settings
+from kbrl_async.cli import optimize, shared
 from kbrl_async.errors import KbrlError
+from kbrl_async.lab.optimize import engine
 from kbrl_async.lab.optimize.targets import Given, read_target
 from tests.commands import NOT_RUN, READING
 from tests.pages import ROOT, Command, Page, pages
@@ -237,16 +238,16 @@ def check(command: Command) -> None:
 def _check_kbrl(command: Command, words: list[str]) -> None:
     words = [re.sub(r"^\$\w+$", "bench", word) for word in words]
     args = cli.parse(words)
-    match args.command.NAME:
+    match args.command:
         case "train":
             assert cli.main([*words, "--dry-run"]) == 0, command
         case "eval":
             evaluate.resolve(args)
         case "optimize":
-            optimize_engine.resolve(args.policy, args.version, args.config, args.overrides)
+            engine.resolve(args.policy, args.version, args.config, args.overrides)
             read_target(args.target, Given(args.inputs, args.inputs_from, args.init), shapes="cpu")
         case _ if hasattr(args, "overrides"):
-            settings.resolve(args)
+            shared.resolve(args)
 
 
 def _check_extras(command: Command, package: str) -> None:
@@ -306,7 +307,7 @@ def test_what_is_neither_run_nor_listed_is_found(
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_every_command_in_running_text_is_taken_by_the_parser(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {command.NAME for command in cli.COMMANDS}
+    names = set(cli.COMMANDS)
     for line, text in page.code:
         if not re.match(r"kbrl [a-z]+( |$)", text):
             continue

@@ -43,11 +43,11 @@ def gpu_builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 @pytest.fixture(scope="session")
 def judge(gpu_bench: Bench, gpu_builder: Builder) -> Evaluate:
-    """From source to report. Backend `""`: neither checked nor built, and no kernel of its own is asked for."""
+    """From source to report. Backend `torch`: neither checked nor built, and no kernel of its own is asked for."""
 
-    def run(problem: str, source: str, backend: str = "", *, timing: bool = False) -> BenchReport:
+    def run(problem: str, source: str, backend: str = "torch", *, timing: bool = False) -> BenchReport:
         posed, candidate = Problem("L1/01_test", 1, "test", problem), Candidate(source, backend)
-        if not backend:
+        if backend == "torch":
             return gpu_bench.evaluate(posed, candidate, {}, timing=timing)
         built = gpu_builder.build(candidate, posed)
         assert built.fault is Fault.OK, built.message

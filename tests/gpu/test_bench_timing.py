@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 Judge = Callable[..., BenchReport]
 
 
-def timed(judge: Judge, problem: str, source: str, backend: str = "") -> Timing:
+def timed(judge: Judge, problem: str, source: str, backend: str = "torch") -> Timing:
     report = judge(problem, source, backend, timing=True)
     assert report.verdict.fault is Fault.OK, report.verdict
     assert report.timing is not None

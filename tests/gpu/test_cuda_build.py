@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.cuda_candidates import CUDA
+from benchmarks.verification.cuda_candidates import CUDA
+from benchmarks.verification.extensions import executed
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.building import ArtifactStore
-from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel import Builder, artifact_paths
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Fault
 
@@ -39,19 +37,8 @@ def test_every_candidate_of_the_corpus_computes_what_its_reference_does(builder:
         (case.name, report.message) for case, report in zip(FAST, reports, strict=True) if report.fault is not Fault.OK
     ]
     assert failed == []
-    orders = [
-        {
-            "name": case.name,
-            "source": case.candidate.source,
-            "problem": case.problem.source,
-            "raises": case.raises,
-            "artifacts": {key: str(builder.store.path(address)) for key, address in report.artifacts.items()},
-        }
-        for case, report in zip(FAST, reports, strict=True)
-    ]
-    command = [sys.executable, "-m", "benchmarks.cuda_candidates.execute"]
-    done = subprocess.run(command, input=json.dumps(orders), capture_output=True, text=True, timeout=100, check=True)
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == {}
+    built = {case.name: artifact_paths(builder.store, report) for case, report in zip(FAST, reports, strict=True)}
+    assert executed(built) == {}
 
 
 def test_a_built_candidate_says_that_it_was_built_fast(builder: Builder) -> None:

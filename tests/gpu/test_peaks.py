@@ -54,7 +54,7 @@ def test_peaks_are_those_of_a_gpu(tmp_path: Path) -> None:
 
 def test_a_fast_kernel_is_not_accused_by_peaks_of_a_busy_gpu(bench: Bench, tmp_path: Path) -> None:
     bench.probe = lambda: roofline.peaks_of("cuda:0", tmp_path, "gpu", again=True)
-    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, ""), {})
+    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, "torch"), {})
     assert report.verdict.fault is Fault.OK, report.verdict
     assert report.timing is not None
     assert report.timing.speedup > 10
@@ -62,5 +62,5 @@ def test_a_fast_kernel_is_not_accused_by_peaks_of_a_busy_gpu(bench: Bench, tmp_p
 
 
 def test_without_another_measurement_it_would_be(bench: Bench) -> None:
-    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, ""), {})
+    report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, "torch"), {})
     assert report.verdict.rule == roofline.RULE

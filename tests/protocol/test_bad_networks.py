@@ -102,7 +102,6 @@ def _nobody() -> asyncio.StreamWriter:
 # ── clocks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 STAMPS = {
-    "kbrl_async/kernels/backends/building/builder.py": "when a build began and ended",
     "kbrl_async/kernels/backends/building/store.py": "files have no other time than the host's; six hours of margin",
     "kbrl_async/cli/bench_runs.py": "when a benchmark was made",
     "kbrl_async/cli/logs.py": "--since is a time of day",
@@ -115,6 +114,7 @@ STAMPS = {
     "kbrl_async/sampling/vllm/engine.py": "when an answer began and ended",
     "kbrl_async/runs/telemetry/tensorboard.py": "wall time of events",
     "kbrl_async/kernels/timing/roofline.py": "when peaks were measured",
+    "kbrl_async/kernels/funnel/build.py": "when a build began and ended",
     "kbrl_async/kernels/verify/bench.py": "when a verdict began and ended",
     "services/broker/artifact_exchange.py": "how old a file of an upload is; files have no other time than the host's",
     "services/broker/server.py": "stamps of reports and metrics",

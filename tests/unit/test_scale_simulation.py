@@ -1,4 +1,4 @@
-"""The simulation behind `benchmarks/scale.py`, small: it comes to its end, and notices a ledger that breaks a rule."""
+"""The simulation of `benchmarks.scale`, small: it comes to its end, and notices a ledger that breaks a rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.scale_simulation import Scenario, Simulation, SimulationError
+from benchmarks.scale.simulation import Scenario, Simulation, SimulationError
 from protocols import events as ev
 from protocols.ledger import Ledger
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.staleness import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
-from benchmarks.staleness_arm import Arm, Outcome, Verdicts, config_of, evaluated_versions, source_version
-from benchmarks.staleness_report import (
+from benchmarks.staleness.__main__ import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
+from benchmarks.staleness.arm import Arm, ArmResult, Verdicts, config_of, evaluated_versions, source_version
+from benchmarks.staleness.report import (
     BEGIN,
     END,
     Figures,
@@ -25,19 +25,20 @@ from benchmarks.staleness_report import (
     with_figures,
     worst_late_batch,
 )
-from kbrl_async.learning import corrections, losses
+from kbrl_async.learning.settings import CORRECTIONS as CORRECTION_DOOR
+from kbrl_async.learning.settings import LOSSES
 from kbrl_async.runs.config import Config
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Verdict
 
 PROBLEM = Problem("L1/01_relu", 1, "relu", "class Model: ...")
 
 
-def outcome(correction: str, staleness: int, seed: int, reward: float, *, before: float = 0.3) -> Outcome:
+def outcome(correction: str, staleness: int, seed: int, reward: float, *, before: float = 0.3) -> ArmResult:
     history = [{"reward": r, "correct": r, "ess": 0.9, "mismatch_kl": 0.1} for r in (0.3, 0.9, 0.2, 0.5)]
     history = [{**h, "grad_norm_max": 1.0, "ratio_max": 2.0, "entropy": 0.2} for h in history]
     after = {"reward": reward, "correct": reward, "compiled": 1.0}
     begun = {"reward": before, "correct": before, "compiled": 1.0}
-    return Outcome(Arm("hard", correction, staleness, seed), 4, begun, after, history, {}, 10)
+    return ArmResult(Arm("hard", correction, staleness, seed), 4, begun, after, history, {}, 10)
 
 
 class TestTheForcedAge:
@@ -55,10 +56,8 @@ class TestTheForcedAge:
 class TestThePlan:
     def test_every_correction_and_loss_of_the_project_is_an_arm(self) -> None:
         words = {word for arm in CORRECTIONS.values() for word in arm}
-        assert {f"corrections={name}" for name in corrections.CORRECTIONS} <= words
-        twins = {"grpo": losses.LOSSES["ppo"], "tis": losses.LOSSES["tis"]}
-        for name, loss in losses.LOSSES.items():
-            assert f"loss={name}" in words or twins[name] is loss
+        assert {f"corrections={name}" for name in CORRECTION_DOOR.ours} <= words
+        assert {f"loss={name}" for name in LOSSES.ours} - words == {"loss=grpo", "loss=tis"}  # others by these names
 
     def test_every_arm_is_a_configuration_that_the_project_accepts(self, tmp_path: Path) -> None:
         for setting in SETTINGS.values():

@@ -12,7 +12,7 @@ from kbrl_async.kernels.audit.trials import Fit
 from kbrl_async.kernels.problems.audit_file import OURS, Trial
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import BenchOptions, compare
-from kbrl_async.kernels.verify.reference import References
+from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.sets import InputSet
 from protocols.records import Problem
 

@@ -29,7 +29,8 @@ from kbrl_async.kernels.audit.wire import Options, Progress
 from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, Finding, ProblemAudit, problem_hash
 from kbrl_async.kernels.sandbox import Isolation, Zygote
 from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.verify import ZYGOTE_PRELOAD, bench_options, zygote_for
+from kbrl_async.kernels.verify import bench_options
+from kbrl_async.kernels.verify.device import device_of
 from protocols.records import Problem
 
 _GIB = 1 << 30
@@ -176,10 +177,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a problem prints is not an answer
     torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
-    on_cpu = options.device == "cpu"
-    with (
-        Zygote((*ZYGOTE_PRELOAD, "kbrl_async.kernels.audit.probe")) if on_cpu else zygote_for(options.device) as zygote
-    ):
+    with device_of(options.device).zygote(("kbrl_async.kernels.audit.probe",)) as zygote:
         _limit_own_memory(options)
         worker = Worker(zygote, options)
         with contextlib.suppress(BrokenPipeError):

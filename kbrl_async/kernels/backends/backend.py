@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from kbrl_async.errors import ConfigError, UserError
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 from kbrl_async.kernels.settings import BACKENDS
 from protocols.records import BuildReport, Candidate, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.building.context import BuildContext
-    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
 
 
 class Shot(msgspec.Struct, frozen=True):
@@ -100,13 +100,9 @@ class Backend:
         """Worked examples, the plainest first."""
         return ()
 
-    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
-        """Run what was built once under sanitizers. `folder` is the caller's, and empty."""
-        from kbrl_async.kernels.backends.sanitize import sanitize
-
-        if task.device.startswith("cuda") and "cuda" in self.runs_on:
-            return sanitize.on_gpu(sanitizer, task, folder)
-        return sanitize.Sanitized(not_run=f"there is no sanitizer for {self.name} on {task.device}")
+    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+        """Run what was built once under sanitizers on a CPU. `folder` is the caller's, and empty."""
+        return Sanitized(not_run=f"there is no sanitizer for {self.name} on {task.device}")
 
 
 class _Library(Backend):

@@ -23,7 +23,8 @@ import msgspec
 
 from kbrl_async.errors import HostError, InfraError
 from kbrl_async.kernels.backends.building import ArtifactStore, check_processor
-from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized
+from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer
 from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.funnel.result import judged
 from kbrl_async.kernels.sandbox import Zygote

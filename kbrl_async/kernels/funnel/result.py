@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
-from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized
 from protocols.records import Fault, StageReport, Timing, Verdict
 
 DOCUMENT_VERSION = 1

@@ -26,7 +26,7 @@ from kbrl_async.kernels.backends import modules_of
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel.build import Builder
 from kbrl_async.kernels.funnel.judge import Judge
-from kbrl_async.kernels.funnel.reading import read_candidate
+from kbrl_async.kernels.funnel.reading import Reading, read_candidate
 from kbrl_async.kernels.funnel.result import Result, early, with_findings
 from kbrl_async.kernels.problems import find_problem, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
@@ -113,7 +113,7 @@ class Verifier:
     def verify(
         self,
         problem: Problem,
-        candidate: Candidate | str,
+        candidate: Candidate | Reading | str,
         backend: str | None = None,
         *,
         response: bool | None = None,
@@ -124,8 +124,9 @@ class Verifier:
         clock = StageClock()
         origin = "file"
         if isinstance(candidate, str):
-            reading = read_candidate(candidate, backend, response=response)
-            origin = reading.origin
+            candidate = read_candidate(candidate, backend, response=response)
+        if isinstance(candidate, Reading):
+            reading, origin = candidate, candidate.origin
             if reading.candidate is None:
                 clock.ends("format", Fault.FORMAT_ERROR)
                 verdict = early(
@@ -245,14 +246,16 @@ def verify(
     :raises UserError: no such file, problem or backend.
     :raises ProblemError: the problem's own reference fails; `MissingTool`, `InfraError`: the host does.
     """
-    given = candidate if isinstance(candidate, Candidate) else read_text(candidate)
-    name = given.backend if isinstance(given, Candidate) else _backend_of(given, backend, response)
-    shapes = shapes_for(choose_device(name, device))
+    if not isinstance(candidate, Candidate):
+        candidate = read_text(candidate)
+    given = read_candidate(candidate, backend, response=response) if isinstance(candidate, str) else candidate
+    found = given.candidate if isinstance(given, Reading) else given
+    shapes = shapes_for(choose_device(found.backend if found else backend or "", device))
     asked = problem if isinstance(problem, Problem) else load(problem, problems, shapes)
     asked = in_precision(asked, precision)
     chosen = msgspec.structs.replace(options or VerifyOptions(), timing=timing, sanitize=sanitize)
     with Verifier(device, chosen) as verifier:
-        return verifier.verify(asked, given, backend, response=response)
+        return verifier.verify(asked, given, backend)
 
 
 def load(problem: str | Path, problems: str = "", shapes: str = "cpu") -> Problem:
@@ -276,8 +279,3 @@ def read_text(candidate: str | Path) -> str:
         raise UserError(f"the candidate {path} can't be read: {error.strerror}", "Give the path of a file") from None
     except UnicodeDecodeError:
         raise UserError(f"the candidate {path} is no text", "Give a Python file or a model's answer") from None
-
-
-def _backend_of(text: str, backend: str | None, response: bool | None) -> str:
-    reading = read_candidate(text, backend, response=response)
-    return reading.candidate.backend if reading.candidate else backend or ""

@@ -5,7 +5,10 @@ Used in confined children and in processes that never load torch, so nothing hea
 
 from __future__ import annotations
 
+import linecache
 import random
+import sys
+import types
 from typing import Any
 
 
@@ -25,3 +28,17 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % (1 << 32))
+
+
+def load(name: str, source: str, *, is_file: bool = False) -> types.ModuleType:
+    """A source run as module `name` in this confined process, its lines known to tracebacks as `{name}.py`.
+
+    :param is_file: it is told that this is its file, as loaders of extensions want.
+    """
+    module, file = types.ModuleType(name), f"{name}.py"
+    if is_file:
+        module.__file__ = file
+    sys.modules[name] = module
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - a confined child exists to run it
+    return module

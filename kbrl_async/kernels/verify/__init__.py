@@ -16,7 +16,7 @@ Invariants
   are verdicts (I4).
 """
 
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD, Bench, zygote_for
+from kbrl_async.kernels.verify.bench import Bench, zygote_for
 from kbrl_async.kernels.verify.options import BenchOptions, bench_options
 
-__all__ = ["ZYGOTE_PRELOAD", "Bench", "BenchOptions", "bench_options", "zygote_for"]
+__all__ = ["Bench", "BenchOptions", "bench_options", "zygote_for"]

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends import backend, modules_of, preloads
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.backends import backend, modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import ready
@@ -22,34 +21,23 @@ from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.checks import Checker
-from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
+from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
-from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_gpu, options_for_interpreter
-from kbrl_async.kernels.verify.reference import Reference, References
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_interpreter
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
-from kbrl_async.kernels.verify.session import CandidateFault, Session
+from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
-
-if TYPE_CHECKING:
-    from kbrl_async.kernels.verify.cuda.health import GpuHealth
-    from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
-
-_KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
-ZYGOTE_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner")
-
-
-CUDA_PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
 
 
 def zygote_for(device: str, backend: str = "c") -> Zygote:
     """A zygote whose children can run kernels of any backend of ours, and of `backend`, on `device` (`"cpu"`, `"cuda"`,
     `"cuda:N"`).
     """
-    if device == "cpu":
-        return Zygote((*ZYGOTE_PRELOAD, *modules_of(backend)))
-    return Zygote((*CUDA_PRELOAD, *preloads(), *modules_of(backend)), profile="gpu")
+    return device_of(device).zygote(modules_of(backend))
 
 
 class Bench:
@@ -73,14 +61,13 @@ class Bench:
         probe: Callable[[], Peaks | None] | None = None,
     ) -> None:
         self._zygote = zygote
-        self._options = options
-        if self._options.device != "cpu":
-            self._options = options_for_gpu(self._options)
+        self._device = device_of(options.device)
+        self._options = self._device.fitted(options)
         self._rng = seeds or secrets.SystemRandom()
-        self._references = References(zygote, self._options, self._rng)
+        self._references = References(zygote, self._options, self._rng, self._device)
         self._surplus = Surplus()
         self._generation = zygote.generation
-        self._health = _health(self._options.device)
+        self._device.open()
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
@@ -125,8 +112,7 @@ class Bench:
             backend(candidate.backend).refuse(candidate.source, problem.source)
         self._surplus.check()
         self._notice_restart()
-        if self._health is not None:
-            self._health.enter()
+        self._device.enter()
         with pinned(self._options.cores), _without_gradients():
             reference = self._references.get(problem, tick)
             clock.ends("reference")
@@ -176,9 +162,10 @@ class Bench:
             stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
             clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
             timed = None
-            if verdict.fault is Fault.OK and self._health is not None:
+            if verdict.fault is Fault.OK:
                 with clock.part("proof"):
-                    verdict = self._prove_on_gpu(checker, candidate, tick)
+                    self._device.prove(checker, candidate, self._options, self._rng, tick)
+                verdict = verdict_of(checker)
             if verdict.fault is Fault.OK and timing:
                 verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
                 clock.ends("timing", verdict.fault)
@@ -201,10 +188,8 @@ class Bench:
         finally:
             pid = checker.session.host_pid if checker.session is not None else 0
             checker.close()
-            if self._health is not None and checker.fault is not None:
-                self._health.check(pid)
-            if self._health is None and checker.fault is not None and checker.fault.kind in _KILLED:
-                self._zygote.check()
+            if checker.fault is not None:
+                self._device.ended(checker.fault, pid, self._zygote)
             # Its traceback holds frames that hold the checker, and so all of the reference's memory.
             checker.fault = None
 
@@ -214,19 +199,19 @@ class Bench:
         """
         session, reference = checker.session, checker.reference
         is_own = isinstance(error, CandidateFault) and error.by in (None, session)
-        if self._health is None or session is None or is_own or not is_out_of_memory(error):
+        if session is None or is_own or not is_out_of_memory(error) or self._device.free() is None:
             return False
         with contextlib.suppress(CandidateFault, InfraError, RuntimeError):
             session.call(wire.OP_FREE, 0, checker.one_call_s)
-        needed, before = reference.device_bytes, self._health.free()
+        needed, before = reference.device_bytes, self._device.free() or 0
         checker.close()
-        self._health.check(session.host_pid)
-        after = self._health.free()
+        fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")
+        self._device.ended(fault, session.host_pid, self._zygote)
+        after = self._device.free() or 0
         self._references.drop(reference)
         if not is_hoarder(before, after, needed):
             return False
-        text = "it keeps so much memory of the GPU that none is left to judge it"
-        checker.fault = CandidateFault(Fault.OUT_OF_MEMORY, text)
+        checker.fault = fault
         return True
 
     def _timed(
@@ -270,7 +255,7 @@ class Bench:
         reference = checker.reference
         with clock.part("a twin of the reference"):
             twin = reference.twin(self._zygote)
-        stopwatch = self._stopwatch(checker, twin, tick)
+        stopwatch = self._device.stopwatch(checker, twin, self._options, self._rng, tick)
         try:
             with ExitStack() as window:
                 with clock.part("imports"):
@@ -284,36 +269,8 @@ class Bench:
             stopwatch.close()
             reference.release(twin)
 
-    def _stopwatch(self, checker: Checker, twin: Session, tick: Tick) -> Stopwatch | CudaStopwatch:
-        if self._health is None:
-            return Stopwatch(checker, twin, self._options, self._rng, tick)
-        from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
-
-        health = self._health
-        return CudaStopwatch(checker, twin, self._options, self._rng, tick, health.nvml, health.calibration)
-
-    def _prove_on_gpu(self, checker: Checker, candidate: Candidate, tick: Tick) -> Verdict:
-        stopwatch = self._stopwatch(checker, checker.reference.session, tick)
-        assert not isinstance(stopwatch, Stopwatch)
-        stopwatch.prove(candidate)
-        return verdict_of(checker)
-
 
 def _without_gradients() -> AbstractContextManager[object]:
     import torch
 
     return torch.no_grad()
-
-
-def _health(device: str) -> GpuHealth | None:
-    """None on a CPU. `MissingTool` where the GPU that was asked for is not there."""
-    if device == "cpu":
-        return None
-    import torch
-
-    from kbrl_async.kernels.verify.cuda.health import GpuHealth
-
-    where = torch.device(device)
-    if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
-        raise MissingTool(f"there is no GPU {device} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
-    return GpuHealth(torch.device("cuda", where.index or 0))

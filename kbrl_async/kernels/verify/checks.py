@@ -71,7 +71,7 @@ class Checker:
     def start(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """Fork, confine and build the candidate."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
-        is_asked = self.options.device == "cpu" and not plan.is_plan(candidate.source)
+        is_asked = self.reference.records and not plan.is_plan(candidate.source)
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())

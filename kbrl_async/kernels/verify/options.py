@@ -16,8 +16,6 @@ Tick = Callable[[], None]
 """Called between two steps of what takes long."""
 
 _INTERPRETER_S = 60.0
-_GPU_CANDIDATE_S, _GPU_CALL_S = 15.0, 2.0
-_GPU_HOST_BYTES = 8 << 30
 
 
 def no_tick() -> None:
@@ -79,16 +77,6 @@ def bench_options(
         recipe=recipe or Recipe.of(settings),
         limits=limits or Limits(cores=cores),
         **more,
-    )
-
-
-def options_for_gpu(options: BenchOptions) -> BenchOptions:
-    """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
-    return msgspec.structs.replace(
-        options,
-        deadline_s=max(options.deadline_s, _GPU_CANDIDATE_S),
-        call_floor_s=max(options.call_floor_s, _GPU_CALL_S),
-        limits=msgspec.structs.replace(options.limits, memory_bytes=max(options.limits.memory_bytes, _GPU_HOST_BYTES)),
     )
 
 

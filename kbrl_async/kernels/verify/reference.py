@@ -8,27 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
-from kbrl_async.errors import InfraError, ProblemError
+from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import inputs, values, wire
 from kbrl_async.kernels.verify.inputs import host_bytes
-from kbrl_async.kernels.verify.memory import give_back, may_read_children, memory_file, seal
+from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker
 from protocols.records import Problem
 
-if TYPE_CHECKING:
-    from kbrl_async.kernels.verify.cuda.prewarmed import Spares
-
 
 class Reference:
     """A living reference child and everything derived from it."""
+
+    records: ClassVar[bool] = True
+    """Whether recorded and muted runs show that a candidate's own kernels do the work; else `Device.prove` does."""
 
     def __init__(
         self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random, tick: Tick = no_tick
@@ -168,81 +167,3 @@ class Reference:
     def read(self, outcome: Outcome) -> list[torch.Tensor]:
         """Copies of the outputs of a call of the reference."""
         return [self.session.read(meta) for meta in outcome.tensors]
-
-
-class References:
-    """A small LRU of references, one per problem source."""
-
-    def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random) -> None:
-        self._zygote, self._options, self._rng = zygote, options, rng
-        self._kept: OrderedDict[str, Reference] = OrderedDict()
-        self._spares: Spares | None = None
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, problem: Problem, tick: Tick = no_tick) -> Reference:
-        """`tick` is called between the steps of making one, which takes seconds."""
-        reference = self._kept.pop(problem.source, None)
-        if reference is not None and reference.uses >= self._options.reuse:
-            reference.tick = tick
-            try:
-                reference.refresh()
-            except (ProblemError, InfraError):
-                reference.close()
-                raise
-            except OSError as error:  # its child was killed, and the way to it is closed
-                reference.close()
-                cause = f"the reference of {problem.problem_id} is gone ({error})"
-                raise InfraError(cause, "It is made anew for the next candidate") from error
-        if reference is None:
-            reference = self._make(problem, tick)
-        reference.uses += 1
-        self._kept[problem.source] = reference
-        while self._are_too_many():
-            self._kept.popitem(last=False)[1].close()
-            give_back()
-        return reference
-
-    def _are_too_many(self) -> bool:
-        """By number, or by what they take: problems differ by a factor of a thousand."""
-        if len(self._kept) <= 1:
-            return False
-        if len(self._kept) > self._options.references:
-            return True
-        if sum(reference.host_bytes for reference in self._kept.values()) > self._options.reference_bytes:
-            return True
-        on_device = sum(reference.device_bytes for reference in self._kept.values())
-        return on_device > 0 and on_device > self._device_room()
-
-    def _device_room(self) -> float:
-        from kbrl_async.kernels.verify.cuda.reference import room_kept
-
-        return room_kept(self._options)
-
-    def _make(self, problem: Problem, tick: Tick) -> Reference:
-        if self._options.device == "cpu":
-            return Reference(self._zygote, problem, self._options, self._rng, tick)
-        from kbrl_async.kernels.verify.cuda.prewarmed import Spares
-        from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room
-
-        make_room(self._kept, self._options)
-        if self._spares is None:
-            self._spares = Spares(self._zygote, self._options.limits, self._options.device)
-        return CudaReference(self._zygote, problem, self._options, self._rng, self._spares, tick)
-
-    def settle(self) -> None:
-        """Returns when no child that waits for its candidate is still making its context."""
-        if self._spares is not None:
-            self._spares.settle()
-
-    def drop(self, reference: Reference) -> None:
-        """Its child is in doubt: forget it."""
-        self._kept.pop(reference.problem.source, None)
-        reference.close()
-
-    def close(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].close()
-        if self._spares is not None:
-            self._spares.close()

@@ -2,7 +2,7 @@
 
 ::
 
-    plan (file | seed) ─▶ Driver: begins and ends each fault in its time ─▶ run ends ─▶ evidence ─▶ checks
+    plan (file | seed) ─▶ FaultDriver: begins and ends each fault in its time ─▶ run ends ─▶ evidence ─▶ checks
                               │
             signals · Link (a proxy before the broker) · garbage frames · flipped bytes · no room for files
 
@@ -14,29 +14,3 @@ Invariants
 * What can be undone (a stop, a cut, a full disk) is undone at its time, and at the latest when the driver ends.
 * A check is made from what is on disk after the end, by counting again; no counter is believed because it says so.
 """
-
-from kbrl_async.lab.chaos.checks import Check, Evidence, gather, judge
-from kbrl_async.lab.chaos.driver import Driver, Happened
-from kbrl_async.lab.chaos.faults import Fault, Kind
-from kbrl_async.lab.chaos.injuries import Injuries
-from kbrl_async.lab.chaos.link import Link
-from kbrl_async.lab.chaos.plan import RandomOptions, random_plan, read_plan
-from kbrl_async.lab.chaos.report import Report, render
-
-__all__ = [
-    "Check",
-    "Driver",
-    "Evidence",
-    "Fault",
-    "Happened",
-    "Injuries",
-    "Kind",
-    "Link",
-    "RandomOptions",
-    "Report",
-    "gather",
-    "judge",
-    "random_plan",
-    "read_plan",
-    "render",
-]

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from kbrl_async.lab.chaos.faults import JOURNAL, Fault, Kind
+from kbrl_async.lab.chaos.faults import JOURNAL, FaultKind, PlannedFault
 from kbrl_async.lab.chaos.injuries import Absent, Wound
 from protocols.messages import StatusReport
 
@@ -42,7 +42,7 @@ LOAD_PAUSE_S = 1.0
 class Hands(Protocol):
     """What does the harm: `Injuries`, or a test's."""
 
-    def begin(self, fault: Fault) -> Wound: ...
+    def begin(self, fault: PlannedFault) -> Wound: ...
     def end(self, wound: Wound) -> None: ...
     def is_over(self, wound: Wound) -> bool: ...
     def release(self, wound: Wound) -> None: ...
@@ -51,7 +51,7 @@ class Hands(Protocol):
 class Happened(msgspec.Struct, omit_defaults=True):
     """A fault of the plan, and what came of it."""
 
-    fault: Fault
+    fault: PlannedFault
     began_s: float = -1.0
     """When, after the run was at work; -1: it never did."""
     ended_s: float = -1.0
@@ -83,12 +83,12 @@ class _Recovery(msgspec.Struct):
     results: int | None = None
 
 
-class Driver:
+class FaultDriver:
     """See the module's docstring. `ask` returns the broker's report, or None where it does not answer now."""
 
     def __init__(
         self,
-        plan: Sequence[Fault],
+        plan: Sequence[PlannedFault],
         hands: Hands,
         ask: Callable[[], StatusReport | None],
         clock: Callable[[], float],
@@ -134,7 +134,7 @@ class Driver:
         for _, wound, happened in self._open:
             self._hands.end(wound)
             self._hands.release(wound)
-            if wound.fault.kind is Kind.WEDGE and not self._hands.is_over(wound):
+            if wound.fault.kind is FaultKind.WEDGE and not self._hands.is_over(wound):
                 happened.failed = "the run ended before it was noticed"
             happened.ended_s = self._now()
         self._open.clear()
@@ -193,7 +193,7 @@ class Driver:
         if self._recovering is not None and (fault.target in ("broker", JOURNAL) or fault.ends_run):
             return  # one death of the broker is measured at a time
         try:
-            if fault.kind is Kind.WEDGE and not self._serves(fault.target):
+            if fault.kind is FaultKind.WEDGE and not self._serves(fault.target):
                 raise Absent(fault.target)  # one that starts is given much longer by its nanny, and rightly
             wound = self._hands.begin(fault)
         except Absent:
@@ -203,11 +203,11 @@ class Driver:
             return
         self._waiting.remove(happened)
         happened.began_s, happened.pids, happened.note = self._now(), wound.pids, wound.note
-        if fault.kind is Kind.WEDGE:
+        if fault.kind is FaultKind.WEDGE:
             self._open.append((now + max(fault.for_s, WEDGE_S), wound, happened))
         elif fault.for_s > 0:
             self._open.append((now + fault.for_s, wound, happened))
-        if (fault.kind is Kind.KILL and fault.target == "broker") or fault.target == JOURNAL:
+        if (fault.kind is FaultKind.KILL and fault.target == "broker") or fault.target == JOURNAL:
             self._recovering = _Recovery(happened, now, self._last.epoch if self._last else 0)
             happened.pause_s = self._pause_s(now)
         self._say(happened)
@@ -227,12 +227,12 @@ class Driver:
     def _end_due(self, now: float) -> None:
         for item in list(self._open):
             until, wound, happened = item
-            noticed = wound.fault.kind is Kind.WEDGE and self._hands.is_over(wound)
+            noticed = wound.fault.kind is FaultKind.WEDGE and self._hands.is_over(wound)
             if now < until and not noticed:
                 continue
             self._open.remove(item)
             self._hands.end(wound)
             happened.ended_s = self._now()
-            if wound.fault.kind is Kind.WEDGE and not noticed:
+            if wound.fault.kind is FaultKind.WEDGE and not noticed:
                 happened.failed = f"nobody replaced it in {WEDGE_S:.0f} s"
                 self._hands.release(wound)

@@ -23,9 +23,9 @@ import msgspec
 import zmq
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.chaos.faults import ARTIFACT, DISK, FRAMES, JOURNAL, RUN, Fault, Kind
+from kbrl_async.lab.chaos.faults import ARTIFACT, DISK, FRAMES, JOURNAL, RUN, FaultKind, PlannedFault
 from kbrl_async.lab.chaos.link import Link
-from kbrl_async.lab.chaos.processes import Process, Role, census, matching
+from kbrl_async.lab.chaos.processes import Process, ProcessRole, census, matching
 from protocols.sockets import connect_dealer
 
 TORN_BYTES = 300
@@ -45,7 +45,7 @@ class Absent(Exception):  # noqa: N818 - a state of the world, which the driver 
 class Wound(msgspec.Struct):
     """What was done, as far as it matters for undoing and for the report."""
 
-    fault: Fault
+    fault: PlannedFault
     pids: list[int]
     note: str = ""
     stopped: dict[int, float] = msgspec.field(default_factory=dict)
@@ -65,23 +65,23 @@ class Injuries:
         self._unlimited: dict[int, tuple[int, int]] = {}
         """The limit that a process had before: faults that overlap would restore each other's."""
         self._full: Counter[int] = Counter()
-        self._acts: Mapping[Kind, Callable[[Fault], Wound]] = {
-            Kind.KILL: self._kill,
-            Kind.STOP: self._stop,
-            Kind.WEDGE: self._stop,
-            Kind.DELAY: self._delay,
-            Kind.PARTITION: self._partition,
-            Kind.CORRUPT: self._corrupt,
-            Kind.DISK_FULL: self._fill_disk,
+        self._acts: Mapping[FaultKind, Callable[[PlannedFault], Wound]] = {
+            FaultKind.KILL: self._kill,
+            FaultKind.STOP: self._stop,
+            FaultKind.WEDGE: self._stop,
+            FaultKind.DELAY: self._delay,
+            FaultKind.PARTITION: self._partition,
+            FaultKind.CORRUPT: self._corrupt,
+            FaultKind.DISK_FULL: self._fill_disk,
         }
 
-    def begin(self, fault: Fault) -> Wound:
+    def begin(self, fault: PlannedFault) -> Wound:
         """:raises Absent: its target is not there now."""
         return self._acts[fault.kind](fault)
 
     def end(self, wound: Wound) -> None:
         """Undo it. Processes that have died meanwhile are left alone, whoever has their pid now."""
-        if wound.fault.kind is not Kind.WEDGE:
+        if wound.fault.kind is not FaultKind.WEDGE:
             for pid, born in wound.stopped.items():
                 if _born(pid) == born and (pid, born) not in self._wedged:
                     _signal(pid, signal.SIGCONT)
@@ -90,9 +90,9 @@ class Injuries:
             if not self._full[pid]:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, self._unlimited.pop(pid))
-        if wound.fault.kind is Kind.DELAY:
+        if wound.fault.kind is FaultKind.DELAY:
             self._linked().quicken(wound.fault.target)
-        elif wound.fault.kind is Kind.PARTITION:
+        elif wound.fault.kind is FaultKind.PARTITION:
             self._linked().heal(wound.fault.target)
         if wound.fault.target == DISK:
             (self._run_dir / BALLAST).unlink(missing_ok=True)
@@ -110,36 +110,36 @@ class Injuries:
 
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _victims(self, fault: Fault) -> list[Process]:
+    def _victims(self, fault: PlannedFault) -> list[Process]:
         found = matching(census(self._run_dir), fault.target)
         if not found:
             raise Absent(fault.target)
         return found if fault.target == RUN else [self._rng.choice(found)]
 
-    def _kill(self, fault: Fault) -> Wound:
+    def _kill(self, fault: PlannedFault) -> Wound:
         victims = self._victims(fault)
-        for victim in sorted(victims, key=lambda process: process.role is not Role.NANNY):
+        for victim in sorted(victims, key=lambda process: process.role is not ProcessRole.NANNY):
             _signal(victim.pid, signal.SIGKILL)  # nannies first: they would start their children again
         return Wound(fault, [victim.pid for victim in victims])
 
-    def _stop(self, fault: Fault) -> Wound:
+    def _stop(self, fault: PlannedFault) -> Wound:
         victims = self._victims(fault)
         wound = Wound(fault, [victim.pid for victim in victims])
         for victim in victims:
             if (born := _born(victim.pid)) is not None:
                 wound.stopped[victim.pid] = born
-                if fault.kind is Kind.WEDGE:
+                if fault.kind is FaultKind.WEDGE:
                     self._wedged.add((victim.pid, born))
                 _signal(victim.pid, signal.SIGSTOP)
         return wound
 
     # ── the link ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _delay(self, fault: Fault) -> Wound:
+    def _delay(self, fault: PlannedFault) -> Wound:
         self._linked().delay(fault.target, fault.delay_ms / 1e3)
         return Wound(fault, [], f"{fault.delay_ms:.0f} ms each way")
 
-    def _partition(self, fault: Fault) -> Wound:
+    def _partition(self, fault: PlannedFault) -> Wound:
         self._linked().cut(fault.target)
         return Wound(fault, [])
 
@@ -150,7 +150,7 @@ class Injuries:
 
     # ── bytes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _corrupt(self, fault: Fault) -> Wound:
+    def _corrupt(self, fault: PlannedFault) -> Wound:
         if fault.target == FRAMES:
             return self._garbage(fault)
         if fault.target == JOURNAL:
@@ -166,7 +166,7 @@ class Injuries:
             raise Absent(fault.target) from None  # evicted just now
         return Wound(fault, [], f"byte {place} of {path.name[:12]}…")
 
-    def _garbage(self, fault: Fault) -> Wound:
+    def _garbage(self, fault: PlannedFault) -> Wound:
         """Messages that are none, from a proper peer, and bytes that are not even ZeroMQ."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -187,7 +187,7 @@ class Injuries:
                     raw.sendall(self._rng.randbytes(256))
         return Wound(fault, [], f"{GARBAGE_MESSAGES} messages to each socket")
 
-    def _tear(self, fault: Fault) -> Wound:
+    def _tear(self, fault: PlannedFault) -> Wound:
         """As after a power cut: the broker is down, and the end of its write-ahead log never reached the disk."""
         broker = matching(census(self._run_dir), "broker")
         nanny = matching(census(self._run_dir), "nanny:broker")
@@ -205,7 +205,7 @@ class Injuries:
 
     # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fill_disk(self, fault: Fault) -> Wound:
+    def _fill_disk(self, fault: PlannedFault) -> Wound:
         if fault.target == DISK:
             return self._ballast(fault)
         victims = matching(census(self._run_dir), fault.target)
@@ -213,7 +213,7 @@ class Injuries:
             raise Absent(fault.target)
         names = {victim.instance for victim in victims}
         # Its nanny too: a child that is started again meanwhile inherits the limit.
-        victims += [p for p in census(self._run_dir) if p.role is Role.NANNY and p.instance in names]
+        victims += [p for p in census(self._run_dir) if p.role is ProcessRole.NANNY and p.instance in names]
         wound = Wound(fault, [victim.pid for victim in victims], "no file may grow (EFBIG)")
         for pid in {victim.pid for victim in victims}:
             with contextlib.suppress(ProcessLookupError):
@@ -225,7 +225,7 @@ class Injuries:
                 wound.limited.append(pid)
         return wound
 
-    def _ballast(self, fault: Fault) -> Wound:
+    def _ballast(self, fault: PlannedFault) -> Wound:
         free = shutil.disk_usage(self._run_dir).free
         if free > MOST_BALLAST:
             raise UserError(

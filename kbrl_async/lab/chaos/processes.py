@@ -22,7 +22,7 @@ _ZYGOTE = "kbrl_async.kernels.sandbox.zygote"
 _SERVICE = re.compile(r"services\.([a-z_]+)$")
 
 
-class Role(StrEnum):
+class ProcessRole(StrEnum):
     NANNY = "nanny"
     CHILD = "child"
     ZYGOTE = "zygote"
@@ -32,13 +32,13 @@ class Role(StrEnum):
 
 class Process(msgspec.Struct, frozen=True):
     pid: int
-    role: Role
+    role: ProcessRole
     service: str
     """The one that it works for."""
     instance: str
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ProcEntry(msgspec.Struct, frozen=True):
     pid: int
     parent: int
     words: tuple[str, ...]
@@ -57,10 +57,10 @@ def census(run_dir: Path, proc: Path = Path("/proc")) -> list[Process]:
         service = _service(entry, wanted)
         if service:
             instance = entry.environment.get("HONCHO_PROCESS_NAME", service)
-            found.append(Process(entry.pid, Role.CHILD, service, instance))
-            found.append(Process(entry.parent, Role.NANNY, service, instance))
+            found.append(Process(entry.pid, ProcessRole.CHILD, service, instance))
+            found.append(Process(entry.parent, ProcessRole.NANNY, service, instance))
             found += _sandboxes(entry.pid, service, instance, entries, below)
-    return sorted(found, key=lambda process: (process.role is not Role.CHILD, process.pid))
+    return sorted(found, key=lambda process: (process.role is not ProcessRole.CHILD, process.pid))
 
 
 def matching(processes: list[Process], target: str) -> list[Process]:
@@ -69,10 +69,10 @@ def matching(processes: list[Process], target: str) -> list[Process]:
         return processes
     if target in (CANDIDATE, COMPILER):
         farm = target == COMPILER
-        return [p for p in processes if p.role is Role.CONFINED and (p.service == "compile_farm") == farm]
+        return [p for p in processes if p.role is ProcessRole.CONFINED and (p.service == "compile_farm") == farm]
     if target == ZYGOTE:
-        return [p for p in processes if p.role is Role.ZYGOTE]
-    role = Role.NANNY if target.startswith(NANNY) else Role.CHILD
+        return [p for p in processes if p.role is ProcessRole.ZYGOTE]
+    role = ProcessRole.NANNY if target.startswith(NANNY) else ProcessRole.CHILD
     name = target.removeprefix(NANNY)
     return [p for p in processes if p.role is role and name in (p.service, p.instance)]
 
@@ -82,7 +82,7 @@ def instance_of(pid: int, proc: Path = Path("/proc")) -> str:
     return _environment(proc / str(pid)).get("HONCHO_PROCESS_NAME", "")
 
 
-def _service(entry: _Entry, run_dir: str) -> str:
+def _service(entry: _ProcEntry, run_dir: str) -> str:
     """The service whose working process this is, or an empty string."""
     if entry.environment.get("KBRL_RUN_DIR") != run_dir or entry.environment.get("KBRL_NANNY_PID") != str(entry.parent):
         return ""
@@ -90,25 +90,25 @@ def _service(entry: _Entry, run_dir: str) -> str:
 
 
 def _sandboxes(
-    top: int, service: str, instance: str, entries: Mapping[int, _Entry], below: Mapping[int, list[int]]
+    top: int, service: str, instance: str, entries: Mapping[int, _ProcEntry], below: Mapping[int, list[int]]
 ) -> Iterator[Process]:
     pending = [(pid, 0) for pid in below[top]]
     while pending:
         pid, depth = pending.pop()
         depth += depth > 0 or _ZYGOTE in entries[pid].words
         if depth:
-            role = Role.ZYGOTE if depth <= 2 else Role.CONFINED
+            role = ProcessRole.ZYGOTE if depth <= 2 else ProcessRole.CONFINED
             yield Process(pid, role, service, instance)
         pending += [(child, depth) for child in below[pid]]
 
 
-def _entries(proc: Path) -> Iterator[_Entry]:
+def _entries(proc: Path) -> Iterator[_ProcEntry]:
     for folder in proc.iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 parent = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
                 words = tuple((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
-                yield _Entry(int(folder.name), parent, words, _environment(folder))
+                yield _ProcEntry(int(folder.name), parent, words, _environment(folder))
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -16,10 +16,3 @@ Invariants
 * A kernel file appears only after its very bytes were read back from disk and went through the whole funnel.
 * Every attempt ends with a verdict, as a copy of one that has it, or with the reason why it has none.
 """
-
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.search import Ask, Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target, read_target
-from kbrl_async.lab.optimize.tree import Attempt, Judgement, Tree
-
-__all__ = ["Ask", "Attempt", "Budget", "Judgement", "Search", "SearchOptions", "Target", "Tree", "read_target"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -24,9 +24,10 @@ import msgspec
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.lab.optimize.search import Ask, Search
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt, Judgement
-from kbrl_async.rollouts.prompts import extract, feedback_of
+from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
+from kbrl_async.rollouts.prompts.examples import Worked, render_with_examples
 from kbrl_async.sampling.engine import Completion
 from protocols.records import Candidate, Problem, Purpose, SamplingParams
 
@@ -49,13 +50,6 @@ class Verifies(Protocol):
     def restart(self) -> None: ...
 
 
-class Prompts(Protocol):
-    """How attempts are asked for."""
-
-    def first(self) -> str: ...
-    def turn(self, result: Result, source: str) -> str: ...
-
-
 class DriveOptions(msgspec.Struct, frozen=True):
     backend: str = "c"
     sampling: SamplingParams = SamplingParams(max_tokens=256)
@@ -65,37 +59,57 @@ class DriveOptions(msgspec.Struct, frozen=True):
     """Sources that may wait for their verdict."""
 
 
-def _nothing() -> None:
-    pass
+class PromptMaker:
+    """How attempts are asked for. `max_tokens` bounds every prompt: examples or feedback beyond it stay out."""
+
+    def __init__(
+        self,
+        option: str,
+        problem: Problem,
+        backend: str,
+        examples: Sequence[Worked] = (),
+        count_tokens: Callable[[str], int] = len,
+        max_tokens: int = 1 << 30,
+    ) -> None:
+        self._option, self._problem, self._backend = option, problem, backend
+        self._budget = TokenBudget(max_tokens, count_tokens)
+        self._first = render_prompt(option, problem, backend)
+        self.shown: tuple[int, ...] = ()
+        """Which of the examples are in the first prompt."""
+        if examples:
+            made = render_with_examples(option, problem, examples, count_tokens, max_tokens, backend)
+            self._first, self.shown = made.text, made.shown
+
+    def first(self) -> str:
+        return self._first
+
+    def turn(self, result: Result, source: str) -> str:
+        feedback = feedback_of(result.verdict, result.timing, source, self._backend)
+        return render_turn(self._option, self._problem, feedback, self._backend, self._budget)
 
 
-class Driver:
+class SearchDriver:
     """See the module. `changed` is called after every event, on the loop."""
 
     def __init__(
         self,
         search: Search,
-        target: Target,
+        target: UserModule,
         engine: Samples,
         verifier: Verifies,
-        prompts: Prompts,
+        prompts: PromptMaker,
         options: DriveOptions,
-        changed: Callable[[], None] = _nothing,
+        changed: Callable[[Search], None] = lambda _search: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.search, self._target, self._engine, self._verifier = search, target, engine, verifier
-        self._prompts, self._options, self.changed, self._clock = prompts, options, changed, clock
+        self._prompts, self._options, self._changed, self._clock = prompts, options, changed, clock
         self._results: dict[int, Result] = {}
         self._writing: dict[asyncio.Task[None], int] = {}
         self._queue: asyncio.Queue[Attempt] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "verify")
         self._failure: BaseException | None = None
-
-    def result(self, number: int) -> Result | None:
-        """What the funnel said of an attempt; that of its twin where it is the same."""
-        same_as = self.search.tree[number].same_as
-        return self._results.get(number if same_as is None else same_as)
 
     def stop(self, reason: str) -> None:
         """Ask for nothing more; what is written so far is still verified."""
@@ -120,7 +134,8 @@ class Driver:
                 self._ask()
                 self._wake.clear()
                 if self.search.stopped not in _ALL_ASKED:
-                    self._give_up_writing()
+                    for task in self._writing:
+                        task.cancel()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.25):
                         await self._wake.wait()
@@ -144,13 +159,11 @@ class Driver:
             self._writing[task] = ask.number
             task.add_done_callback(self._written)
 
-    def _give_up_writing(self) -> None:
-        for task in self._writing:
-            task.cancel()
-
     async def _write(self, ask: Ask) -> None:
-        parent = None if ask.parent is None else self._results[ask.parent]
-        prompt = self._prompts.first() if parent is None else self._turn(ask, parent)
+        if ask.parent is None:
+            prompt = self._prompts.first()
+        else:
+            prompt = self._prompts.turn(self._results[ask.parent], self.search.tree[ask.parent].source)
         try:
             done = await self._engine.generate(f"attempt-{ask.number}", prompt, self._options.sampling, Purpose.EVAL)
         except InfraError as error:
@@ -162,10 +175,6 @@ class Driver:
         if self.search.needs_verdict(attempt):
             self._queue.put_nowait(attempt)
 
-    def _turn(self, ask: Ask, parent: Result) -> str:
-        assert ask.parent is not None
-        return self._prompts.turn(parent, self.search.tree[ask.parent].source)
-
     def _written(self, task: asyncio.Task[None]) -> None:
         number = self._writing.pop(task)
         if task.cancelled():
@@ -175,7 +184,7 @@ class Driver:
         self._tell()
 
     def _tell(self) -> None:
-        self.changed()
+        self._changed(self.search)
         self._wake.set()
 
     # ── verifying ────────────────────────────────────────────────────────────────────────────────────────────────

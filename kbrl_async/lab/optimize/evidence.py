@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.kernels.funnel import Result
 from kbrl_async.kernels.verify.inputs import KINDS
 from kbrl_async.lab.optimize.proving import Final, Proof
 from kbrl_async.lab.optimize.search import Search
-from kbrl_async.lab.optimize.targets import Target
-from kbrl_async.lab.optimize.tree import Attempt, fingerprint
+from kbrl_async.lab.optimize.targets import UserModule
+from kbrl_async.lab.optimize.tree import POLICY, Attempt, fingerprint
 
 FORMAT = 1
 METHOD = (
@@ -39,6 +38,26 @@ class Facts(msgspec.Struct, frozen=True):
     cost: float = 0.0
 
 
+class SearchResult(msgspec.Struct, frozen=True):
+    """What came of a search; `proof` is None where nothing was written."""
+
+    target: UserModule
+    search: Search
+    facts: Facts
+    proof: Proof | None = None
+    finals: tuple[Final, ...] = ()
+
+
+def author(search: Search, number: int, engine: str) -> str:
+    """Who wrote an attempt: the engine, or where it was taken from; a refinement names what it began with, too."""
+    attempt = first = search.tree[number]
+    while first.parent is not None:
+        first = search.tree[first.parent]
+    if attempt.origin != POLICY:
+        return f"{attempt.origin}, as it was found there"
+    return engine if first.origin == POLICY else f"{engine}, beginning with {first.origin}"
+
+
 def versions() -> dict[str, str]:
     """Of what took part."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
@@ -50,16 +69,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def document(
-    target: Target, search: Search, facts: Facts, proof: Proof | None, finals: Sequence[Final]
-) -> dict[str, Any]:
+def document(found: SearchResult) -> dict[str, Any]:
     """`optimized_X.evidence.json`."""
+    target, search, facts, proof = found.target, found.search, found.facts, found.proof
     return {
         "format": FORMAT,
         "target": {"title": target.title, "kind": target.kind, "problem": target.problem.source},
-        "written": None if proof is None else {"path": proof.path, "sha256": proof.winner.sha256},
-        "proof": None if proof is None else proof.winner.result.document(),
-        "finals": [{"attempt": f.attempt, "sha256": f.sha256, "result": f.result.document()} for f in finals],
+        "written": proof and {"path": proof.path, "sha256": proof.winner.sha256, "author": _winner(found)},
+        "proof": proof and proof.winner.result.document(),
+        "finals": [{"attempt": f.attempt, "sha256": f.sha256, "result": f.result.document()} for f in found.finals],
         "input_sets": [kind.name for kind in KINDS],
         "method": METHOD,
         "versions": versions(),
@@ -83,11 +101,12 @@ def counts(search: Search) -> dict[str, Any]:
     }
 
 
-def markdown(target: Target, search: Search, facts: Facts, proof: Proof | None, finals: Sequence[Final]) -> str:
+def markdown(found: SearchResult) -> str:
     """`optimized_X.evidence.md`."""
-    parts = [f"# {target.title}", "", conclusion(proof, search, finals), ""]
-    if proof is not None:
-        parts += ["## Proof", "", *_table(("", ""), proof_rows(proof.winner.result)), "", METHOD, ""]
+    search, facts = found.search, found.facts
+    parts = [f"# {found.target.title}", "", conclusion(found), ""]
+    if found.proof is not None:
+        parts += ["## Proof", "", *_table(("", ""), proof_rows(found)), "", METHOD, ""]
         sets = ", ".join(dict.fromkeys(kind.name for kind in KINDS))
         parts += [f"Kinds of secret inputs: {sets} (fewer for very large inputs).", ""]
     elif errors := failures(search):
@@ -102,24 +121,31 @@ def markdown(target: Target, search: Search, facts: Facts, proof: Proof | None, 
     return "\n".join(parts)
 
 
-def conclusion(proof: Proof | None, search: Search, finals: Sequence[Final] = ()) -> str:
+def conclusion(found: SearchResult) -> str:
     """One sentence."""
-    if proof is not None:
-        timing = proof.winner.result.timing
+    if found.proof is not None:
+        timing = found.proof.winner.result.timing
         speed = "not timed" if timing is None else f"{timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f})"
         return f"Proven, {speed} the speed of the module."
-    if any(final.result.timing is not None and final.result.timing.stopped == "disturbed" for final in finals):
+    if any(final.result.timing is not None and final.result.timing.stopped == "disturbed" for final in found.finals):
         return (
             "Kernels were proven right, and others used the core so much that no time could be trusted. No file was "
             "written: try again when the machine is quieter."
         )
-    if search.tree.proven():
+    if found.search.tree.proven():
         return "Kernels were proven right, and none was proven faster than the module. No file was written."
     return "No kernel was proven right. No file was written."
 
 
-def proof_rows(result: Result) -> list[tuple[str, str]]:
-    return [(name, text.replace("\n", " ")) for name, text in result.rows()]
+def proof_rows(found: SearchResult) -> list[tuple[str, str]]:
+    assert found.proof is not None
+    rows = [(name, text.replace("\n", " ")) for name, text in found.proof.winner.result.rows()]
+    return [("written by", _winner(found)), *rows]
+
+
+def _winner(found: SearchResult) -> str:
+    assert found.proof is not None
+    return author(found.search, found.proof.winner.attempt, found.facts.engine)
 
 
 def failures(search: Search) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,10 +24,8 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
 from kbrl_async.lab.optimize.driver import Verifies
-from kbrl_async.lab.optimize.module_file import render
-from kbrl_async.lab.optimize.targets import Target
-from kbrl_async.lab.optimize.tree import Attempt
-from protocols.records import Candidate
+from kbrl_async.lab.optimize.targets import UserModule
+from protocols.records import Candidate, Problem
 
 FINALISTS = 3
 CAREFUL = Recipe.of(
@@ -55,7 +53,6 @@ class Proof(msgspec.Struct, frozen=True):
 
     path: str
     winner: Final
-    finals: tuple[Final, ...]
 
 
 def careful_options(options: VerifyOptions) -> VerifyOptions:
@@ -65,25 +62,20 @@ def careful_options(options: VerifyOptions) -> VerifyOptions:
 
 
 def prove(
-    finalists: Sequence[Attempt],
-    target: Target,
-    verifier: Verifies,
-    path: Path,
-    backend: str,
-    version: str,
-    allow_slower: bool = False,
+    texts: Mapping[int, str], problem: Problem, verifier: Verifies, path: Path, backend: str, allow_slower: bool = False
 ) -> tuple[Proof | None, tuple[Final, ...]]:
     """Writes `path` with the surest finalist; None, and no file, where none holds. Blocks for seconds.
+
+    :param texts: the whole file, by the number of the attempt that it would be made of.
 
     :raises UserError: the folder can't be written.
     """
     finals: list[Final] = []
     with contextlib.ExitStack() as stack:
         hidden: dict[int, Path] = {}
-        for attempt in finalists:
-            hidden[attempt.number] = stack.enter_context(_hidden(path, attempt.number))
-            text = render(target, attempt.source, path.name, backend, version)
-            finals.append(_examine(attempt, text, hidden[attempt.number], target, verifier, backend))
+        for number, text in texts.items():
+            hidden[number] = stack.enter_context(_hidden(path, number))
+            finals.append(_examine(number, text, hidden[number], problem, verifier, backend))
         held = [final for final in finals if final.result.ok and (allow_slower or _is_faster(final))]
         if not held:
             return None, tuple(finals)
@@ -91,17 +83,17 @@ def prove(
         if _sha256(hidden[winner.attempt].read_bytes()) != winner.sha256:
             raise InfraError(f"{hidden[winner.attempt]} has changed since it was verified", "Try again")
         os.replace(hidden[winner.attempt], path)
-    return Proof(str(path), winner, tuple(finals)), tuple(finals)
+    return Proof(str(path), winner), tuple(finals)
 
 
-def _examine(attempt: Attempt, text: str, hidden: Path, target: Target, verifier: Verifies, backend: str) -> Final:
+def _examine(number: int, text: str, hidden: Path, problem: Problem, verifier: Verifies, backend: str) -> Final:
     try:
         hidden.write_text(text)
     except OSError as error:
         raise UserError(f"{hidden.parent} can't be written: {error.strerror}", "Give --output FILE elsewhere") from None
     data = hidden.read_bytes()
-    result = verifier.verify(target.problem, Candidate(data.decode(), backend))
-    return Final(attempt.number, result, _sha256(data))
+    result = verifier.verify(problem, Candidate(data.decode(), backend))
+    return Final(number, result, _sha256(data))
 
 
 @contextlib.contextmanager
@@ -124,3 +116,57 @@ def _floor(final: Final) -> float:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+# ── the text of the file ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_FUNCTION = '''
+
+_module = None
+
+
+def {name}({signature}):
+    """Takes the place of {origin}."""
+    global _module
+    if _module is None:
+        _module = ModelNew()
+    return _module({arguments})
+'''
+_CLASS = "\n\n{name} = ModelNew\n"
+
+
+def render(target: UserModule, source: str, file_name: str, backend: str, author: str, version: str) -> str:
+    """The file that replaces `target` by the kernel in `source`, which `author` wrote; itself a candidate again."""
+    stem = file_name.removesuffix(".py")
+    lines = [
+        f'"""{_plain(target.title)}, by a verified kernel (backend {backend}), found by `kbrl optimize` {version}.',
+        f"Written by {_plain(author)}.",
+        "",
+        f"Usage: {_usage(target, stem)}",
+        "",
+        f"What was proven, on which inputs and hardware, and how fast it is: {stem}.evidence.md and .json beside this",
+        "file. It needs the package kbrl-async, and a C compiler for backend c: the kernel is built at first use.",
+        '"""',
+        "",
+    ]
+    return "\n".join(lines) + source.strip("\n") + "\n" + _drop_in(target)
+
+
+def _usage(target: UserModule, stem: str) -> str:
+    if target.kind == "function":
+        return f"from {stem} import {target.name}"
+    if target.kind == "class":
+        return f"from {stem} import {target.name}; new = {target.name}(…); new.load_state_dict(old.state_dict())"
+    return f"from {stem} import ModelNew; new = ModelNew(…); new.load_state_dict(old.state_dict())"
+
+
+def _drop_in(target: UserModule) -> str:
+    if target.kind == "function":
+        names = ", ".join(target.arguments)
+        return _FUNCTION.format(name=target.name, signature=names, arguments=names, origin=_plain(target.title))
+    return _CLASS.format(name=target.name) if target.kind == "class" and target.name != "ModelNew" else ""
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\", "/").replace('"""', "'''").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The search as a state machine: `ask` says what to sample next, `wrote` and `judged` tell it what came of it.
+"""The search as a state machine: `ask` says what to sample next, `wrote` and `judged` tell it what came of it. Pure.
 
 ::
 
@@ -6,18 +6,47 @@
        └ None: the budget is spent, or it was stopped    └ the same as before, or none: ends here
 
 Invariants: nothing is asked for beyond the budget; every Ask ends in exactly one of judged, same as before, lost.
+
+What to refine, or whether to begin anew: two arms, fresh and refine. Each has a Beta posterior over "its answer is a
+new proven kernel"; Thompson sampling draws one from each and pulls the larger. So an engine that never learnt to repair
+is soon asked for first answers only, and one that does is given its own attempts back.
 """
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
 
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.choosing import Chooser
-from kbrl_async.lab.optimize.tree import Attempt, Judgement, Tree
+from kbrl_async.lab.optimize.tree import POLICY, Attempt, Judgement, Tree, progress
 from protocols.records import Fault
+
+FRESH, REFINE = "fresh", "refine"
+FADE = 0.98
+"""Forgetting per answer: what paid early, while everything was new, must not decide for ever."""
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """What a search may spend; None: no limit of that kind."""
+
+    seconds: float | None = None
+    tokens: int | None = None
+    """Of answers, as the engine counts them."""
+    attempts: int | None = None
+
+    def spent(self, seconds: float, tokens: int, attempts: int) -> str:
+        """What has run out (`"time"`, `"tokens"`, `"attempts"`); empty while there is something left of each."""
+        if self.seconds is not None and seconds >= self.seconds:
+            return "time"
+        if self.tokens is not None and tokens >= self.tokens:
+            return "tokens"
+        return "attempts" if self.attempts is not None and attempts >= self.attempts else ""
+
+    def share(self, seconds: float, tokens: int, attempts: int) -> float:
+        """How much of it is spent, 0 … 1, by whatever runs out first."""
+        pairs = ((seconds, self.seconds), (tokens, self.tokens), (attempts, self.attempts))
+        return min(1.0, max((used / limit for used, limit in pairs if limit), default=0.0))
 
 
 class SearchOptions(msgspec.Struct, frozen=True):
@@ -117,7 +146,7 @@ class Search:
 
     def _close(self, number: int, *, paid: bool) -> None:
         self._open.discard(number)
-        if self.tree[number].origin == "policy":
+        if self.tree[number].origin == POLICY:
             self._chooser.learn(self.tree[number], paid=paid)
 
     def _is_better_than_parent(self, attempt: Attempt) -> bool:
@@ -126,3 +155,43 @@ class Search:
         if parent is None or mine is None or not parent.is_proven:
             return True
         return (mine.lo or 0.0) > (parent.lo or 0.0)
+
+
+class Chooser:
+    """See the module. Of what may be refined, the best that was refined least is taken; `max_turns` 1 never refines."""
+
+    def __init__(self, rng: random.Random, max_turns: int = 4, width: int = 8) -> None:
+        self._rng, self._max_turns, self._width = rng, max_turns, width
+        self.wins = {FRESH: 1.0, REFINE: 1.0}
+        self.losses = {FRESH: 1.0, REFINE: 1.0}
+
+    def choose(self, tree: Tree) -> int | None:
+        """The attempt to refine; None: a first answer."""
+        best = max((a for a in tree if self._may_refine(a, tree)), key=lambda a: self._worth(a, tree), default=None)
+        if best is None:
+            return None
+        drawn = {arm: self._rng.betavariate(self.wins[arm], self.losses[arm]) for arm in (FRESH, REFINE)}
+        return best.number if drawn[REFINE] > drawn[FRESH] else None
+
+    def learn(self, attempt: Attempt, *, paid: bool) -> None:
+        """What became of an answer. `paid`: it is proven, new, and better than what it was refined from."""
+        arm = FRESH if attempt.parent is None else REFINE
+        for table in (self.wins, self.losses):
+            table[arm] = max(1.0, table[arm] * FADE)
+        (self.wins if paid else self.losses)[arm] += 1.0
+
+    def _may_refine(self, attempt: Attempt, tree: Tree) -> bool:
+        judged = attempt.judgement
+        if judged is None or attempt.same_as is not None or not attempt.source or attempt.turn + 1 >= self._max_turns:
+            return False
+        return len(tree.children(attempt.number)) < self._width and judged.category != "cheating"
+
+    def _worth(self, attempt: Attempt, tree: Tree) -> float:
+        return value(attempt.judgement) / (1.0 + 0.5 * len(tree.children(attempt.number))) + 1e-6 * self._rng.random()
+
+
+def value(judgement: Judgement | None) -> float:
+    """Of refining it: how far it came, and for a proven one how fast it is."""
+    if judgement is None or not judgement.is_proven:
+        return progress(judgement)
+    return 4.0 + max(-1.0, math.log2(max(judgement.lo or 0.5, 1e-3)))

@@ -39,7 +39,7 @@ class Given(msgspec.Struct, frozen=True):
     init: str = ""
 
 
-class Target(msgspec.Struct, frozen=True):
+class UserModule(msgspec.Struct, frozen=True):
     problem: Problem
     """What is verified."""
     shown: Problem
@@ -57,14 +57,14 @@ class Target(msgspec.Struct, frozen=True):
         return re.sub(r"\W+", "_", self.problem.name)
 
 
-def read_target(wanted: str, given: Given | None = None, shapes: str = "cpu") -> Target:
+def read_target(wanted: str, given: Given | None = None, shapes: str = "cpu") -> UserModule:
     """:raises UserError: no such file or name, or no inputs for it; ProblemError: the file breaks the contract."""
     given = given or Given()
     place, _, name = wanted.partition(":")
     path = _find(place)
     if not name and not (given.inputs or given.inputs_from):
         problem = _whole(path, wanted, shapes)
-        return Target(problem, problem, "file", "Model", str(path))
+        return UserModule(problem, problem, "file", "Model", str(path))
     return _named(path, name or "Model", given, shapes)
 
 
@@ -84,7 +84,7 @@ def _defines(text: str, name: str) -> bool:
         return True
 
 
-def _named(path: Path, name: str, given: Given, shapes: str) -> Target:
+def _named(path: Path, name: str, given: Given, shapes: str) -> UserModule:
     text = _read(path)
     maker_slice, maker = _inputs_from(given, path, text)
     roots = [name, *_names(given.inputs, "--inputs"), *_names(given.init, "--init")]
@@ -101,7 +101,7 @@ def _named(path: Path, name: str, given: Given, shapes: str) -> Target:
     problem = parse_problem(body + wrapper + tail, f"L0/{stem}", origin=str(path), shapes=shapes)
     shown = parse_problem(_shown(node, body, arguments) + tail, f"L0/{stem}", origin=str(path), shapes=shapes)
     kind = "class" if isinstance(node, ast.ClassDef) else "function"
-    return Target(problem, shown, kind, name, f"{path.stem}.{name}", arguments)
+    return UserModule(problem, shown, kind, name, f"{path.stem}.{name}", arguments)
 
 
 def _has_own_inputs(text: str, given: Given) -> bool:

@@ -21,7 +21,8 @@ import msgspec
 
 from protocols.records import Fault
 
-PROVEN = frozenset({"slow", "fast"})
+POLICY = "policy"
+"""Origin of what the engine wrote."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -59,7 +60,8 @@ class Attempt(msgspec.Struct, frozen=True):
     turn: int
     asked_at: float
     """Seconds since the search began."""
-    origin: str = "policy"
+    origin: str = POLICY
+    """Who wrote it: the engine, or where else it was taken from."""
     source: str = ""
     """Empty where no candidate could be taken out of the answer."""
     tokens: int = 0
@@ -67,7 +69,6 @@ class Attempt(msgspec.Struct, frozen=True):
     judgement: Judgement | None = None
     lost: str = ""
     """Why it has no judgement: cancelled, or a fault of the host."""
-    examples: tuple[str, ...] = ()
 
     @property
     def is_proven(self) -> bool:
@@ -94,9 +95,9 @@ class Tree:
     def children(self, number: int | None) -> list[int]:
         return self._children.get(number, [])
 
-    def ask(self, parent: int | None, at: float, origin: str = "policy", examples: tuple[str, ...] = ()) -> Attempt:
+    def ask(self, parent: int | None, at: float, origin: str = POLICY) -> Attempt:
         turn = 0 if parent is None else self._attempts[parent].turn + 1
-        made = Attempt(len(self._attempts), parent, turn, at, origin, examples=examples)
+        made = Attempt(len(self._attempts), parent, turn, at, origin)
         self._attempts.append(made)
         self._children.setdefault(parent, []).append(made.number)
         return made

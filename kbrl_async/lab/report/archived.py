@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import KbrlError
-from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, Span, Turn
+from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ScoredTurn, StageSpan
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
 from kbrl_async.rollouts.stats import RolloutStats, Step
 from kbrl_async.runs.archive import archive
@@ -53,7 +53,7 @@ def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
     return {(row.rollout_id, row.turn): row for row in rows if row.status == "ok"}
 
 
-def enriched(turn: Turn, row: Row | None) -> Turn:
+def enriched(turn: ScoredTurn, row: Row | None) -> ScoredTurn:
     """A turn of the journal with what the archive knows of it."""
     if row is None:
         return turn
@@ -61,7 +61,7 @@ def enriched(turn: Turn, row: Row | None) -> Turn:
     return _timed(msgspec.structs.replace(turn, stats=stats, task_id=row.task_id), row)
 
 
-def as_turns(rows: Sequence[Row]) -> list[Turn]:
+def as_turns(rows: Sequence[Row]) -> list[ScoredTurn]:
     """Turns from the archive alone; an evaluation rollout is its best turn."""
     best: dict[str, Row] = {}
     for row in rows:
@@ -105,7 +105,7 @@ def _is_cut(end: GroupEnd | None) -> bool:
     return end is None or (end.outcome == GroupOutcome.FAILED and end.reason == RUN_ENDED)
 
 
-def _turn(row: Row) -> Turn:
+def _turn(row: Row) -> ScoredTurn:
     stats = RolloutStats(
         problem_id=row.problem_id,
         level=row.level,
@@ -129,7 +129,7 @@ def _turn(row: Row) -> Turn:
         role=row.role,
         funnel=_steps(row),
     )
-    return _timed(Turn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
+    return _timed(ScoredTurn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
 
 
 def _steps(row: Row) -> tuple[Step, ...]:
@@ -149,8 +149,8 @@ def _steps(row: Row) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _timed(turn: Turn, row: Row) -> Turn:
-    spans = tuple(Span(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
+def _timed(turn: ScoredTurn, row: Row) -> ScoredTurn:
+    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 

@@ -24,39 +24,12 @@ MOST_POINTS, LEAST_A_POINT = 160, 16
 SOLVED = "success_rate"
 """Rollouts of several turns with a correct one."""
 
+_FIGURES = ("reward_mean", "compile_rate", "correct_rate", "success_rate", "fast_1", "speedup_mean")
+_HELDOUT = ("compile_rate", "correct_rate", "fast_1", "speedup_mean")
 ROWS = (
-    "method",
-    "preset",
-    "seed",
-    "updates",
-    "rollouts",
-    "lessons",
-    "wall_s",
-    "updates_per_hour",
-    "versions_first",
-    "versions_last",
-    "answers_first",
-    "answers_last",
-    "reward_mean_first",
-    "reward_mean_last",
-    "compile_rate_first",
-    "compile_rate_last",
-    "correct_rate_first",
-    "correct_rate_last",
-    "success_rate_first",
-    "success_rate_last",
-    "fast_1_first",
-    "fast_1_last",
-    "speedup_mean_first",
-    "speedup_mean_last",
-    "heldout_compile_rate_before",
-    "heldout_compile_rate_after",
-    "heldout_correct_rate_before",
-    "heldout_correct_rate_after",
-    "heldout_fast_1_before",
-    "heldout_fast_1_after",
-    "heldout_speedup_mean_before",
-    "heldout_speedup_mean_after",
+    *("method", "preset", "seed", "updates", "rollouts", "lessons", "wall_s", "updates_per_hour"),
+    *(f"{what}_{end}" for what in ("versions", "answers", *_FIGURES) for end in ("first", "last")),
+    *(f"heldout_{what}_{when}" for what in _HELDOUT for when in ("before", "after")),
     "max_staleness",
 )
 """Fields of `summary.json` that are shown; those that no run has are left out."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.lab.report.model import TRAIN, Turn
+from kbrl_async.lab.report.model import TRAIN, ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.history import entries_of
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
@@ -24,7 +24,7 @@ from kbrl_async.runs.telemetry.by_version import Answers, Tally
 FILE = "aggregator.sqlite"
 
 
-class Batch(msgspec.Struct, frozen=True):
+class JournalBatch(msgspec.Struct, frozen=True):
     """Groups that were trained on together; times are on the run's own clock."""
 
     index: int
@@ -34,11 +34,11 @@ class Batch(msgspec.Struct, frozen=True):
     version: int | None = None
 
 
-class Journal(msgspec.Struct, frozen=True):
+class JournalData(msgspec.Struct, frozen=True):
     """`turns[i].at` is on the run's own clock."""
 
-    turns: list[Turn]
-    batches: list[Batch]
+    turns: list[ScoredTurn]
+    batches: list[JournalBatch]
     problems: dict[str, str]
     """Of admitted groups."""
     answers: Answers
@@ -46,7 +46,7 @@ class Journal(msgspec.Struct, frozen=True):
     """By evaluation: how many of its rollouts have ended, those that infrastructure lost included."""
 
 
-def read_journal(path: Path) -> Journal | None:
+def read_journal(path: Path) -> JournalData | None:
     """None where there is no journal, or none that can be read."""
     if not path.is_file():
         return None
@@ -61,9 +61,9 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     return map(decoder.decode, entries_of(path))
 
 
-def _collect(entries: Iterator[dict[str, Any]]) -> Journal:
-    turns: list[Turn] = []
-    batches: dict[str, Batch] = {}
+def _collect(entries: Iterator[dict[str, Any]]) -> JournalData:
+    turns: list[ScoredTurn] = []
+    batches: dict[str, JournalBatch] = {}
     problems: dict[str, str] = {}
     tally, evaluated, clock = Tally(), Counter[str](), 0.0
     for entry in entries:
@@ -75,9 +75,9 @@ def _collect(entries: Iterator[dict[str, Any]]) -> Journal:
             case "evaluated":
                 evaluated[entry["phase"]] += 1
                 if entry["stats"] is not None:
-                    turns.append(Turn(_stats(entry), entry["phase"], entry["phase"], clock))
+                    turns.append(ScoredTurn(_stats(entry), entry["phase"], entry["phase"], clock))
             case "rollout_ended" | "turn_taken" if not entry["group_id"].startswith("eval-"):
-                turns.append(Turn(_stats(entry), TRAIN, entry["group_id"], clock))
+                turns.append(ScoredTurn(_stats(entry), TRAIN, entry["group_id"], clock))
                 tally.answered(entry["group_id"], turns[-1].stats)
             case "scored":
                 tally.ended(entry["group_id"])
@@ -86,11 +86,11 @@ def _collect(entries: Iterator[dict[str, Any]]) -> Journal:
             case "swept":
                 tally.swept(entry["group_ids"])
             case "batch_made":
-                batches[entry["batch_id"]] = Batch(entry["index"], tuple(entry["group_ids"]), clock)
+                batches[entry["batch_id"]] = JournalBatch(entry["index"], tuple(entry["group_ids"]), clock)
             case "batch_trained" if entry["batch_id"] in batches:
                 made = batches[entry["batch_id"]]
                 batches[entry["batch_id"]] = msgspec.structs.replace(made, trained=clock, version=entry["version"])
-    return Journal(turns, list(batches.values()), problems, tally.answers(), dict(evaluated))
+    return JournalData(turns, list(batches.values()), problems, tally.answers(), dict(evaluated))
 
 
 def _stats(entry: dict[str, Any]) -> RolloutStats:

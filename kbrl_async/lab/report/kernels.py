@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kbrl_async.errors import KbrlError
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.report.model import Kernel, Turn
+from kbrl_async.lab.report.model import BestKernel, ScoredTurn
 from kbrl_async.runs.archive.archive import Archive
 from protocols.rollout import Record
 
@@ -18,12 +19,12 @@ MOST_SOURCES = 24
 """Kernels shown with their source; the others are a line of the table."""
 
 
-def best_turns(turns: Sequence[Turn]) -> list[Turn]:
+def best_turns(turns: Sequence[ScoredTurn]) -> list[ScoredTurn]:
     """The turn of each problem with the highest lower end of its speedup's interval, best first.
 
     Only correct, timed ones; a speedup below 1 is listed too, as the best that was found.
     """
-    best: dict[str, Turn] = {}
+    best: dict[str, ScoredTurn] = {}
     for turn in turns:
         lo = turn.stats.speedup_lo
         if not turn.stats.correct or turn.stats.speedup is None or lo is None:
@@ -34,7 +35,9 @@ def best_turns(turns: Sequence[Turn]) -> list[Turn]:
     return sorted(best.values(), key=lambda turn: turn.stats.speedup_lo or 0.0, reverse=True)
 
 
-def read_kernels(turns: Sequence[Turn], run: Path, archive_path: Path | None, problems: str = "") -> list[Kernel]:
+def read_kernels(
+    turns: Sequence[ScoredTurn], run: Path, archive_path: Path | None, problems: str = ""
+) -> list[BestKernel]:
     """With sources from the archive where it has them, else from `kernels/` and the folder of `problems` (empty: the
     project's own suite)."""
     best = best_turns(turns)
@@ -42,48 +45,37 @@ def read_kernels(turns: Sequence[Turn], run: Path, archive_path: Path | None, pr
     shown, others = best[:MOST_SOURCES], best[MOST_SOURCES:]
     with Archive(archive_path) if archive_path is not None else nullcontext() as archive:
         records = [archive.record(turn.task_id) if archive is not None else None for turn in shown]
-    kernels = [_kernel(turn, run, record, references) for turn, record in zip(shown, records, strict=True)]
-    return kernels + [_bare(turn) for turn in others]
+    known = [_sources(turn, run, record, references) for turn, record in zip(shown, records, strict=True)]
+    return [*map(_kernel, shown, known), *(_kernel(turn, {}) for turn in others)]
 
 
-def _bare(turn: Turn) -> Kernel:
+def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
     stats = turn.stats
     assert stats.speedup is not None
     assert stats.speedup_lo is not None
-    return Kernel(
-        stats.problem_id,
-        stats.speedup,
-        stats.speedup_lo,
-        stats.speedup_hi or stats.speedup,
-        file=stats.file,
-        policy_version=stats.policy_version,
-        rollout_id=stats.rollout_id,
-        turn=stats.turn,
-        at=turn.at,
-    )
+    hi = stats.speedup_hi or stats.speedup
+    known = {"file": stats.file, **found}
+    made = BestKernel(stats.problem_id, stats.speedup, stats.speedup_lo, hi, rollout_id=stats.rollout_id, at=turn.at)
+    return msgspec.structs.replace(made, policy_version=stats.policy_version, turn=stats.turn, **known)
 
 
-def _kernel(turn: Turn, run: Path, record: Record | None, references: Mapping[str, str]) -> Kernel:
-    stats = turn.stats
-    found = _from_record(record) if record is not None else {}
-    file = stats.file or f"kernels/{stats.problem_id.replace('/', '_')}.py"
+def _sources(turn: ScoredTurn, run: Path, record: Record | None, references: Mapping[str, str]) -> dict[str, Any]:
+    problem_id = turn.stats.problem_id
+    file = turn.stats.file or f"kernels/{problem_id.replace('/', '_')}.py"
     kept = _text(run, file)
-    found.setdefault("source", kept)
-    found.setdefault("reference", references.get(stats.problem_id, ""))
-    return msgspec.structs.replace(_bare(turn), file=file if kept else "", **found)
+    own = {"source": kept, "reference": references.get(problem_id, ""), "file": file if kept else ""}
+    return {**own, **_from_record(record)}
 
 
-def _from_record(record: Record) -> dict[str, object]:
-    found: dict[str, object] = {"reference": record.request.problem.source}
+def _from_record(record: Record | None) -> dict[str, Any]:
+    if record is None:
+        return {}
+    found: dict[str, Any] = {"reference": record.request.problem.source}
     if record.source:
         found["source"] = record.source
     if (timing := record.timing) is not None:
-        found |= {
-            "candidate_ms": timing.candidate_ms,
-            "reference_ms": timing.reference_ms,
-            "baselines": timing.baselines,
-            "pairs": timing.n,
-        }
+        found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
+        found |= {"baselines": timing.baselines, "pairs": timing.n}
     return found
 
 

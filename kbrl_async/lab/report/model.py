@@ -28,7 +28,7 @@ ROUND = "eval-v"
 STAGES: tuple[str, ...] = (*ROLLOUT_STAGES, Stage.SCORE, Stage.TRAIN)
 
 
-class Span(msgspec.Struct, frozen=True):
+class StageSpan(msgspec.Struct, frozen=True):
     """Somebody's work on one task."""
 
     stage: str
@@ -37,7 +37,7 @@ class Span(msgspec.Struct, frozen=True):
     worker: str = ""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ScoredTurn(msgspec.Struct, frozen=True):
     """One scored turn of a rollout, in the order of scoring. No figure may go by that: failures are scored first."""
 
     stats: RolloutStats
@@ -48,12 +48,12 @@ class Turn(msgspec.Struct, frozen=True):
     """When it was scored."""
     asked: float | None = None
     """When it was asked for."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StageSpan, ...] = ()
     task_id: str = ""
     """Its key in the archive."""
 
 
-class Update(msgspec.Struct, frozen=True):
+class PolicyUpdate(msgspec.Struct, frozen=True):
     """One update of the policy."""
 
     version: int
@@ -66,7 +66,7 @@ class Update(msgspec.Struct, frozen=True):
     group_ids: tuple[str, ...] = ()
 
 
-class Kernel(msgspec.Struct, frozen=True):
+class BestKernel(msgspec.Struct, frozen=True):
     """The fastest verified kernel of a problem, beside what it replaces."""
 
     problem_id: str
@@ -103,15 +103,15 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     summary: Mapping[str, Any] = msgspec.field(default_factory=dict)
     config: str = ""
     """The resolved configuration as YAML."""
-    turns: Sequence[Turn] = ()
+    turns: Sequence[ScoredTurn] = ()
     answers: Answers = Answers()
     """Those of training, for all that is shown by policy version."""
-    updates: Sequence[Update] = ()
+    updates: Sequence[PolicyUpdate] = ()
     system: Sequence[SystemSample] = ()
     """`t` is seconds since the start here."""
     curves: Mapping[str, Sequence[tuple[float, float]]] = msgspec.field(default_factory=dict)
     """(update, value) of the learner's metrics."""
-    kernels: Sequence[Kernel] = ()
+    kernels: Sequence[BestKernel] = ()
     rules: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How often each tripwire or check against cheating fired."""
     log: Sequence[LogLine] = ()
@@ -124,7 +124,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     missing: Sequence[str] = ()
 
     @property
-    def training(self) -> list[Turn]:
+    def training(self) -> list[ScoredTurn]:
         return [turn for turn in self.turns if turn.phase == TRAIN]
 
     def phase(self, name: str) -> list[RolloutStats]:

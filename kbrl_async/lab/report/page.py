@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.lab.report import comparing
+from kbrl_async.lab.report.layout import data_table, figure, grid, section
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
@@ -30,7 +31,6 @@ from kbrl_async.lab.report.sections import (
     timeline,
     turns,
 )
-from kbrl_async.lab.report.sections.layout import figure, grid, section
 
 SECTIONS: tuple[tuple[str, str, Callable[[RunData], Markup]], ...] = (
     ("learning", "Learning", learning.make),
@@ -97,7 +97,7 @@ def _compare_table(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
         )
         for field, values in comparing.rows(summaries)
     ]
-    return element("div", element("table", element("thead", head), element("tbody", join(lines))), class_="scroll")
+    return data_table(lines, head)
 
 
 def _compare_chart(

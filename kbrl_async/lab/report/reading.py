@@ -13,8 +13,10 @@ Only reads. A file that is missing or torn costs its part of the report, and is 
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,11 @@ import yaml
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
-from kbrl_async.lab.report.clockwork import Clock
 from kbrl_async.lab.report.comparing import curves
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
-from kbrl_async.lab.report.journal import Journal, read_journal
+from kbrl_async.lab.report.journal import JournalData, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.logfiles import Logs, read_logs
-from kbrl_async.lab.report.model import BEFORE, TRAIN, RunData, Span, Turn, Update
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn, StageSpan
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
@@ -103,7 +103,7 @@ def _summary(path: Path) -> summary.Summary:
         return {}
 
 
-def _clock(journal: Journal | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
+def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
     """From the run's own clock to seconds since `origin`."""
     walls = {version: end for version, (_, end) in log.updated.items()}
     walls |= {update.version: update.finished for update in (stored.updates if stored else []) if update.finished}
@@ -114,7 +114,7 @@ def _clock(journal: Journal | None, log: Logs, stored: Archived | None, origin: 
     return Clock([(run, wall - origin) for run, wall in pairs])
 
 
-def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origin: float) -> list[Turn]:
+def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, origin: float) -> list[ScoredTurn]:
     if journal is None or (stored and not journal.turns):
         turns = archived.as_turns(stored.rows) if stored else []
         return [_since(turn, origin) for turn in turns]
@@ -133,7 +133,7 @@ def _turns(journal: Journal | None, stored: Archived | None, clock: Clock, origi
     return out
 
 
-def _answers(turns: Sequence[Turn], journal: Journal | None, stored: Archived | None) -> Answers:
+def _answers(turns: Sequence[ScoredTurn], journal: JournalData | None, stored: Archived | None) -> Answers:
     """With what the archive knows of each turn."""
     listed = [Answer(turn.group_id, turn.stats) for turn in turns if turn.phase == TRAIN]
     known = journal.answers if journal and journal.turns else archived.groups_that_lack(stored)
@@ -141,8 +141,8 @@ def _answers(turns: Sequence[Turn], journal: Journal | None, stored: Archived | 
 
 
 def _whole_evaluations(
-    turns: Sequence[Turn], ended: Mapping[str, int], *, is_training: bool
-) -> tuple[list[Turn], list[str]]:
+    turns: Sequence[ScoredTurn], ended: Mapping[str, int], *, is_training: bool
+) -> tuple[list[ScoredTurn], list[str]]:
     """Without the answers of evaluations that have not ended: failures are scored first.
 
     :param ended: by evaluation: how many of its rollouts have ended.
@@ -157,21 +157,23 @@ def _whole_evaluations(
     return [turn for turn in turns if turn.phase not in cut], words
 
 
-def _ages(journal: Journal) -> dict[str, int]:
+def _ages(journal: JournalData) -> dict[str, int]:
     """The version that each group was trained on."""
     return {
         group_id: batch.index for batch in journal.batches if batch.trained is not None for group_id in batch.group_ids
     }
 
 
-def _since(turn: Turn, origin: float) -> Turn:
-    spans = tuple(Span(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
+def _since(turn: ScoredTurn, origin: float) -> ScoredTurn:
+    spans = tuple(StageSpan(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
     at = None if turn.at is None else turn.at - origin
     asked = None if turn.asked is None else turn.asked - origin
     return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
 
 
-def _updates(journal: Journal | None, stored: Archived | None, log: Logs, clock: Clock, origin: float) -> list[Update]:
+def _updates(
+    journal: JournalData | None, stored: Archived | None, log: Logs, clock: Clock, origin: float
+) -> list[PolicyUpdate]:
     spans = dict(log.updated)
     spans |= {u.version: (u.started, u.finished) for u in (stored.updates if stored else []) if u.finished}
     groups = {batch.version: batch for batch in (journal.batches if journal else []) if batch.version is not None}
@@ -182,7 +184,7 @@ def _updates(journal: Journal | None, stored: Archived | None, log: Logs, clock:
         batch, span = groups.get(version), spans.get(version)
         trained = clock(batch.trained or 0.0) if batch else 0.0
         out.append(
-            Update(
+            PolicyUpdate(
                 version,
                 span[1] - origin if span else trained,
                 span[0] - origin if span else None,
@@ -220,7 +222,7 @@ def _facts(stored: Archived | None, log: Logs) -> dict[str, str]:
     return facts
 
 
-def _duration(turns: Sequence[Turn], updates: Sequence[Update], system: Sequence[SystemSample]) -> float:
+def _duration(turns: Sequence[ScoredTurn], updates: Sequence[PolicyUpdate], system: Sequence[SystemSample]) -> float:
     ends = [turn.at or 0.0 for turn in turns] + [update.at for update in updates] + [s.t for s in system[-1:]]
     return max(ends, default=0.0)
 
@@ -228,7 +230,7 @@ def _duration(turns: Sequence[Turn], updates: Sequence[Update], system: Sequence
 def _missing(
     config: dict[str, Any] | None,
     stored: Archived | None,
-    journal: Journal | None,
+    journal: JournalData | None,
     result: Mapping[str, Any],
     samples: Sequence[object],
 ) -> list[str]:
@@ -241,3 +243,86 @@ def _missing(
         "config.yaml is missing or can't be read.": config is None,
     }
     return [words for words, is_so in lacks.items() if is_so]
+
+
+# ── the run's own clock, laid onto the wall's ────────────────────────────────────────────────────────────────────────
+
+
+class Clock:
+    """`Clock([(run, wall), …])(run) -> wall`; without any pair, the run's clock itself, which stops with the run.
+
+    Both are known at every update: the journal has the one, the logs and the archive the other. Between updates the
+    offset of the next one holds, so a pause between two starts of a run is where it was.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[float, float]]) -> None:
+        ordered = sorted(pairs)
+        self._at = [run for run, _ in ordered]
+        self._offsets = [wall - run for run, wall in ordered]
+
+    def __call__(self, run: float) -> float:
+        if not self._at:
+            return run
+        return run + self._offsets[min(bisect.bisect_left(self._at, run), len(self._at) - 1)]
+
+
+# ── what log files say that no other file does: warnings, errors, and when each update was ───────────────────────────
+
+
+MOST_LOUD = 40
+LOUD = ("warning", "error", "critical")
+_KNOWN = frozenset({"process", "pid", "event", "level", "timestamp"})
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """Times are epoch seconds."""
+
+    loud: list[LogLine]
+    """The newest warnings and errors."""
+    loud_count: int
+    updated: dict[int, tuple[float, float]]
+    """By policy version: when the update began and ended."""
+    facts: dict[str, str]
+    began: float | None
+
+
+def read_logs(folder: Path) -> Logs:
+    """Lines that are torn, or not ours, are passed over."""
+    loud: list[LogLine] = []
+    updated: dict[int, tuple[float, float]] = {}
+    facts: dict[str, str] = {}
+    began = None
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in _lines(path):
+            at = line["at"]
+            began = at if began is None else min(began, at)
+            if line.get("level") in LOUD:
+                loud.append(_loud(line))
+            elif line.get("event") == "updated" and "policy_version" in line:
+                updated[int(line["policy_version"])] = (at - float(line.get("seconds", 0.0)), at)
+            elif line.get("event") == "ready":
+                facts |= _ready_facts(path.stem, line)
+    loud.sort(key=lambda line: line.at)
+    return Logs(loud[-MOST_LOUD:], len(loud), updated, facts, began)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                line = msgspec.json.decode(raw, type=dict[str, Any])
+                line["at"] = datetime.fromisoformat(line["timestamp"]).timestamp()
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                continue
+            yield line
+
+
+def _loud(line: dict[str, Any]) -> LogLine:
+    detail = ", ".join(f"{key}={value}" for key, value in line.items() if key not in _KNOWN and key != "at")
+    return LogLine(line["at"], str(line.get("process", "")), line["level"], str(line.get("event", "")), detail)
+
+
+def _ready_facts(process: str, line: dict[str, Any]) -> dict[str, str]:
+    wanted = ("device", "isolation", "backends", "slots", "core", "cores")
+    said = ", ".join(f"{key} {line[key]}" for key in wanted if line.get(key) not in (None, ""))
+    return {process: said} if said else {}

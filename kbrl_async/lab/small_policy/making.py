@@ -14,24 +14,25 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import kbrl_async.lab.small_policy
 from kbrl_async.kernels.problems.sources.folder import SUITE
 from kbrl_async.lab.small_policy.author import Habits
-from kbrl_async.lab.small_policy.corpus import Example, examples
-from kbrl_async.lab.small_policy.tokenizer import EOS, train_tokenizer
+from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
 from kbrl_async.learning.packing import TREE_TOKENS
 from kbrl_async.learning.settings import Sft
 from kbrl_async.learning.sft import SftReport, train_sft
 
+PAD, EOS = "<pad>", "<eos>"
 READY = "sft.json"
 """Written last into the folder: how the policy was made."""
 
@@ -155,7 +156,31 @@ def bucketed(pairs: list[tuple[list[int], list[int]]], seed: int, batch: int = 6
     return out
 
 
-def tokenize(corpus: list[Example], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `vocab_size` entries at most; `<pad>` is 0 and `<eos>` is 1.
+
+    It splits at line ends only, so that a frequent line of C becomes one token: answers are then some 60 tokens long
+    and every choice between a right and a wrong line is one decision of the policy.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[^\n]*\n"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+
+
+def tokenize(corpus: list[CorpusExample], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, answer ids with end-of-text) of each example."""
     end = [tokenizer.convert_tokens_to_ids(EOS)]
     prompts = tokenizer([e.prompt for e in corpus], return_attention_mask=False)["input_ids"]

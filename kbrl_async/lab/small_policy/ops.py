@@ -97,28 +97,28 @@ OPS: dict[str, Op] = {
 }
 
 
-class Step(msgspec.Struct, frozen=True):
+class ChainStep(msgspec.Struct, frozen=True):
     """One operation of a chain with its constant, written `"scale:0.5"`; `"relu"` has none."""
 
     op: str
     constant: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Step:
+    def parse(cls, text: str) -> ChainStep:
         op, _, constant = text.partition(":")
         if op not in OPS:
             raise ValueError(f"no operation named {op!r}")
         return cls(op, constant)
 
 
-def chain(text: str) -> tuple[Step, ...]:
+def chain(text: str) -> tuple[ChainStep, ...]:
     """`"relu scale:0.5"` → steps."""
-    return tuple(Step.parse(word) for word in text.split())
+    return tuple(ChainStep.parse(word) for word in text.split())
 
 
-def torch_lines(steps: tuple[Step, ...]) -> list[str]:
+def torch_lines(steps: tuple[ChainStep, ...]) -> list[str]:
     return [OPS[step.op].torch_line(step.constant) for step in steps]
 
 
-def c_lines(steps: tuple[Step, ...], author: Author) -> list[str]:
+def c_lines(steps: tuple[ChainStep, ...], author: Author) -> list[str]:
     return [OPS[step.op].c_line(author, step.constant) for step in steps]

@@ -13,11 +13,11 @@ from kbrl_async.kernels.problems.sources.folder import SUITE
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise
-from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pool
+from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
 from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.rows import NORM_TORCH, REDUCE_TORCH, RowNorm, RowReduce
 from kbrl_async.lab.small_policy.families.source import Family, render_problem
-from kbrl_async.lab.small_policy.ops import OPS, Step, chain
+from kbrl_async.lab.small_policy.ops import OPS, ChainStep, chain
 
 SPECS: dict[str, Family] = {
     # level 1: single operations
@@ -42,8 +42,8 @@ SPECS: dict[str, Family] = {
     "L1/19_std": RowReduce("std", rows=64),
     "L1/20_linear": Linear(),
     "L1/21_linear_without_bias": Linear(bias=False),
-    "L1/22_max_pool": Pool("max"),
-    "L1/23_avg_pool": Pool("avg"),
+    "L1/22_max_pool": Pooling("max"),
+    "L1/23_avg_pool": Pooling("avg"),
     "L1/24_depthwise_conv": DepthwiseConv(),
     # level 2: fusions
     "L2/01_scale_tanh_shift": Elementwise(chain("scale:0.5 tanh shift:1.0"), rows=160),
@@ -68,8 +68,8 @@ SPECS: dict[str, Family] = {
     "L2/20_linear_sigmoid_residual": Linear(chain("sigmoid"), residual=True),
     "L2/21_conv_norm_relu": DepthwiseConv(chain("relu"), norm=True),
     "L2/22_conv_silu_scale": DepthwiseConv(chain("silu scale:0.5")),
-    "L2/23_max_pool_tanh": Pool("max", after=chain("tanh")),
-    "L2/24_avg_pool_hardswish": Pool("avg", after=chain("hardswish")),
+    "L2/23_max_pool_tanh": Pooling("max", after=chain("tanh")),
+    "L2/24_avg_pool_hardswish": Pooling("avg", after=chain("hardswish")),
     # level 3: blocks
     "L3/01_mlp_relu": Perceptron(chain("relu")),
     "L3/02_mlp_gelu_residual": Perceptron(chain("gelu"), residual=True),
@@ -110,9 +110,9 @@ def difficulty(spec: Family) -> float:
     return round(min(1.0, max(0.0, (lines - 6) / 34)), 2)
 
 
-def random_steps(rng: random.Random, most: int, least: int = 0) -> tuple[Step, ...]:
+def random_steps(rng: random.Random, most: int, least: int = 0) -> tuple[ChainStep, ...]:
     names = rng.sample(sorted(OPS), rng.randint(least, most))
-    return tuple(Step(name, rng.choice(OPS[name].constants) if OPS[name].constants else "") for name in names)
+    return tuple(ChainStep(name, rng.choice(OPS[name].constants) if OPS[name].constants else "") for name in names)
 
 
 def random_spec(rng: random.Random) -> Family:
@@ -142,7 +142,7 @@ def _draw(rng: random.Random) -> Family:
     if family == 3:
         return Linear(random_steps(rng, 2), residual=rng.random() < 0.3)
     if family == 4:
-        return Pool(rng.choice(("max", "avg")), random_steps(rng, 2))
+        return Pooling(rng.choice(("max", "avg")), random_steps(rng, 2))
     if family == 5:
         return DepthwiseConv(random_steps(rng, 2), norm=rng.random() < 0.5)
     if rng.random() < 0.3:

@@ -13,16 +13,17 @@ import torch
 from rich.console import Console
 
 from kbrl_async import cli
-from kbrl_async.cli import bench, bench_cases, bench_runs, bench_show
-from kbrl_async.cli.bench_trials import Trials
+from kbrl_async.cli import bench
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.timing.methods import methods, ratio
 from kbrl_async.kernels.timing.resolution import Report, Row, Trial, summarise
 from kbrl_async.kernels.verify import Bench
+from kbrl_async.lab import self_test
+from kbrl_async.lab.self_test import Trials
 from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
 from tests.candidates import elementwise
 
-CASES = bench_cases.CPU_CASES
+CASES = self_test.CPU_CASES
 
 
 def row(name: str, ms: float, false_faster: float = 0.0) -> Row:
@@ -80,9 +81,8 @@ def test_a_bench_that_claims_what_is_not_there_fails(monkeypatch: pytest.MonkeyP
     assert cli.main(["bench", "--aa"]) == 1
 
 
-def test_the_plot_is_well_formed_and_holds_every_kernel_and_method(tmp_path: Path) -> None:
-    bench_show.plot(quiet_report(), tmp_path / "aa.svg")
-    text = (tmp_path / "aa.svg").read_text()
+def test_the_plot_is_well_formed_and_holds_every_kernel_and_method() -> None:
+    text = self_test.svg(quiet_report())
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "naive median" in text
@@ -91,7 +91,7 @@ def test_the_plot_is_well_formed_and_holds_every_kernel_and_method(tmp_path: Pat
 
 
 def test_a_plot_of_nothing_is_still_a_plot() -> None:
-    text = bench_show.svg(Report("a <chip>", []))
+    text = self_test.svg(Report("a <chip>", []))
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "a &lt;chip&gt;" in text
     assert "<circle" not in text
@@ -112,7 +112,7 @@ class FakeBench(Bench):
 def test_cases_take_turns_and_every_pair_is_a_measurement() -> None:
     fake = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0))
     trials = Trials("a chip")
-    bench_runs.aa(fake, CASES, 2 * len(CASES), lambda _: None, random.Random(0), trials)
+    self_test.aa(fake, CASES, 2 * len(CASES), lambda _: None, random.Random(0), trials)
     assert {name: len(found) for name, found in trials.of("aa").items()} == {case.name: 2 for case in CASES}
     assert sorted(fake.seen[: len(CASES)]) == sorted(case.name for case in CASES)
 
@@ -120,15 +120,15 @@ def test_cases_take_turns_and_every_pair_is_a_measurement() -> None:
 def test_what_was_measured_before_is_not_measured_again() -> None:
     fake, trials = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0)), Trials("a chip")
     for _ in range(2):
-        bench_runs.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
-        bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
-    assert len(fake.seen) == 3 + len(bench_cases.SLOWER)
+        self_test.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
+        self_test.ab(fake, "cpu", 1, lambda _: None, trials)
+    assert len(fake.seen) == 3 + len(self_test.SLOWER)
 
 
 def test_measuring_ends_with_its_time() -> None:
     fake, trials = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0)), Trials("a chip", minutes=0)
-    bench_runs.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
-    bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
+    self_test.aa(fake, CASES, 3, lambda _: None, random.Random(0), trials)
+    self_test.ab(fake, "cpu", 1, lambda _: None, trials)
     assert fake.seen == []
 
 
@@ -141,7 +141,7 @@ def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.Captur
 
 def test_a_known_kernel_that_fails_is_the_benchs_fault() -> None:
     with pytest.raises(InfraError, match="known kernel"):
-        bench_runs.aa(FakeBench(None), CASES, 1, lambda _: None, random.Random(0), Trials("a chip"))
+        self_test.aa(FakeBench(None), CASES, 1, lambda _: None, random.Random(0), Trials("a chip"))
 
 
 class FlakyBench(FakeBench):
@@ -160,31 +160,31 @@ class FlakyBench(FakeBench):
 
 def test_a_host_that_fails_is_asked_again_and_not_for_ever() -> None:
     trials, case = Trials("a chip"), CASES[0]
-    bench_runs.aa(FlakyBench(2), [case], 1, lambda _: None, random.Random(0), trials)
+    self_test.aa(FlakyBench(2), [case], 1, lambda _: None, random.Random(0), trials)
     assert trials.count("aa", case.name) == 1
     with pytest.raises(InfraError, match="stopped"):
-        bench_runs.aa(FlakyBench(3), [case], 2, lambda _: None, random.Random(0), trials)
+        self_test.aa(FlakyBench(3), [case], 2, lambda _: None, random.Random(0), trials)
 
 
 def test_what_the_interval_was_widened_by_is_taken_off_again() -> None:
-    trial = bench_runs.trial_of(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0, resolution=0.1), 1.0)
+    trial = self_test.trial_of(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0, resolution=0.1), 1.0)
     assert (trial.lo, trial.hi) == (pytest.approx(0.99), pytest.approx(1.0))
 
 
 def test_a_slower_candidate_repeats_the_same_work_more_often() -> None:
-    case = bench_cases.slower_case("cpu")
+    case = self_test.slower_case("cpu")
     fake = FakeBench(Timing(10, 1.0, 0.9, 1.1, 1.0, 1.0))
     trials = Trials("a chip")
-    bench_runs.ab(fake, "cpu", 1, lambda _: None, trials)
+    self_test.ab(fake, "cpu", 1, lambda _: None, trials)
     assert [round(1 / found[0].truth, 3) for found in trials.of("ab").values()] == [1.005, 1.01, 1.02, 1.05, 1.2]
-    candidate, truth = bench_cases.slower_candidate(case, 240)
+    candidate, truth = self_test.slower_candidate(case, 240)
     assert truth == 200 / 240
     assert "range(240 - 1)" in candidate.source
 
 
 def test_truth_rows_are_widened_by_what_a_a_found() -> None:
     trials = {"x": [Trial(s, s / 1.001, s * 1.001, 1.0, 20, 0.1) for s in (0.99, 1.0, 1.01) * 10]}
-    made = bench_runs.report("a chip", trials, {"5 %": [Trial(0.96, 0.955, 0.957, 1.0, 20, 0.1, truth=1 / 1.05)]}, {})
+    made = self_test.report("a chip", trials, {"5 %": [Trial(0.96, 0.955, 0.957, 1.0, 20, 0.1, truth=1 / 1.05)]}, {})
     assert made.truths[0].share == pytest.approx(made.rows[0].share)
     assert made.truths[0].covered == 1.0
 
@@ -204,7 +204,7 @@ def test_other_methods_time_the_same_function_about_right() -> None:
 
 
 def test_other_methods_run_beside_ours() -> None:
-    assert set(bench_runs.beside(CASES[0], "cpu", 1, 0.004)) == set(methods("cpu"))
+    assert set(self_test.beside(CASES[0], "cpu", 1, 0.004)) == set(methods("cpu"))
 
 
 def test_a_row_says_how_often_the_truth_was_inside() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.cli import chaos, main, preflight
-from kbrl_async.lab.chaos import Kind, Link
-from kbrl_async.lab.chaos.faults import LINKED
+from kbrl_async.lab.chaos.faults import LINKED, FaultKind
+from kbrl_async.lab.chaos.link import Link
 from kbrl_async.runs.config import BEHIND, Endpoints, bound, endpoints, load
 from kbrl_async.runs.folder import plan
 
@@ -34,7 +34,7 @@ def test_the_same_seed_prints_the_same_plan(capsys: pytest.CaptureFixture[str]) 
 
 def test_kinds_are_chosen_and_a_run_that_goes_on_is_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert {fault["kind"] for fault in drawn(capsys, "--random", "40", "--faults", "kill,stop")} == {"kill", "stop"}
-    assert {fault["kind"] for fault in drawn(capsys, "--random", "90")} == set(Kind) - LINKED
+    assert {fault["kind"] for fault in drawn(capsys, "--random", "90")} == set(FaultKind) - LINKED
 
 
 @pytest.mark.parametrize(

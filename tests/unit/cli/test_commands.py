@@ -12,7 +12,7 @@ import yaml
 
 from kbrl_async import cli
 from kbrl_async.cli import preflight, train
-from kbrl_async.cli.launch import Ended
+from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import MissingTool, RunError
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import KEYS, load
@@ -43,8 +43,9 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert "kbrl train resume=runs/default" in out
-    for command in cli.COMMANDS:
-        assert command.NAME in out
+    for command, words in cli.COMMANDS.items():
+        assert f"    {command}" in out
+        assert " ".join(words.split()[:3]) in " ".join(out.split())
 
 
 def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
@@ -152,7 +153,7 @@ def test_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_finished_run_ends_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(load(overrides=["name=x"]))
     summary.write(run.path / "summary.json", SUMMARY)
-    assert train.conclude(run.path, Ended(first="reward_aggregator", code=0)) == 0
+    assert train.conclude(run.path, ProcessesEnded(first="reward_aggregator", code=0)) == 0
     assert "7 in 60 s" in capsys.readouterr().out
 
 
@@ -162,18 +163,44 @@ def test_a_service_that_gave_up_gives_its_exit_code(code: int, expected: int) ->
     with pytest.raises(
         RunError, match=rf"learner ended with exit code {code} before the run did\. .*resume=runs/x"
     ) as caught:
-        train.conclude(run.path, Ended(first="learner", code=code))
+        train.conclude(run.path, ProcessesEnded(first="learner", code=code))
     assert caught.value.exit_code == expected
 
 
 def test_a_stopped_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(load(overrides=["name=x"]))
-    assert train.conclude(run.path, Ended(first="", code=130)) == 130
+    assert train.conclude(run.path, ProcessesEnded(first="", code=130)) == 130
     assert "continue with 'kbrl train resume=runs/x'" in capsys.readouterr().err
 
 
-def test_the_command_needs_no_torch() -> None:
-    program = "import sys, kbrl_async.cli; assert 'torch' not in sys.modules"
+def test_help_imports_no_command() -> None:
+    program = """
+import sys
+from kbrl_async import cli
+try:
+    cli.main(["--help"])
+except SystemExit:
+    pass
+assert not {"msgspec", "numpy", "rich", "yaml"} & set(sys.modules)
+assert [name for name in sys.modules if name.startswith("kbrl_async.cli.")] == []
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=False, cwd=Path(__file__).parents[3], capture_output=True).returncode == 0
+
+
+def test_no_command_s_arguments_need_torch() -> None:
+    program = (
+        "import sys, importlib, kbrl_async.cli as cli\n"
+        "for name in cli.COMMANDS: importlib.import_module(f'kbrl_async.cli.{name}')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
+
+
+def test_the_configuration_is_read_without_heavy_packages() -> None:
+    """Its sections lie in their wings, and whatever those import each command would wait for."""
+    heavy = {"torch", "scipy", "numpy", "transformers"}
+    program = f"import sys, kbrl_async.runs.config\nassert not {heavy} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
 
 

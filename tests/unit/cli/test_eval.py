@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import main, parse
-from kbrl_async.cli.launch import Ended
+from kbrl_async.cli import main, parse, train
+from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import RunError, UserError
-from kbrl_async.evaluation import Sample, document
+from kbrl_async.evaluation import document
+from kbrl_async.evaluation.metrics import Sample
 from kbrl_async.runs.config import Config, load, process_counts, to_yaml
 
 
@@ -131,20 +132,20 @@ def test_its_end_is_a_table_and_the_copies_that_were_asked_for(
 ) -> None:
     made = finished(folder)
     args = arguments(output=folder / "to" / "out.json", kernelbench=folder / "kb")
-    assert evaluate.conclude(made, Ended("evaluator", 0), args) == 0
+    assert evaluate.conclude(made, ProcessesEnded("evaluator", 0), args) == 0
     assert "Evaluation of p" in capsys.readouterr().out
     assert (folder / "to" / "out.json").read_bytes() == (made / "evaluation.json").read_bytes()
     assert (folder / "kb" / "level1").is_dir()
 
 
 def test_a_stop_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.conclude(folder, Ended("", 130), arguments()) == 130
+    assert evaluate.conclude(folder, ProcessesEnded("", 130), arguments()) == 130
     assert "the same command continues it" in capsys.readouterr().err
 
 
 def test_a_service_that_gives_up_says_why(folder: Path) -> None:
     with pytest.raises(RunError, match="sampler gave up: the endpoint is down") as caught:
-        evaluate.conclude(folder, Ended("sampler", 4, "the endpoint is down"), arguments())
+        evaluate.conclude(folder, ProcessesEnded("sampler", 4, "the endpoint is down"), arguments())
     assert caught.value.exit_code == 4
 
 
@@ -162,4 +163,4 @@ def test_an_evaluation_is_no_training_run(folder: Path, run: Path) -> None:
     place.mkdir(parents=True)
     (place / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(UserError, match="kbrl eval"):
-        parse(["train", f"resume={place}"]).command.run(parse(["train", f"resume={place}", "--dry-run"]))
+        train.run(parse(["train", f"resume={place}", "--dry-run"]))

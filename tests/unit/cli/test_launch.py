@@ -266,7 +266,7 @@ def test_a_process_that_can_not_be_started_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_start_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "START_S", 0.2)
-    manager = launch.RunManager(launch.RunPrinter(io.StringIO()))
+    manager = launch.RunManager(io.StringIO())
     manager.add_process("learner", FOREVER)
     before = set(threading.enumerate())
     manager.terminate()

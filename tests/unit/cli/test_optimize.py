@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kbrl_async.cli import main
-from kbrl_async.cli.optimize import interruptible
+from kbrl_async.lab.optimize.session import interruptible
 from tests.unit.sampling.fake_endpoint import FakeEndpoint, Reply, chat, fake_endpoint
 
 LAYERS = '''\
@@ -52,7 +52,7 @@ class ModelNew(nn.Module):
 ```
 '''
 WRONG = KERNEL.replace("2.0f", "3.0f")
-GIVEN = ["layers:double_relu", "--inputs", "torch.randn(64, 64)", "--no-transcribe", "--seconds", "60"]
+GIVEN = ["layers:double_relu", "--inputs", "torch.randn(64, 64)", "--seconds", "60"]
 
 
 @pytest.fixture
@@ -102,9 +102,14 @@ def test_a_proven_kernel_becomes_a_module_that_replaces_the_function(
     spec.loader.exec_module(module)
     x = torch.randn(7, 5)
     assert torch.equal(module.double_relu(x), torch.relu(x) * 2.0)
-    assert "Proven" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Proven" in said
+    author = f"m at {endpoint.base_url}"
+    assert f"written by {author}" in said
+    assert f"\nWritten by {author}.\n" in made.read_text()
     evidence = json.loads((folder / "optimized_layers_double_relu.evidence.json").read_text())
     assert evidence["proof"]["verdict"]["passed"] == evidence["proof"]["verdict"]["total"] > 0
+    assert evidence["written"]["author"] == author
     assert evidence["search"]["by_category"].keys() >= {"format", "mismatch"}
     assert sorted(p.name for p in folder.glob("*optimized*")) == [
         "optimized_layers_double_relu.evidence.json",

@@ -10,7 +10,8 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.errors import InfraError, KbrlError, MissingTool, ProblemError, UserError
-from kbrl_async.kernels.backends.sanitize.sanitize import Finding, Sanitized
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized
+from kbrl_async.kernels.backends.sanitize.sanitize import Finding
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.kernels.funnel.result import with_findings
 from kbrl_async.kernels.kernelbench.formats import Outcome

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kbrl_async import cli
-from kbrl_async.cli import asking, worker
+from kbrl_async.cli import worker
 from kbrl_async.errors import ConfigError, HostError, UserError
 from kbrl_async.keyring import Keyring, client_keys
 from kbrl_async.runs.config import Config, agreed, load
@@ -91,7 +91,7 @@ def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyr
         options = BrokerOptions(str(folder), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
         broker = Broker(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
         async with serving(broker):
-            answer = await asyncio.to_thread(asking.welcome, endpoints(broker)[1], keys, worker_id)
+            answer = await asyncio.to_thread(worker.welcome, endpoints(broker)[1], keys, worker_id)
             await until(lambda: not broker.ledger.pool.by_id)
             return answer
 
@@ -130,11 +130,11 @@ def test_its_question_names_a_host_that_nobody_knows(monkeypatch: pytest.MonkeyP
         said.append(line)
         raise SaidEnoughError
 
-    monkeypatch.setattr(asking, "LONELY_S", 0.0)
-    monkeypatch.setattr(asking, "REPEAT_S", 0.01)
-    monkeypatch.setattr(asking, "unresolved", lambda _: reason)
+    monkeypatch.setattr(worker, "LONELY_S", 0.0)
+    monkeypatch.setattr(worker, "REPEAT_S", 0.01)
+    monkeypatch.setattr(worker, "unresolved", lambda _: reason)
     with pytest.raises(SaidEnoughError):
-        asking.welcome("tcp://127.0.0.1:1", None, "w", say)
+        worker.welcome("tcp://127.0.0.1:1", None, "w", say)
     assert told in said[0]
 
 

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.errors import CheckpointError
-from kbrl_async.evaluation import Sample, build, read, show, write
-from kbrl_async.evaluation.document import Document
+from kbrl_async.evaluation import show
+from kbrl_async.evaluation.document import Document, build, read, write
+from kbrl_async.evaluation.metrics import Sample
 
 
 def sample(problem: str, number: int, speedup: float | None, *, flags: tuple[str, ...] = (), **more: object) -> Sample:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import CheckpointError, UserError
-from kbrl_async.lab.small_policy.tokenizer import train_tokenizer
+from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions

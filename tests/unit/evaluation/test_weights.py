@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import PolicyMismatch
-from kbrl_async.lab.small_policy.tokenizer import train_tokenizer
+from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.runs import origins

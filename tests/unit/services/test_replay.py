@@ -101,7 +101,7 @@ class FakeRun:
         self._archive.updated(Update(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
         self._publish(batch.index + 1)
         progress = checkpoints.Progress(version=batch.index + 1)
-        checkpoints.save(self.path / "checkpoints", self.trainer, progress)
+        checkpoints.save(self.path / "checkpoints", self.trainer, progress, keep_checkpoints=2)
         metrics = {"ess": metrics["ess"]}
         self._do(*self.state.trained(batch.batch_id, batch.index + 1, metrics, "", self._tick()))
 

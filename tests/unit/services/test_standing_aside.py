@@ -11,7 +11,7 @@ import pytest
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify.options import bench_options
-from kbrl_async.kernels.verify.reference import References
+from kbrl_async.kernels.verify.references import References
 from protocols import messages as msg
 from services.runtime.quiet import Gate
 from services.timing_bench import stand_aside
@@ -39,8 +39,6 @@ def test_what_was_started_for_the_next_candidate_ends_before_another_bench_times
 
 
 def test_references_settle_the_children_that_wait() -> None:
-    references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
-    references.settle()
-    waiting = references._spares = cast(Any, Settling())
-    references.settle()
+    waiting = Settling()
+    References(cast(Any, None), bench_options(TimingBench()), random.Random(0), cast(Any, waiting)).settle()
     assert waiting.times == 1

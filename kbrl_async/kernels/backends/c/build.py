@@ -30,23 +30,13 @@ from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
 _LAUNCHER = re.compile(r"\bc_kernel\b")
 HEADERS = frozenset(
     [
-        "math.h",
-        "stdint.h",
-        "stddef.h",
-        "string.h",
-        "stdlib.h",
-        "float.h",
-        "omp.h",
-        "immintrin.h",
-        "stdbool.h",
-        "limits.h",
-        "stdalign.h",
-        "tgmath.h",
+        *("math.h", "stdint.h", "stddef.h", "string.h", "stdlib.h", "float.h", "omp.h", "immintrin.h"),
+        *("stdbool.h", "limits.h", "stdalign.h", "tgmath.h"),
     ]
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -103,7 +93,7 @@ class CBackend(TakesPlans):
 
         return prompt.SHOTS
 
-    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.c.sanitize import sanitize
 
         return sanitize(sanitizer, task, folder)

@@ -9,19 +9,13 @@ from pathlib import Path
 from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.sanitize import reports
-from kbrl_async.kernels.backends.sanitize.recording import Argument, Call, buffer_file
+from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized, Sanitizes, Task
+from kbrl_async.kernels.backends.sanitize.recording import buffer_file
 from kbrl_async.kernels.backends.sanitize.reports import Finding
-from kbrl_async.kernels.backends.sanitize.sanitize import (
-    ENOUGH_ADDRESSES,
-    SANITIZERS,
-    Sanitized,
-    Sanitizer,
-    Task,
-    options_of,
-)
+from kbrl_async.kernels.backends.sanitize.sanitize import ENOUGH_ADDRESSES, SANITIZERS, options_of
 
 
-def sanitize(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+def sanitize(sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
     seen = sanitizer.record(task, folder)
     if not seen.calls:
         return Sanitized(not_run=seen.error or "the model called no kernel")

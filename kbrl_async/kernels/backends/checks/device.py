@@ -27,44 +27,17 @@ _ROOTS = frozenset(["torch", "triton", "numpy", *_PURE])
 _REFUSED_MODULES = ("torch.utils.cpp_extension", "torch.multiprocessing", "torch.distributed", "torch.hub")
 _REFUSED_NAMES = frozenset(
     [
-        "eval",
-        "exec",
-        "compile",
-        "open",
-        "__import__",
-        "globals",
-        "breakpoint",
-        "input",
-        "ctypes",
-        "subprocess",
-        "socket",
-        "importlib",
-        "builtins",
-        "inspect",
-        "gc",
-        "__builtins__",
-        "__loader__",
+        *("eval", "exec", "compile", "open", "__import__", "globals", "breakpoint", "input", "ctypes"),
+        *("subprocess", "socket", "importlib", "builtins", "inspect", "gc", "__builtins__", "__loader__"),
         *syntax.EVALUATORS,
     ]
 )
 _REFUSED_ATTRIBUTES = frozenset(
     [
+        *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
+        *("__getattribute__", "_C", "hub", "f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
+        *("cr_frame",),
         *syntax.EVALUATORS,
-        "__subclasses__",
-        "__globals__",
-        "__builtins__",
-        "__code__",
-        "__mro__",
-        "__reduce__",
-        "__getattribute__",
-        "_C",
-        "hub",
-        "f_back",
-        "f_locals",
-        "f_globals",
-        "tb_frame",
-        "gi_frame",
-        "cr_frame",
     ]
 )
 

@@ -5,9 +5,7 @@ On tensors without memory, so that a constructor that moves weights to a GPU nee
 
 from __future__ import annotations
 
-import linecache
 import socket
-import sys
 import types
 from typing import Any
 
@@ -18,9 +16,9 @@ from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.recording import RECORDS, Order, Recorded
 from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
-_FILE = "candidate.py"
 _MAX_ERROR = 600
 
 
@@ -54,24 +52,14 @@ def _run(order: Order, seen: dict[str, inline.Extension]) -> str:
     """Import the candidate; construct its model where the import compiled nothing. What stopped it, in words."""
     try:
         pretend("meta", everything=True)
-        candidate = _load("candidate", _FILE, order.source)
+        candidate = contract.load("candidate", order.source, is_file=True)
         if seen:
             return ""
         if not order.problem:
             return "the candidate compiles in its constructor, and no problem was given to construct it for"
-        init = _load("problem", "problem.py", order.problem).get_init_inputs()
-        is_pair = len(init) == 2 and isinstance(init[0], (list, tuple)) and isinstance(init[1], dict)
-        args, named = (init[0], init[1]) if is_pair else (init, {})
+        problem = contract.load("problem", order.problem, is_file=True)
+        args, named = contract.arguments(problem.get_init_inputs())
         candidate.ModelNew(*args, **named)
     except BaseException as error:  # the candidate's own, SystemExit among them: what was recorded counts
         return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
     return ""
-
-
-def _load(name: str, file: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__file__ = file
-    sys.modules[name] = module
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - this is the confined child
-    return module

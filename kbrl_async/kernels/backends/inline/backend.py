@@ -29,7 +29,7 @@ from kbrl_async.kernels.backends.inline.toolchain import NVCC_CURE, slim_version
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, Task
+    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
 _CHILD = "kbrl_async.kernels.backends.inline.ahead:record_inline"
 _MAX_TEXT = 800
@@ -186,7 +186,7 @@ class CppBackend(InlineBackend):
     def claims(self, source: str) -> float:
         return 0.5 if _CPP_MARKS.search(source) else 0.0
 
-    def sanitize(self, sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.inline.sanitize import sanitize
 
         return sanitize(sanitizer, task, folder)

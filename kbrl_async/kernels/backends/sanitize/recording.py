@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import socket
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +22,14 @@ import torch
 
 from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.c import launch as launch_c
+from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Recording, Task
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
 CALLS_FILE = "calls.json"
 
 
-class Task(msgspec.Struct, frozen=True):
-    """What a recording child or a watched process is started with."""
-
-    problem: str
-    candidate: str
-    artifacts: dict[str, str]
-    folder: str
-    device: str = "cpu"
-    seed: int = 0
-    max_calls: int = 64
-    max_bytes: int = 256 << 20
-    backend: str = ""
-
-
-class Argument(msgspec.Struct, frozen=True):
-    """`buffer` ≥ 0: a pointer `offset` bytes into that buffer of the call; else the number `value`."""
-
-    declared: str
-    buffer: int = -1
-    offset: int = 0
-    value: float | int = 0
-
-
-class Call(msgspec.Struct, frozen=True):
-    """One launch. `buffers` are the sizes in bytes; their contents lie in `call-{index}-{buffer}.bin`."""
-
-    index: int
-    source_key: str
-    name: str
-    arguments: list[Argument]
-    buffers: list[int]
-
-
 _MOST = 1 << 63
-
-
-class Recording(msgspec.Struct, frozen=True):
-    calls: list[Call]
-    left_out: int = 0
-    """Calls beyond the limits."""
-    error: str = ""
-    """Why the model ended early, where it did."""
 
 
 def read(data: bytes) -> Recording | None:
@@ -119,7 +78,7 @@ def run_once(task: Task) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate."""
     torch.set_grad_enabled(False)
     backend(task.backend).prepare(task.artifacts, task.device.partition(":")[0])
-    problem, candidate = _module("problem", task.problem), _module("candidate", task.candidate)
+    problem, candidate = contract.load("problem", task.problem), contract.load("candidate", task.candidate)
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())
     contract.seed(task.seed)
@@ -185,13 +144,6 @@ def _argument(arg: Any, declared: str, places: dict[int, int]) -> Argument:
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-
-
-def _module(name: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    exec(compile(source, f"{name}.py", "exec"), module.__dict__)  # noqa: S102 - this is the confined child
-    return module
 
 
 def _copy_weights(reference: torch.nn.Module, model: Any) -> None:

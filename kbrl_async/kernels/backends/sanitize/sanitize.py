@@ -9,7 +9,7 @@
 All of it is confined like a compiler. A candidate can hide from a sanitizer (it runs in the same process), so a clean
 report is a hint and a finding is the candidate's fault.
 
-`Backend.sanitize` says how; here is what several ways share, and the one of every backend for GPUs.
+`Backend.sanitize` says how on a CPU; here is what several ways share, and the one of every backend for GPUs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.building.context import BuildContext, isolation_of
 from kbrl_async.kernels.backends.building.store import ArtifactStore
 from kbrl_async.kernels.backends.sanitize import recording, reports
-from kbrl_async.kernels.backends.sanitize.recording import CALLS_FILE, Recording, Task
+from kbrl_async.kernels.backends.sanitize.parts import Recording, Sanitized, Task
+from kbrl_async.kernels.backends.sanitize.recording import CALLS_FILE
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.sandbox import Access, BadOutput, Limits, Zygote, read_output
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Candidate, Problem
-
-__all__ = ["Sanitized", "Sanitizer", "Task"]
 
 _FARM = CompileFarm(deadline_s=30.0, nice=0)
 """Watched programs run in it too, slowly, while nobody times."""
@@ -51,15 +50,6 @@ _MAX_RECORDING = 4 << 20
 PACKAGES = [Path(protocols.__file__).resolve().parent, Path(kbrl_async.__file__).resolve().parent]
 GPU_TOOLS = ("memcheck", "racecheck", "initcheck")
 _COMPUTE_SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
-
-
-class Sanitized(msgspec.Struct, frozen=True):
-    findings: tuple[Finding, ...] = ()
-    ran: tuple[str, ...] = ()
-    """Tools that came to an end."""
-    not_run: str = ""
-    """Why a tool could not say anything, or not about everything."""
-    seconds: float = 0.0
 
 
 class Sanitizer:
@@ -89,7 +79,9 @@ class Sanitizer:
         paths = {key: str(path) for key, path in artifacts.items()}
         with self.context.folder() as folder:
             task = Task(problem.source, candidate.source, paths, str(folder), device, backend=candidate.backend)
-            found = backend(candidate.backend).sanitize(self, task, folder)
+            one = backend(candidate.backend)
+            is_on_gpu = device.startswith("cuda") and "cuda" in one.runs_on
+            found = on_gpu(self, task, folder) if is_on_gpu else one.sanitize(self, task, folder)
         return msgspec.structs.replace(found, seconds=time.perf_counter() - started)
 
     def record(self, task: Task, folder: Path) -> Recording:

@@ -13,10 +13,7 @@ missing from the bundle is compiled on the bench.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import socket
-import sys
-import types
 from typing import Any
 
 import msgspec
@@ -27,10 +24,10 @@ from kbrl_async.kernels.backends.launch.pretend import pretend
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.build import Ahead, Order
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
+from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
 MAX_CONFIGS = 64
-_FILE = "candidate.py"  # a kernel's cache key holds its module's name: the bench loads it under the same
 _ALIGNED = 1 << 30
 
 
@@ -88,24 +85,15 @@ def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
 
 
 def _run(order: Order) -> None:
-    problem = _load("problem", "problem.py", order.problem)
-    init = problem.get_init_inputs()
-    is_pair = len(init) == 2 and isinstance(init[0], (list, tuple)) and isinstance(init[1], dict)
-    args, named = (init[0], init[1]) if is_pair else (init, {})
-    candidate = _load("candidate", _FILE, order.source)
+    problem = contract.load("problem", order.problem)
+    args, named = contract.arguments(problem.get_init_inputs())
+    # A kernel's cache key holds its module's name: the bench loads it under the same.
+    candidate = contract.load("candidate", order.source)
     model = candidate.ModelNew(*args, **named)
     if isinstance(model, torch.nn.Module):
         model = model.to("cuda")
     inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
     model(*inputs)
-
-
-def _load(name: str, file: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - this is the confined child; it exists to run it
-    return module
 
 
 def _compile_instead_of_launch() -> None:

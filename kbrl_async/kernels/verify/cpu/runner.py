@@ -6,13 +6,10 @@ Nothing here is trusted once the source has run: the bench reads outputs itself 
 from __future__ import annotations
 
 import ctypes
-import linecache
 import mmap
 import os
 import socket
-import sys
 import traceback
-import types
 from typing import Any
 
 import torch
@@ -73,7 +70,7 @@ class Runner:
         self.double: torch.nn.Module | None = None
         if setup.artifacts:
             backend(setup.backend).prepare(setup.artifacts, self.device)
-        self.module: Any = plan.load(setup.source) or _load(setup.source)
+        self.module: Any = plan.load(setup.source) or contract.load("candidate", setup.source)
         contract.seed(setup.seed)
         init = self._init(setup)
         args, kwargs = contract.arguments(init)
@@ -224,14 +221,6 @@ def _take_formats(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> Non
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype is torch.float32 and name in given and given[name].dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.to(given[name].dtype)
-
-
-def _load(source: str) -> types.ModuleType:
-    module = types.ModuleType("candidate")
-    sys.modules["candidate"] = module
-    linecache.cache[_FILE] = (len(source), None, source.splitlines(keepends=True), _FILE)
-    exec(compile(source, _FILE, "exec"), module.__dict__)  # noqa: S102 - this is the confined child; it exists to run it
-    return module
 
 
 def failure(error: BaseException) -> wire.Failed:

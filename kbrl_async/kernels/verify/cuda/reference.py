@@ -58,6 +58,8 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Plan:
 
 
 class CudaReference(Reference):
+    records = False
+
     def __init__(
         self,
         zygote: Zygote,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.layout import Bar, data_table, figure, grid, row, rows, section, version_ticks
+from kbrl_async.lab.report.markup import Content, Markup, element
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import Bar, row, rows, stacked
-from kbrl_async.lab.report.sections.layout import figure, grid, section, version_ticks
+from kbrl_async.lab.report.plots import stacked
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry.by_version import points, settled
@@ -117,8 +117,4 @@ def _rules(run: RunData) -> Content:
         for rule, count in run.rules.items()
     ]
     head = element("tr", element("th", "check that fired"), element("th", "turns", class_="n"))
-    return figure(
-        "Checks",
-        "the commonest, evaluation included",
-        element("div", element("table", element("thead", head), element("tbody", join(lines))), class_="scroll"),
-    )
+    return figure("Checks", "the commonest, evaluation included", data_table(lines, head))

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup, element
 from kbrl_async.lab.report.model import AFTER, BEFORE, ROUND, RunData
-from kbrl_async.lab.report.plots import Bar, Line, Mark, axis_row, legend, line_chart, row, rows
-from kbrl_async.lab.report.sections.layout import figure, grid, section
+from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
@@ -72,16 +72,8 @@ def _rounds(run: RunData) -> Markup:
 
 
 def _dumbbell(name: str, before: float | None, after: float | None) -> Markup:
-    known = [(value, class_) for value, class_ in ((before, "none open"), (after, "correct")) if value is not None]
-    bars = []
-    if before is not None and after is not None:
-        low, high = sorted((before, after))
-        bars = [Bar(100 * low, 100 * high, "correct s2" if after >= before else "wrong s3")] if high > low else []
-    value = numbers.percent(after if after is not None else before)
-    return row(
-        name, bars, value=value, marks=[Mark(100 * value, class_) for value, class_ in known],
-        tip=f"{name}: {numbers.percent(before)} before, {numbers.percent(after)} after",
-    )  # fmt: skip
+    tip = f"{name}: {numbers.percent(before)} before, {numbers.percent(after)} after"
+    return dumbbell(name, before, after, ("correct", "correct s2", "wrong s3"), tip)
 
 
 def _problems(before: Sequence[RolloutStats], after: Sequence[RolloutStats]) -> Markup:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.highlight import source
-from kbrl_async.lab.report.markup import Content, Markup, element, join
-from kbrl_async.lab.report.model import Kernel, RunData
-from kbrl_async.lab.report.plots import Bar, Mark, Scale, axis_row, row, rows
-from kbrl_async.lab.report.sections.layout import figure, section
+from kbrl_async.lab.report.layout import Bar, Mark, axis_row, data_table, figure, row, rows, section
+from kbrl_async.lab.report.markup import Content, Markup, element, join, source
+from kbrl_async.lab.report.model import BestKernel, RunData
+from kbrl_async.lab.report.scales import Scale
 
 MOST_INTERVALS, MOST_ROWS, MOST_SOURCES = 60, 300, 24
 WIDEST = 2.0
@@ -27,7 +26,7 @@ def make(run: RunData) -> Markup:
     return section("kernels", "Kernels", intro, _forest(run.kernels), _table(run), _sources(run.kernels))
 
 
-def _forest(kernels: Sequence[Kernel]) -> Markup:
+def _forest(kernels: Sequence[BestKernel]) -> Markup:
     shown = kernels[:MOST_INTERVALS]
     scale = Scale.logarithmic([*_ends(shown), 0.5, 2.0], 0.0, 100.0)
     one = scale.percent(1.0)
@@ -38,13 +37,13 @@ def _forest(kernels: Sequence[Kernel]) -> Markup:
     return figure("Speedups", note, rows([*made, axis_row(axis)], label="speedup intervals", kind="bare thin forest"))
 
 
-def _ends(kernels: Sequence[Kernel]) -> list[float]:
+def _ends(kernels: Sequence[BestKernel]) -> list[float]:
     """Of the intervals; one that says nothing (a bench that was disturbed all the time) does not stretch the axis."""
     least, most = min(kernel.speedup for kernel in kernels), max(kernel.speedup for kernel in kernels)
     return [min(most * WIDEST, max(least / WIDEST, end)) for kernel in kernels for end in (kernel.lo, kernel.hi)]
 
 
-def _interval(kernel: Kernel, scale: Scale, one: float) -> Markup:
+def _interval(kernel: BestKernel, scale: Scale, one: float) -> Markup:
     class_ = "fast" if kernel.lo > 1 else "slow" if kernel.hi >= 1 else "wrong"
     bar = Bar(scale.percent(kernel.lo), max(scale.percent(kernel.hi), scale.percent(kernel.lo)), f"{class_} s3")
     tip = f"{kernel.problem_id}: {numbers.times(kernel.speedup)} ({_between(kernel)})"
@@ -52,7 +51,7 @@ def _interval(kernel: Kernel, scale: Scale, one: float) -> Markup:
     return row(kernel.problem_id, [bar], value=numbers.times(kernel.speedup), marks=[mark], guides=[one], tip=tip)
 
 
-def _between(kernel: Kernel) -> str:
+def _between(kernel: BestKernel) -> str:
     return f"{numbers.times(kernel.lo)} … {numbers.times(kernel.hi)}"
 
 
@@ -67,12 +66,12 @@ def _table(run: RunData) -> Markup:
         join(element("th", name, class_=class_ or None, data_sort=str(i)) for i, (name, class_) in enumerate(heads)),
     )
     body = [_line(kernel, baselines, has_times) for kernel in run.kernels[:MOST_ROWS]]
-    made = element("table", element("thead", head), element("tbody", join(body)), class_="sortable")
+    made = data_table(body, head, class_="scroll tall", kind="sortable")
     left = f"the first {MOST_ROWS} of {len(run.kernels):,}" if len(run.kernels) > MOST_ROWS else ""
-    return figure("Leaderboard", left, element("div", made, class_="scroll tall"))
+    return figure("Leaderboard", left, made)
 
 
-def _line(kernel: Kernel, baselines: Sequence[str], has_times: bool) -> Markup:
+def _line(kernel: BestKernel, baselines: Sequence[str], has_times: bool) -> Markup:
     who = f"{kernel.rollout_id}{f' turn {kernel.turn + 1}' if kernel.turn else ''}"
     values: list[tuple[Content, float | None]] = [
         (numbers.times(kernel.speedup), kernel.speedup),
@@ -89,11 +88,11 @@ def _line(kernel: Kernel, baselines: Sequence[str], has_times: bool) -> Markup:
     return element("tr", element("td", kernel.problem_id), *cells, element("td", who))
 
 
-def _over(kernel: Kernel, name: str) -> str:
+def _over(kernel: BestKernel, name: str) -> str:
     return numbers.times(kernel.baselines[name][0]) if name in kernel.baselines else "–"
 
 
-def _sources(kernels: Sequence[Kernel]) -> Markup:
+def _sources(kernels: Sequence[BestKernel]) -> Markup:
     shown = [kernel for kernel in kernels if kernel.source][:MOST_SOURCES]
     if not shown:
         return Markup("")
@@ -101,7 +100,7 @@ def _sources(kernels: Sequence[Kernel]) -> Markup:
     return element("h3", "Source beside the reference") + join(parts)
 
 
-def _source(kernel: Kernel, *, is_open: bool) -> Markup:
+def _source(kernel: BestKernel, *, is_open: bool) -> Markup:
     said = f"{numbers.times(kernel.speedup)}  ({_between(kernel)})"
     head = element("summary", element("b", kernel.problem_id), " ", element("small", said))
     sides = [

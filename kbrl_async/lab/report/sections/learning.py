@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import figure, grid, section, version_ticks
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
-from kbrl_async.lab.report.sections.layout import figure, grid, section, version_ticks
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Part, points, sentence, settled
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates

@@ -7,24 +7,24 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.markup import Markup
-from kbrl_async.lab.report.model import STAGES, RunData, Span
-from kbrl_async.lab.report.plots import (
+from kbrl_async.lab.report.layout import (
     Bar,
-    Line,
     Mark,
-    Points,
     axis_row,
-    binned,
     cells,
+    figure,
+    grid,
     legend,
-    line_chart,
+    place,
     row,
     rows,
-    time_label,
-    time_ticks,
+    section,
+    time_axis,
 )
-from kbrl_async.lab.report.sections.layout import figure, grid, place, section, time_axis
+from kbrl_async.lab.report.markup import Markup
+from kbrl_async.lab.report.model import STAGES, RunData, StageSpan
+from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.scales import Points, binned, time_label, time_ticks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.messages import Stage
 
@@ -101,7 +101,9 @@ def _busy(sample: SystemSample, name: str) -> float | None:
 def _detail(run: RunData) -> Markup:
     """Every single task of a few seconds from the middle of training."""
     spans = [span for turn in run.turns for span in turn.spans if span.end > span.start]
-    spans += [Span("train", update.start, update.at, "learner") for update in run.updates if update.start is not None]
+    spans += [
+        StageSpan("train", update.start, update.at, "learner") for update in run.updates if update.start is not None
+    ]
     if not any(span.stage == Stage.BENCH for span in spans):
         return Markup("")
     start = _middle(run, spans)
@@ -123,16 +125,16 @@ def _at(moment: float, start: float) -> float:
     return min(100.0, max(0.0, 100 * (moment - start) / DETAIL_S))
 
 
-def _middle(run: RunData, spans: Sequence[Span]) -> float:
+def _middle(run: RunData, spans: Sequence[StageSpan]) -> float:
     """A moment shortly before the update in the middle of training."""
     updates = [update.start for update in run.updates if update.start is not None]
     wanted = updates[len(updates) // 2] if updates else sorted(span.start for span in spans)[len(spans) // 2]
     return max(0.0, wanted - DETAIL_S / 4)
 
 
-def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+def _lanes(spans: Sequence[StageSpan]) -> list[tuple[str, list[StageSpan]]]:
     """Spans by worker and slot, so that those of one row never overlap; stages in their order."""
-    lanes: dict[str, list[list[Span]]] = defaultdict(list)
+    lanes: dict[str, list[list[StageSpan]]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.start):
         mine = lanes[f"{_rank(span.stage)}{span.worker or span.stage}"]
         free = next((lane for lane in mine if lane[-1].end <= span.start + 1e-3), None)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import axis_row, cells, choice, figure, row, rows, section, version_ticks
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import axis_row, cells, row, rows
-from kbrl_async.lab.report.sections.layout import choice, figure, section, version_ticks
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Part, points, settled
 
@@ -28,9 +27,9 @@ def make(run: RunData) -> Markup:
     if not by_problem:
         return Markup("")
     views = [
-        ("correct", _heat(parts, by_problem, View("correct", "correct", lambda s: s.correct))),
-        ("faster than the reference", _heat(parts, by_problem, View("fast", "faster", lambda s: s.fast))),
-        ("compiles", _heat(parts, by_problem, View("compile", "compile", lambda s: s.compiled))),
+        ("correct", _heat(parts, by_problem, HeatView("correct", "correct", lambda s: s.correct))),
+        ("faster than the reference", _heat(parts, by_problem, HeatView("fast", "faster", lambda s: s.fast))),
+        ("compiles", _heat(parts, by_problem, HeatView("compile", "compile", lambda s: s.compiled))),
     ]
     left = f" The {MOST} with most answers are shown." if len(by_problem) > MOST else ""
     intro = (
@@ -41,7 +40,7 @@ def make(run: RunData) -> Markup:
     return section("problems", "Problem by problem", intro, choice("heat", views))
 
 
-class View(msgspec.Struct, frozen=True):
+class HeatView(msgspec.Struct, frozen=True):
     """What a cell says: the share of its answers that are `good`."""
 
     shade: str
@@ -49,7 +48,7 @@ class View(msgspec.Struct, frozen=True):
     is_good: Callable[[RolloutStats], bool]
 
 
-def _heat(parts: Sequence[Part], by_problem: dict[str, list[list[RolloutStats]]], view: View) -> Markup:
+def _heat(parts: Sequence[Part], by_problem: dict[str, list[list[RolloutStats]]], view: HeatView) -> Markup:
     ordered = sorted(by_problem, key=lambda problem: -sum(map(len, by_problem[problem])))[:MOST]
     made = [_row(parts, problem, by_problem[problem], view) for problem in sorted(ordered)]
     chart = [*made, axis_row(_axis(parts), "in all")]
@@ -68,7 +67,7 @@ def _scale(shade: str) -> Markup:
     return element("span", join(element("i", class_=f"key {shade} s{level}") for level in range(6)), class_="ramp")
 
 
-def _row(parts: Sequence[Part], problem: str, found: Sequence[Sequence[RolloutStats]], view: View) -> Markup:
+def _row(parts: Sequence[Part], problem: str, found: Sequence[Sequence[RolloutStats]], view: HeatView) -> Markup:
     values = [_cell(problem, part, members, view) for part, members in zip(parts, found, strict=True)]
     bars, tips = cells(values, view.shade)
     answers = [stats for members in found for stats in members]
@@ -76,7 +75,7 @@ def _row(parts: Sequence[Part], problem: str, found: Sequence[Sequence[RolloutSt
     return row(problem, bars, value=numbers.percent(share), tips=tips)
 
 
-def _cell(problem: str, part: Part, found: Sequence[RolloutStats], view: View) -> tuple[float, str] | None:
+def _cell(problem: str, part: Part, found: Sequence[RolloutStats], view: HeatView) -> tuple[float, str] | None:
     if not found:
         return None
     good = sum(map(view.is_good, found))

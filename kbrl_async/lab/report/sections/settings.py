@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.highlight import source
-from kbrl_async.lab.report.markup import Content, Markup, element, join
+from kbrl_async.lab.report.layout import data_table, section
+from kbrl_async.lab.report.markup import Content, Markup, element, source
 from kbrl_async.lab.report.model import LogLine, RunData
-from kbrl_async.lab.report.sections.layout import section
 
 MOST_WORDS = 600
 
@@ -33,7 +32,7 @@ def _identity(summary: Mapping[str, object]) -> dict[str, str]:
 
 def _table(facts: Mapping[str, str]) -> Markup:
     lines = [element("tr", element("th", name), element("td", value, class_="w")) for name, value in facts.items()]
-    return element("div", element("table", element("tbody", join(lines))), class_="scroll")
+    return data_table(lines)
 
 
 def _config(run: RunData) -> Content:
@@ -55,7 +54,7 @@ def _log(run: RunData) -> Content:
         element("b", numbers.count(run.log_count, "warning or error", "warnings and errors")),
         element("small", "the newest"),
     )
-    return element("details", head, element("div", element("table", element("tbody", join(lines))), class_="scroll"))
+    return element("details", head, data_table(lines))
 
 
 def _log_row(line: LogLine) -> Markup:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import Bar, axis_row, figure, legend, row, rows, section
 from kbrl_async.lab.report.markup import Markup, element, join
-from kbrl_async.lab.report.model import RunData, Span, Turn, Update
-from kbrl_async.lab.report.plots import Bar, axis_row, legend, row, rows, time_label, time_ticks
-from kbrl_async.lab.report.sections.layout import figure, section
+from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
+from kbrl_async.lab.report.scales import time_label, time_ticks
 from protocols.messages import Stage
 from protocols.rollout import STAGES
 
@@ -22,8 +22,8 @@ KEY = (("wait", "waiting"), *((stage, stage) for stage in (*STAGES, Stage.TRAIN)
 class Journey(msgspec.Struct, frozen=True):
     """A turn from being asked for to the end of the update that it was trained on; seconds since it was asked for."""
 
-    turn: Turn
-    spans: tuple[Span, ...]
+    turn: ScoredTurn
+    spans: tuple[StageSpan, ...]
     scored: float
     end: float
 
@@ -55,11 +55,11 @@ def _journeys(run: RunData) -> list[Journey]:
     ]
 
 
-def _journey(turn: Turn, update: Update | None) -> Journey | None:
+def _journey(turn: ScoredTurn, update: PolicyUpdate | None) -> Journey | None:
     if turn.asked is None or turn.at is None or update is None or update.start is None:
         return None
-    spans = [*turn.spans, Span("train", update.start, update.at, "learner")]
-    moved = tuple(Span(s.stage, s.start - turn.asked, s.end - turn.asked, s.worker) for s in spans)
+    spans = [*turn.spans, StageSpan("train", update.start, update.at, "learner")]
+    moved = tuple(StageSpan(s.stage, s.start - turn.asked, s.end - turn.asked, s.worker) for s in spans)
     return Journey(turn, moved, turn.at - turn.asked, update.at - turn.asked)
 
 

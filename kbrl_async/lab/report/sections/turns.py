@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from kbrl_async.lab.report import numbers
+from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import Bar, Line, Mark, axis_row, legend, line_chart, row, rows
-from kbrl_async.lab.report.sections.layout import figure, grid, section
+from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
@@ -57,11 +57,8 @@ def _by_turn(two: Ends, rate: str, title: str) -> Markup:
 
 
 def _dumbbell(number: int, before: float | None, after: float | None) -> Markup:
-    ends = sorted(value for value in (before, after) if value is not None)
-    marks = [Mark(100 * v, c) for v, c in ((before, "none open"), (after, "c3")) if v is not None]
-    bars = [Bar(100 * ends[0], 100 * ends[-1], "c3 s2")]
     tip = f"turn {number + 1}: {numbers.percent(before)} of the first versions, {numbers.percent(after)} of the last"
-    return row(f"turn {number + 1}", bars, marks=marks, value=numbers.percent(after), tip=tip)
+    return dumbbell(f"turn {number + 1}", before, after, ("c3", "c3 s2", "c3 s2"), tip)
 
 
 def _by_number(stats: Sequence[RolloutStats]) -> dict[int, list[RolloutStats]]:

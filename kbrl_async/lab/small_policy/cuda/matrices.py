@@ -7,15 +7,14 @@ from kbrl_async.lab.small_policy.cuda.source import (
     ITEM,
     LARGEST,
     TOTAL,
-    CudaAnswer,
-    Group,
+    RowGroup,
     chain_function,
     items,
     launch,
 )
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.linear import Linear
-from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 TILE = 64
@@ -90,7 +89,7 @@ class Product:
         ]
 
 
-def linear(spec: Linear, author: Author) -> CudaAnswer:
+def linear(spec: Linear, author: Author) -> KernelAnswer:
     join = [author.slip("formula", "v = v + e[i * n + j];", "v = v - e[i * n + j];")] if spec.residual else []
     extra = "const float *e, " if spec.residual else ""
     # In a tile `e` counts loads, but in a scope of its own.
@@ -106,10 +105,10 @@ def linear(spec: Linear, author: Author) -> CudaAnswer:
         "out = torch.empty(m, n, device=x.device)",
         launch("run", product.grid("m", "n"), *tensors, "out", "m", "n", "k"),
     )
-    return CudaAnswer(tuple(product.kernel("run")), forward)
+    return KernelAnswer(tuple(product.kernel("run")), forward)
 
 
-def perceptron(spec: Perceptron, author: Author) -> CudaAnswer:
+def perceptron(spec: Perceptron, author: Author) -> KernelAnswer:
     """Products in one kernel, what is between them in another."""
     product = Product(author, True, [])
     gate = author.slip("formula", "f(t[i]) * s[i]", "f(t[i]) + s[i]") if spec.gated else "f(t[i])"
@@ -145,16 +144,16 @@ def perceptron(spec: Perceptron, author: Author) -> CudaAnswer:
         *mix,
         *(add if spec.residual else []),
     )
-    return CudaAnswer(source, tuple(forward), kernels)
+    return KernelAnswer(source, tuple(forward), kernels)
 
 
 def _down(author: Author) -> tuple[str, str, str]:
     return ("m", "n", "k") if author.slip("argument", "", "wrong") else ("m", "k", "n")
 
 
-def attention(spec: Attention, author: Author) -> CudaAnswer:
+def attention(spec: Attention, author: Author) -> KernelAnswer:
     """A block a query (fast), or a thread a query (slow); the row of scores lies in global memory."""
-    group = Group(author.is_fast())
+    group = RowGroup(author.is_fast())
     scale = author.slip("formula", "/ sqrtf((float)d)", "/ d", "* sqrtf((float)d)")
     limit = "r + 1" if spec.causal else "rows"
     cols = author.slip("bound", limit, f"{limit} - 1" if spec.causal else "rows / 2")
@@ -171,9 +170,7 @@ def attention(spec: Attention, author: Author) -> CudaAnswer:
             f"for (long p = 0; p < d; p++) v += q[r * d + p] * {key};",
             statement(author, f"b[c] = v {scale};"),
         ),
-        "float m = -INFINITY;",
-        *group.loop("m = fmaxf(m, b[c]);"),
-        *group.max(),
+        *group.max("float m = -INFINITY;"),
         f"float s = {author.slip('start', '0.0f', '1.0f')};",
         *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"),
         *group.sum(),
@@ -196,4 +193,4 @@ def attention(spec: Attention, author: Author) -> CudaAnswer:
         "a = torch.empty(rows, rows, device=q.device)",
         launch("run", group.grid(author, "rows"), "q", "k", "v", "a", "out", "rows", "d", block=group.block),
     )
-    return CudaAnswer(source, forward)
+    return KernelAnswer(source, forward)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.cuda.source import ITEM, TOTAL, CudaAnswer, Group, chain_function, items, launch
+from kbrl_async.lab.small_policy.cuda.source import ITEM, TOTAL, RowGroup, chain_function, items, launch
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise
-from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pool
-from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 SECOND = {"add": ("v = v + w;", "v = v - w;"), "mul": ("v = v * w;", "v = v + w;")}
@@ -14,7 +14,7 @@ RUN = 32
 """Consecutive items of one thread in the slow form: neighbours then read far from each other."""
 
 
-def elementwise(spec: Elementwise, author: Author) -> CudaAnswer:
+def elementwise(spec: Elementwise, author: Author) -> KernelAnswer:
     """A thread takes 32 items in a row (slow), one, or four at once (fast)."""
     join = author.slip("formula", *SECOND[spec.second]) if spec.second else ""
     call = "f(a[i], b[i])" if spec.second else "f(a[i])"
@@ -34,7 +34,7 @@ def elementwise(spec: Elementwise, author: Author) -> CudaAnswer:
     source = (*chain_function(spec.steps, author, join), f"__global__ void run({parameters}) {{", *indent(body, 1), "}")
     tensors = ("x", "y", "out") if spec.second else ("x", "out")
     size = author.slip("argument", "x.numel()", "x.shape[0]")
-    return CudaAnswer(
+    return KernelAnswer(
         source, ("out = torch.empty_like(x)", f"n = {size}", launch("run", items(author, "n", each), *tensors, "n"))
     )
 
@@ -56,7 +56,7 @@ def _by_four(spec: Elementwise, author: Author, bound: str, put: str) -> list[st
     ]
 
 
-def pool(spec: Pool, author: Author) -> CudaAnswer:
+def pool(spec: Pooling, author: Author) -> KernelAnswer:
     """A thread an output (fast), or a row of outputs (slow)."""
     if spec.kind == "max":
         start, join = author.slip("start", "-INFINITY", "1e30f"), "v = t[u] > v ? t[u] : v;"
@@ -79,7 +79,7 @@ def pool(spec: Pool, author: Author) -> CudaAnswer:
     body = _places(author, work, "(h / 2)", "(w / 2)", fast)
     source = ("__global__ void run(const float *x, float *out, long g, long h, long w) {", *indent(body, 1), "}")
     planes = author.slip("argument", "x.shape[0] * x.shape[1]", "x.shape[0]")
-    return CudaAnswer(
+    return KernelAnswer(
         source,
         (
             "g, h, w = " + planes + ", x.shape[2], x.shape[3]",
@@ -101,7 +101,7 @@ def _places(author: Author, work: list[str], high: str, wide: str, fast: bool) -
     return [item, f"if (id >= {end}) return;", *rows]
 
 
-def depthwise(spec: DepthwiseConv, author: Author) -> CudaAnswer:
+def depthwise(spec: DepthwiseConv, author: Author) -> KernelAnswer:
     """As `pool`; with a norm a block takes a whole plane (fast), or a thread does (slow)."""
     channel = author.slip("index", "p % ch", "p / ch")
     inside = author.slip("bound", "y < 0 || y >= h || z < 0 || z >= w", "y <= 0 || y >= h || z <= 0 || z >= w")
@@ -128,8 +128,8 @@ def depthwise(spec: DepthwiseConv, author: Author) -> CudaAnswer:
         fast = author.is_fast()
         body = _places(author, [*work, *chain, put], "h", "w", fast)
         grid = items(author, "x.numel()" if fast else "(g * h)")
-        return CudaAnswer((*head, *indent(body, 1), "}"), (*sizes, launch("run", grid, *arguments)))
-    group = Group(author.is_fast())
+        return KernelAnswer((*head, *indent(body, 1), "}"), (*sizes, launch("run", grid, *arguments)))
+    group = RowGroup(author.is_fast())
     # one thread adds up a whole plane: too long a sum for a float
     number = "float" if group.together else "double"
     put = statement(author, "o[c] = v;", ("o", "out"))
@@ -148,4 +148,4 @@ def depthwise(spec: DepthwiseConv, author: Author) -> CudaAnswer:
         *group.loop("float v = (o[c] - u) * z;", *chain, "o[c] = v;"),
     ]
     source = (*group.helpers(TOTAL), *head, *indent(body, 1), "}")
-    return CudaAnswer(source, (*sizes, launch("run", group.grid(author, "g"), *arguments, block=group.block)))
+    return KernelAnswer(source, (*sizes, launch("run", group.grid(author, "g"), *arguments, block=group.block)))

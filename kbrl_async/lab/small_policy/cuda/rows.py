@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, CudaAnswer, Group, launch
-from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce
-from kbrl_async.lab.small_policy.families.source import indent, statement
+from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, RowGroup, launch
+from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce, statistics
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
-MAXIMUM = "m = fmaxf(m, b[c]);"
 
-
-def norm(spec: RowNorm, author: Author) -> CudaAnswer:
-    group = Group(author.is_fast())
+def norm(spec: RowNorm, author: Author) -> KernelAnswer:
+    group = RowGroup(author.is_fast())
     members = [member.split(" ")[0] for member in spec.module().members]
     tensors = ["x", *(["y"] if spec.residual else []), *members, "out"]
     letters = ["x", *(["y"] if spec.residual else []), *"wd"[: len(members)]]
     parameters = ", ".join(f"const float *{letter}" for letter in letters)
     join = [author.slip("formula", "v = v + y[r * cols + c];", "v = v + y[c];")] if spec.residual else []
     read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
-    compute, last = _statistics(spec.kind, author, group)
+    compute, last = statistics(spec.kind, author, group)
     body = [
         *group.prologue(author),
         f"float *b = out + r * {author.slip('index', 'cols', 'rows')};",
@@ -36,42 +34,16 @@ def norm(spec: RowNorm, author: Author) -> CudaAnswer:
         *indent(body, 1),
         "}",
     )
-    return CudaAnswer(source, ("out = torch.empty_like(x)", *_launched(author, group, tensors)))
+    return KernelAnswer(source, ("out = torch.empty_like(x)", *_launched(author, group, tensors)))
 
 
-def _launched(author: Author, group: Group, tensors: list[str]) -> tuple[str, ...]:
+def _launched(author: Author, group: RowGroup, tensors: list[str]) -> tuple[str, ...]:
     sizes = author.slip("argument", "rows, cols = x.shape", "cols, rows = x.shape")
     return sizes, launch("run", group.grid(author, "rows"), *tensors, "rows", "cols", block=group.block)
 
 
-def _statistics(kind: str, author: Author, group: Group) -> tuple[list[str], str]:
-    """Lines that compute the row's statistics from `b`, and the expression that normalises `b[c]`."""
-    total = f"float s = {author.slip('start', '0.0f', '1.0f')};"
-    exp = author.style("exp", "expf")
-    if kind in ("softmax", "log_softmax"):
-        start = author.slip("start", "float m = -INFINITY;", "float m = 1e30f;")
-        top = [start, *group.loop(MAXIMUM), *group.max()]
-        if kind == "softmax":
-            last = author.slip("formula", "b[c] / s", "b[c]", "b[c] * s")
-            return [*top, total, *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"), *group.sum()], last
-        last = author.slip("formula", "b[c] - m - logf(s)", "b[c] - logf(s)", "b[c] - m + logf(s)")
-        return [*top, total, *group.loop(f"s += {exp}(b[c] - m);"), *group.sum()], last
-    if kind == "layer_norm":
-        spread = author.slip("formula", "(b[c] - u) * (b[c] - u)", "b[c] * b[c]")
-        root = author.slip("formula", "sqrtf(q / cols + 1e-5f)", "sqrtf(q + 1e-5f)", "(q / cols + 1e-5f)")
-        mean = [total, *group.loop("s += b[c];"), *group.sum(), "float u = s / cols;"]
-        variance = ["float q = 0.0f;", *group.loop(f"q += {spread};"), *group.sum("q"), f"float k = 1.0f / {root};"]
-        return [*mean, *variance], "(b[c] - u) * k * w[c] + d[c]"
-    squares = [total, *group.loop("s += b[c] * b[c];"), *group.sum()]
-    if kind == "rms_norm":
-        root = author.slip("formula", "sqrtf(s / cols + 1e-6f)", "sqrtf(s + 1e-6f)", "(s / cols + 1e-6f)")
-        return [*squares, f"float k = 1.0f / {root};"], "b[c] * k * w[c]"
-    root = author.slip("formula", "sqrtf(s)", "s")
-    return [*squares, f"float k = 1.0f / ({root} + 1e-6f);"], "b[c] * k"
-
-
-def reduce(spec: RowReduce, author: Author) -> CudaAnswer:
-    group = Group(author.is_fast())
+def reduce(spec: RowReduce, author: Author) -> KernelAnswer:
+    group = RowGroup(author.is_fast())
     read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
     item = [f"float v = {read};", *c_lines(spec.before, author)]
     body = [*group.prologue(author), *_reduction(spec.kind, author, group, item), "float v = s;"]
@@ -86,16 +58,16 @@ def reduce(spec: RowReduce, author: Author) -> CudaAnswer:
         "}",
     )
     forward = ("out = torch.empty(x.shape[0], device=x.device)", *_launched(author, group, ["x", "out"]))
-    return CudaAnswer(source, forward)
+    return KernelAnswer(source, forward)
 
 
-def _reduction(kind: str, author: Author, group: Group, item: list[str]) -> list[str]:
+def _reduction(kind: str, author: Author, group: RowGroup, item: list[str]) -> list[str]:
     """Lines that leave the row's number in `s`."""
     zero = f"float s = {author.slip('start', '0.0f', '1.0f')};"
     top = [
         f"float m = {author.slip('start', '-INFINITY', '1e30f')};",
         *group.loop(*item, author.slip("formula", "m = fmaxf(m, v);", "m = fminf(m, v);")),
-        *group.max(),
+        *group.join_max(),
     ]
     if kind == "max":
         return [*top, "float s = m;"]

@@ -5,50 +5,24 @@ As in C every line stands alone, so that the small policy's tokenizer merges who
 
 from __future__ import annotations
 
-import msgspec
-
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Module, indent
-from kbrl_async.lab.small_policy.ops import Step, c_lines
+from kbrl_async.lab.small_policy.families.rows import Alone
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, answer_file, indent
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines
 
 ITEM = "long i = blockIdx.x * (long)blockDim.x + threadIdx.x;"
 """One thread an item."""
 BLOCK = 256
 
 
-class CudaAnswer(msgspec.Struct, frozen=True):
-    """The CUDA side: device code, the statements of `ModelNew.forward`, and the kernels that they launch."""
-
-    source: tuple[str, ...]
-    forward: tuple[str, ...]
-    kernels: tuple[str, ...] = ("run",)
-
-
-def render(module: Module, answer: CudaAnswer, author: Author) -> str:
+def render(module: Module, answer: KernelAnswer, author: Author) -> str:
     """The policy's response: a fenced Python file that defines `ModelNew`."""
     closing = author.slip("fence", "```\n", "")
-    lines = [
-        "```python",
-        "import torch",
-        "import torch.nn as nn",
-        "from kbrl_async.launch import cuda_kernel",
-        'SOURCE = r"""',
-        "#include <math.h>",
-        *answer.source,
-        '"""',
-        "class ModelNew(nn.Module):",
-        f"    def __init__({', '.join(('self', *module.init_arguments))}):",
-        "        super().__init__()",
-        *indent(module.members, 2),
-        *(f'        self.{name} = cuda_kernel(SOURCE, "{name}")' for name in answer.kernels),
-        f"    def forward({', '.join(('self', *module.arguments))}):",
-        *indent(answer.forward, 2),
-        "        return out",
-    ]
-    return "\n".join(lines) + "\n" + closing
+    kernels = {name: name for name in answer.kernels}
+    return answer_file(module, "cuda_kernel", ["#include <math.h>", *answer.kernel], kernels, answer.forward) + closing
 
 
-def chain_function(steps: tuple[Step, ...], author: Author, join: str = "") -> list[str]:
+def chain_function(steps: tuple[ChainStep, ...], author: Author, join: str = "") -> list[str]:
     """`f(v)`, or `f(v, w)` where `join` says how a second value comes in first."""
     parameters = "float v, float w" if join else "float v"
     body = [*([join] if join else []), *c_lines(steps, author)]
@@ -92,23 +66,22 @@ LARGEST = (
 """Maximum over a block; every thread gets it."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class RowGroup(Alone, frozen=True):
     """Who works on one row: one thread alone (slow), or a block together (fast)."""
 
     together: bool
 
-    @property
-    def head(self) -> str:
-        first, step = ("threadIdx.x", "c += blockDim.x") if self.together else ("0", "c++")
-        return f"for (long c = {first}; c < cols; {step}) {{"
-
     def loop(self, *body: str) -> list[str]:
-        return [self.head, *indent(body, 1), "}"]
+        head = "for (long c = threadIdx.x; c < cols; c += blockDim.x) {"
+        return [head, *indent(body, 1), "}"] if self.together else super().loop(*body)
 
     def sum(self, name: str = "s") -> list[str]:
         return [f"{name} = total({name});"] if self.together else []
 
-    def max(self) -> list[str]:
+    def max(self, *start: str) -> list[str]:
+        return [*start, *self.loop("m = fmaxf(m, b[c]);"), *self.join_max()]
+
+    def join_max(self) -> list[str]:
         return ["m = largest(m);"] if self.together else []
 
     def helpers(self, *helpers: tuple[str, ...]) -> list[str]:

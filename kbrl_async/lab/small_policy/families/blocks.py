@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.rows import LOOP, MAXIMUM
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.rows import LOOP, Alone
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 
 def dense(author: Author, restrict: str) -> list[str]:
@@ -33,7 +33,7 @@ def dense(author: Author, restrict: str) -> list[str]:
 class Perceptron(msgspec.Struct, frozen=True):
     """`linear → chain → linear`, optionally gated (`chain(up) · gate`) or with a residual."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     gated: bool = False
     residual: bool = False
     batch: int = 8
@@ -48,9 +48,9 @@ class Perceptron(msgspec.Struct, frozen=True):
         return Module(
             title="A feed-forward block.",
             shapes=(
-                Shape("batch", self.batch, 4096),
-                Shape("width", self.width, 2048),
-                Shape("hidden", self.hidden, 8192),
+                NamedSize("batch", self.batch, 4096),
+                NamedSize("width", self.width, 2048),
+                NamedSize("hidden", self.hidden, 8192),
             ),
             forward=(
                 *(["y = x"] if keep else []),
@@ -65,7 +65,7 @@ class Perceptron(msgspec.Struct, frozen=True):
             members=tuple(members),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         names = [
             "x",
@@ -100,7 +100,7 @@ class Perceptron(msgspec.Struct, frozen=True):
         layers = ["up", *(["gate"] if self.gated else []), "down"]
         weights = ", ".join(f"self.{layer}.weight, self.{layer}.bias" for layer in layers)
         scratch = "t, s" if self.gated else "t"
-        return Answer(
+        return KernelAnswer(
             kernel,
             (
                 "t = torch.empty(x.shape[0], self.up.weight.shape[0])",
@@ -121,7 +121,7 @@ class Attention(msgspec.Struct, frozen=True):
     def module(self) -> Module:
         return Module(
             title="Scaled dot-product attention of one head.",
-            shapes=(Shape("length", self.length, 4096), Shape("dim", self.dim, 128)),
+            shapes=(NamedSize("length", self.length, 4096), NamedSize("dim", self.dim, 128)),
             forward=(
                 "s = q @ k.T / q.shape[-1] ** 0.5",
                 *(["s = s.masked_fill(torch.ones_like(s).triu(1) > 0, float('-inf'))"] if self.causal else []),
@@ -131,7 +131,7 @@ class Attention(msgspec.Struct, frozen=True):
             arguments=("q", "k", "v"),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         scale = author.slip("formula", "/ sqrtf(d)", "/ d", "* sqrtf(d)")
         limit = "i + 1" if self.causal else "n"
@@ -150,7 +150,7 @@ class Attention(msgspec.Struct, frozen=True):
             f"            for (long p = 0; p < d; p++) v += q[i * d + p] * {key};",
             "            " + statement(author, f"b[c] = v {scale};"),
             "        }",
-            *indent(list(MAXIMUM), 2),
+            *indent(Alone().max("float m = -INFINITY;"), 2),
             f"        float s = {author.slip('start', '0.0f', '1.0f')};",
             "        for (long p = 0; p < d; p++) o[p] = 0.0f;",
             "        " + LOOP,
@@ -163,7 +163,7 @@ class Attention(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "q.shape[0], q.shape[1]", "q.shape[1], q.shape[0]", "q.shape[0]")
-        return Answer(
+        return KernelAnswer(
             kernel,
             ("out = torch.empty_like(q)", "b = torch.empty(q.shape[0])", f"self.kernel(q, k, v, out, b, {sizes})"),
         )

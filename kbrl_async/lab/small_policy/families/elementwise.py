@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 SECOND = {
     "add": ("x = x + y", "v = v + b[i];", "v = v - b[i];"),
@@ -18,7 +18,7 @@ SECOND = {
 class Elementwise(msgspec.Struct, frozen=True):
     """`x → step → step …`, optionally `x ∘ y` first."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     rows: int = 512
     cols: int = 1024
     second: str = ""
@@ -27,13 +27,13 @@ class Elementwise(msgspec.Struct, frozen=True):
         names = ("x", "y") if self.second else ("x",)
         return Module(
             title="Element-wise chain over " + (" and ".join(names)) + ".",
-            shapes=(Shape("rows", self.rows, 16384), Shape("cols", self.cols, 8192)),
+            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 8192)),
             forward=(*([SECOND[self.second][0]] if self.second else []), *torch_lines(self.steps)),
             inputs=("torch.randn(rows, cols)",) * len(names),
             arguments=names,
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         second = f"const float *{restrict}b, " if self.second else ""
         join = [author.slip("formula", *SECOND[self.second][1:])] if self.second else []
@@ -49,4 +49,4 @@ class Elementwise(msgspec.Struct, frozen=True):
             "}",
         )
         tensors = "x, y, out" if self.second else "x, out"
-        return Answer(kernel, ("out = torch.empty_like(x)", f"self.kernel({tensors}, {size})"))
+        return KernelAnswer(kernel, ("out = torch.empty_like(x)", f"self.kernel({tensors}, {size})"))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 HEAD = "long g, long h, long w"
 """`g` planes of `h × w` inputs."""
 
 
-def shapes(batch: int, channels: int, size: int) -> tuple[Shape, ...]:
-    return (Shape("batch", batch, 32), Shape("channels", channels, 128), Shape("size", size, 112))
+def shapes(batch: int, channels: int, size: int) -> tuple[NamedSize, ...]:
+    return (NamedSize("batch", batch, 32), NamedSize("channels", channels, 128), NamedSize("size", size, 112))
 
 
-class Pool(msgspec.Struct, frozen=True):
+class Pooling(msgspec.Struct, frozen=True):
     """`chain → 2 × 2 pooling → chain`; `kind` is `max` or `avg`."""
 
     kind: str
-    after: tuple[Step, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     batch: int = 4
     channels: int = 16
     size: int = 64
@@ -33,7 +33,7 @@ class Pool(msgspec.Struct, frozen=True):
             inputs=("torch.randn(batch, channels, size, size)",),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         if self.kind == "max":
             first, join = author.slip("start", "-INFINITY", "1e30f"), "v = t[u] > v ? t[u] : v;"
@@ -60,7 +60,7 @@ class Pool(msgspec.Struct, frozen=True):
             "}",
         )
         planes = author.slip("argument", "x.shape[0] * x.shape[1]", "x.shape[0]", "x.shape[1]")
-        return Answer(
+        return KernelAnswer(
             kernel,
             (
                 "out = torch.empty(x.shape[0], x.shape[1], x.shape[2] // 2, x.shape[3] // 2)",
@@ -82,7 +82,7 @@ NORMALISE = (
 class DepthwiseConv(msgspec.Struct, frozen=True):
     """3 × 3 depth-wise convolution with padding 1 `→ [instance norm] → chain`."""
 
-    after: tuple[Step, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     norm: bool = False
     batch: int = 2
     channels: int = 32
@@ -102,7 +102,7 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
             members=("self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)",),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         inputs = ", ".join(f"const float *{restrict}{name}" for name in "xfd")
         channel = author.slip("index", "p % ch", "p / ch", "p")
@@ -144,7 +144,7 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
             "}",
         )
         planes = author.slip("argument", "x.shape[0] * x.shape[1]", "x.shape[0]", "x.shape[1]")
-        return Answer(
+        return KernelAnswer(
             kernel,
             (
                 "out = torch.empty_like(x)",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 WEIGHT_ROWS_OUTSIDE = ("for (long j = 0; j < n; j++) {", "    for (long i = 0; i < m; i++) {")
 BATCH_OUTSIDE = ("for (long i = 0; i < m; i++) {", "    for (long j = 0; j < n; j++) {")
@@ -28,7 +28,7 @@ def product(author: Author, bias: bool = True) -> list[str]:
 class Linear(msgspec.Struct, frozen=True):
     """`linear(+bias) → [+ residual] → chain`."""
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ChainStep, ...] = ()
     bias: bool = True
     residual: bool = False
     batch: int = 16
@@ -40,9 +40,9 @@ class Linear(msgspec.Struct, frozen=True):
         return Module(
             title="A linear layer with a fused epilogue.",
             shapes=(
-                Shape("batch", self.batch, 4096),
-                Shape("inputs", self.inputs, 4096),
-                Shape("outputs", self.outputs, 4096),
+                NamedSize("batch", self.batch, 4096),
+                NamedSize("inputs", self.inputs, 4096),
+                NamedSize("outputs", self.outputs, 4096),
             ),
             forward=(
                 "x = self.linear(x)",
@@ -55,7 +55,7 @@ class Linear(msgspec.Struct, frozen=True):
             members=("self.linear = nn.Linear(inputs, outputs" + ("" if self.bias else ", bias=False") + ")",),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         names = ["x", "w", *(["d"] if self.bias else []), *(["e"] if self.residual else [])]
         tensors = [
@@ -81,7 +81,7 @@ class Linear(msgspec.Struct, frozen=True):
         sizes = author.slip(
             "argument", f"x.shape[0], {width}[0], {width}[1]", f"x.shape[0], {width}[1], {width}[0]", "x.shape[0]"
         )
-        return Answer(
+        return KernelAnswer(
             kernel,
             (
                 f"out = torch.empty(x.shape[0], {width}[0])",

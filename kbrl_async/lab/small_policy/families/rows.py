@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import Answer, Module, Shape, indent, statement
-from kbrl_async.lab.small_policy.ops import Step, c_lines, torch_lines
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 LOOP = "for (long c = 0; c < cols; c++) {"
-MAXIMUM = ("float m = -INFINITY;", LOOP, "    m = b[c] > m ? b[c] : m;", "}")
+MAXIMUM = "m = b[c] > m ? b[c] : m;"
 NORM_TORCH = {
     "softmax": "x = torch.softmax(x, dim=-1)",
     "log_softmax": "x = torch.log_softmax(x, dim=-1)",
@@ -31,41 +31,51 @@ REDUCE_TORCH = {
 }
 
 
-def loop(*body: str) -> list[str]:
-    return [LOOP, *("    " + line for line in body), "}"]
+class Alone(msgspec.Struct, frozen=True):
+    """Who works on a row: one loop, and no others to join results with."""
+
+    def loop(self, *body: str) -> list[str]:
+        return [LOOP, *indent(body, 1), "}"]
+
+    def sum(self, name: str = "s") -> list[str]:
+        return []
+
+    def max(self, *start: str) -> list[str]:
+        """`m`, the largest of `b`."""
+        return [*start, *self.loop(MAXIMUM)]
 
 
-def statistics(kind: str, author: Author) -> tuple[list[str], str]:
-    """C lines that compute the row's statistics from `b`, and the expression that normalises `b[c]`."""
-    zero = author.slip("start", "0.0f", "1.0f")
-    total = f"float s = {zero};"
+def statistics(kind: str, author: Author, group: Alone) -> tuple[list[str], str]:
+    """Lines that compute the row's statistics from `b`, and the expression that normalises `b[c]`."""
+    total = f"float s = {author.slip('start', '0.0f', '1.0f')};"
     exp = author.style("exp", "expf")
     if kind in ("softmax", "log_softmax"):
-        top = list(MAXIMUM)
-        top[0] = author.slip("start", top[0], "float m = 1e30f;")
+        top = group.max(author.slip("start", "float m = -INFINITY;", "float m = 1e30f;"))
         if kind == "softmax":
             last = author.slip("formula", "b[c] / s", "b[c]", "b[c] * s")
-            return [*top, total, *loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];")], last
+            return [*top, total, *group.loop(f"b[c] = {exp}(b[c] - m);", "s += b[c];"), *group.sum()], last
         last = author.slip("formula", "b[c] - m - logf(s)", "b[c] - logf(s)", "b[c] - m + logf(s)")
-        return [*top, total, *loop(f"s += {exp}(b[c] - m);")], last
+        return [*top, total, *group.loop(f"s += {exp}(b[c] - m);"), *group.sum()], last
     if kind == "layer_norm":
         spread = author.slip("formula", "(b[c] - u) * (b[c] - u)", "b[c] * b[c]")
-        lines = [total, *loop("s += b[c];"), "float u = s / cols;", "float q = 0.0f;", *loop(f"q += {spread};")]
         root = author.slip("formula", "sqrtf(q / cols + 1e-5f)", "sqrtf(q + 1e-5f)", "(q / cols + 1e-5f)")
-        return [*lines, f"float k = 1.0f / {root};"], "(b[c] - u) * k * w[c] + d[c]"
+        mean = [total, *group.loop("s += b[c];"), *group.sum(), "float u = s / cols;"]
+        variance = ["float q = 0.0f;", *group.loop(f"q += {spread};"), *group.sum("q"), f"float k = 1.0f / {root};"]
+        return [*mean, *variance], "(b[c] - u) * k * w[c] + d[c]"
+    squares = [total, *group.loop("s += b[c] * b[c];"), *group.sum()]
     if kind == "rms_norm":
         root = author.slip("formula", "sqrtf(s / cols + 1e-6f)", "sqrtf(s + 1e-6f)", "(s / cols + 1e-6f)")
-        return [total, *loop("s += b[c] * b[c];"), f"float k = 1.0f / {root};"], "b[c] * k * w[c]"
+        return [*squares, f"float k = 1.0f / {root};"], "b[c] * k * w[c]"
     root = author.slip("formula", "sqrtf(s)", "s")
-    return [total, *loop("s += b[c] * b[c];"), f"float k = 1.0f / ({root} + 1e-6f);"], "b[c] * k"
+    return [*squares, f"float k = 1.0f / ({root} + 1e-6f);"], "b[c] * k"
 
 
 class RowNorm(msgspec.Struct, frozen=True):
     """`chain → normalise each row → chain`, with an optional second tensor added first (residual or mask)."""
 
     kind: str
-    before: tuple[Step, ...] = ()
-    after: tuple[Step, ...] = ()
+    before: tuple[ChainStep, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     residual: bool = False
     rows: int = 512
     cols: int = 1024
@@ -74,7 +84,7 @@ class RowNorm(msgspec.Struct, frozen=True):
         names = ("x", "y") if self.residual else ("x",)
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(Shape("rows", self.rows, 16384), Shape("cols", self.cols, 4096)),
+            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 4096)),
             forward=(
                 *(["x = x + y"] if self.residual else []),
                 *torch_lines(self.before),
@@ -87,7 +97,7 @@ class RowNorm(msgspec.Struct, frozen=True):
             members=NORM_MEMBERS.get(self.kind, ()),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         tensors = ["x"]
         parameters = [f"const float *{restrict}x"]
@@ -99,14 +109,14 @@ class RowNorm(msgspec.Struct, frozen=True):
             parameters.append(f"const float *{restrict}{letter}")
         read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
         join = [author.slip("formula", "v = v + y[r * cols + c];", "v = v + y[c];")] if self.residual else []
-        compute, last = statistics(self.kind, author)
+        compute, last = statistics(self.kind, author, Alone())
         body = [
             f"float *b = out + r * {author.slip('index', 'cols', 'rows')};",
-            *loop(
+            *Alone().loop(
                 f"float v = {read};", *join, *c_lines(self.before, author), statement(author, "b[c] = v;", ("b", "o"))
             ),
             *compute,
-            *loop(f"float v = {last};", *c_lines(self.after, author), "b[c] = v;"),
+            *Alone().loop(f"float v = {last};", *c_lines(self.after, author), "b[c] = v;"),
         ]
         bound = author.slip("bound", "r < rows", "r < rows - 1", "r < rows / 2")
         kernel = (
@@ -117,7 +127,7 @@ class RowNorm(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "x.shape[0], x.shape[1]", "x.shape[1], x.shape[0]", "x.shape[0]")
-        return Answer(kernel, ("out = torch.empty_like(x)", f"self.kernel({', '.join(tensors)}, out, {sizes})"))
+        return KernelAnswer(kernel, ("out = torch.empty_like(x)", f"self.kernel({', '.join(tensors)}, out, {sizes})"))
 
 
 def reduction(kind: str, author: Author) -> tuple[list[str], str, list[str]]:
@@ -143,27 +153,29 @@ class RowReduce(msgspec.Struct, frozen=True):
     """`chain → one number a row → chain`."""
 
     kind: str
-    before: tuple[Step, ...] = ()
-    after: tuple[Step, ...] = ()
+    before: tuple[ChainStep, ...] = ()
+    after: tuple[ChainStep, ...] = ()
     rows: int = 512
     cols: int = 1024
 
     def module(self) -> Module:
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(Shape("rows", self.rows, 16384), Shape("cols", self.cols, 8192)),
+            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 8192)),
             forward=(*torch_lines(self.before), REDUCE_TORCH[self.kind], *torch_lines(self.after)),
             inputs=("torch.randn(rows, cols)",),
         )
 
-    def answer(self, author: Author) -> Answer:
+    def answer(self, author: Author) -> KernelAnswer:
         restrict = author.style("", "restrict ")
         declare, accumulate, finish = reduction(self.kind, author)
         read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
         after = ["float v = s;", *c_lines(self.after, author), "out[r] = v;"]
         body = [
             *declare,
-            *loop(f"float v = {read};", *c_lines(self.before, author), statement(author, accumulate, ("s", "sum"))),
+            *Alone().loop(
+                f"float v = {read};", *c_lines(self.before, author), statement(author, accumulate, ("s", "sum"))
+            ),
             *finish,
             *(after if self.after else [statement(author, "out[r] = s;")]),
         ]
@@ -176,4 +188,4 @@ class RowReduce(msgspec.Struct, frozen=True):
             "}",
         )
         sizes = author.slip("argument", "x.shape[0], x.shape[1]", "x.shape[1], x.shape[0]", "x.shape[0]")
-        return Answer(kernel, ("out = torch.empty(x.shape[0])", f"self.kernel(x, out, {sizes})"))
+        return KernelAnswer(kernel, ("out = torch.empty(x.shape[0])", f"self.kernel(x, out, {sizes})"))

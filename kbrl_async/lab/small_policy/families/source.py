@@ -1,11 +1,12 @@
 """How a problem file and an answer are laid out as text, whatever the family.
 
-A family describes itself as a `Module` (the PyTorch side) and writes an `Answer` (the C side); both are rendered here.
+A family describes itself as a `Module` (the PyTorch side) and writes a `KernelAnswer`; both are rendered here.
 Every line stands alone on purpose: the small policy's tokenizer merges whole lines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from kbrl_async.lab.small_policy.author import Author
 
 
-class Shape(msgspec.Struct, frozen=True):
+class NamedSize(msgspec.Struct, frozen=True):
     """A named size: `cpu` makes ≥ 0.2 ms of eager work on one core, `gpu` fills a GPU."""
 
     name: str
@@ -28,7 +29,7 @@ class Module(msgspec.Struct, frozen=True):
     """The PyTorch side: what `Model` holds and does."""
 
     title: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[NamedSize, ...]
     forward: tuple[str, ...]
     """Statements that assign `x` last."""
     inputs: tuple[str, ...]
@@ -40,11 +41,12 @@ class Module(msgspec.Struct, frozen=True):
     """Statements of the constructor, the same in `Model` and `ModelNew`."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """The C side: the kernel and the statements of `ModelNew.forward`."""
+class KernelAnswer(msgspec.Struct, frozen=True):
+    """What an author writes: the kernels' source, the statements of `ModelNew.forward`, and what they launch."""
 
     kernel: tuple[str, ...]
     forward: tuple[str, ...]
+    kernels: tuple[str, ...] = ("run",)
 
 
 class Family(Protocol):
@@ -52,10 +54,10 @@ class Family(Protocol):
 
     def module(self) -> Module: ...
 
-    def answer(self, author: Author) -> Answer: ...
+    def answer(self, author: Author) -> KernelAnswer: ...
 
 
-def indent(lines: tuple[str, ...] | list[str], depth: int) -> list[str]:
+def indent(lines: Sequence[str], depth: int) -> list[str]:
     return [" " * 4 * depth + line if line else "" for line in lines]
 
 
@@ -96,30 +98,36 @@ def render_problem(module: Module) -> str:
     )
 
 
-def render_answer(module: Module, answer: Answer, author: Author) -> str:
+def render_answer(module: Module, answer: KernelAnswer, author: Author) -> str:
     """The policy's response: a fenced Python file that defines `ModelNew`."""
     closing = author.slip("fence", "```\n", "")
     pragma = author.style("", '#pragma GCC optimize("Ofast")')
+    source = [*([pragma] if pragma else []), "#include <math.h>", *answer.kernel]
+    return answer_file(module, "c_kernel", source, {"kernel": "run"}, answer.forward) + closing
+
+
+def answer_file(
+    module: Module, launcher: str, source: Sequence[str], kernels: Mapping[str, str], forward: Sequence[str]
+) -> str:
+    """A fenced Python file, its fence still open. `kernels`: functions of the source by their names in `ModelNew`."""
     lines = [
         "```python",
         "import torch",
         "import torch.nn as nn",
-        "from kbrl_async.launch import c_kernel",
+        f"from kbrl_async.launch import {launcher}",
         'SOURCE = r"""',
-        *([pragma] if pragma else []),
-        "#include <math.h>",
-        *answer.kernel,
+        *source,
         '"""',
         "class ModelNew(nn.Module):",
         f"    def __init__({', '.join(('self', *module.init_arguments))}):",
         "        super().__init__()",
         *indent(module.members, 2),
-        '        self.kernel = c_kernel(SOURCE, "run")',
+        *(f'        self.{name} = {launcher}(SOURCE, "{function}")' for name, function in kernels.items()),
         f"    def forward({', '.join(('self', *module.arguments))}):",
-        *indent(answer.forward, 2),
+        *indent(forward, 2),
         "        return out",
     ]
-    return "\n".join(lines) + "\n" + closing
+    return "\n".join(lines) + "\n"
 
 
 def statement(author: Author, text: str, wrong_name: tuple[str, str] | None = None) -> str:

@@ -11,9 +11,9 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c.sanitize import driver
 from kbrl_async.kernels.backends.sanitize import recording
-from kbrl_async.kernels.backends.sanitize.recording import Argument, Call
+from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import GPU_EXIT, asan, compute_sanitizer, ubsan
-from kbrl_async.kernels.backends.sanitize.sanitize import Sanitized, Sanitizer, gpu_command
+from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer, gpu_command
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
 

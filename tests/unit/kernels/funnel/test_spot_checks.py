@@ -9,7 +9,8 @@ import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.building import ArtifactStore
-from kbrl_async.kernels.backends.sanitize.sanitize import Finding, Sanitized, Sanitizer
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized
+from kbrl_async.kernels.backends.sanitize.sanitize import Finding, Sanitizer
 from kbrl_async.kernels.funnel import SpotChecks, Verifier
 from kbrl_async.kernels.funnel.verifier import VerifyOptions
 from protocols.records import BenchReport, Candidate, Fault, Problem, Verdict

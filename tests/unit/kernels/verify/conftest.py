@@ -15,7 +15,7 @@ from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BenchReport, Candidate, Problem
 
 SCALE_AND_SHIFT = """
@@ -42,7 +42,7 @@ Evaluate = Callable[..., BenchReport]
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    with Zygote(ZYGOTE_PRELOAD) as started:
+    with zygote_for("cpu") as started:
         yield started
 
 

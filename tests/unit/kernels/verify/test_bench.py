@@ -14,7 +14,7 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.inputs import KINDS
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
@@ -102,7 +102,7 @@ def _kill_and_wait(pid: int) -> None:
 
 
 def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> None:
-    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+    with zygote_for("cpu") as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
         problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
         assert zygote.pid is not None
@@ -111,7 +111,7 @@ def test_a_zygote_that_died_between_two_candidates_is_replaced_unnoticed() -> No
 
 
 def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_the_next_call_works() -> None:
-    with Zygote(ZYGOTE_PRELOAD) as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+    with zygote_for("cpu") as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
         problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
         victims = [zygote.pid]

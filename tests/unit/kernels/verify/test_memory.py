@@ -16,10 +16,11 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import memory
 from kbrl_async.kernels.verify import reference as module
+from kbrl_async.kernels.verify import references as kept
 from kbrl_async.kernels.verify.bench import Bench
-from kbrl_async.kernels.verify.cuda import reference as cuda_reference
+from kbrl_async.kernels.verify.cpu import device as cpu_device
 from kbrl_async.kernels.verify.options import bench_options
-from kbrl_async.kernels.verify.reference import References
+from kbrl_async.kernels.verify.references import References
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
 from tests.unit.kernels.verify.test_bench import patient
@@ -56,8 +57,8 @@ def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPat
     class OnDevice(Idle):
         device_bytes = 10
 
-    monkeypatch.setattr(module, "Reference", OnDevice)
-    monkeypatch.setattr(cuda_reference, "room_kept", lambda options: options.memory_share * room)
+    monkeypatch.setattr(cpu_device, "Reference", OnDevice)
+    monkeypatch.setattr(cpu_device.CpuDevice, "room", lambda self, options: options.memory_share * room)
     references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
     for name in "abcd":
         references.get(Problem(name, 1, name, name))
@@ -66,9 +67,9 @@ def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPat
 
 def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(module, "Reference", Idle)
+    monkeypatch.setattr(cpu_device, "Reference", Idle)
     references = References(cast(Any, None), bench_options(TimingBench(), references=2), random.Random(0))
-    monkeypatch.setattr(module, "give_back", lambda: given.append(len(references)))
+    monkeypatch.setattr(kept, "give_back", lambda: given.append(len(references)))
     for name in "abca":
         references.get(Problem(name, 1, name, name))
     assert given == [2, 2]

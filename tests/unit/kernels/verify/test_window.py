@@ -16,6 +16,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify import bench as module
+from kbrl_async.kernels.verify.cpu.device import CpuDevice
 
 
 class Told:
@@ -39,10 +40,9 @@ class Told:
 
 def test_what_was_started_for_later_candidates_has_settled_before_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    bench = Bench(cast(Any, told), bench_options(TimingBench()))
+    bench = Bench(cast(Any, told), bench_options(TimingBench()), quiet=told.window)
     bench._references = cast(Any, told)
-    bench.quiet = told.window
-    monkeypatch.setattr(bench, "_stopwatch", lambda *_: told)
+    monkeypatch.setattr(CpuDevice, "stopwatch", lambda *_: told)
     monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
     clock = StageClock(itertools.count().__next__)
     bench._measure(cast(Any, told), lambda: None, clock)

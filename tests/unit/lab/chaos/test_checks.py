@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.lab.chaos import Evidence, Fault, Happened, Kind, Report, gather, judge
-from kbrl_async.lab.chaos.checks import Check
+from kbrl_async.lab.chaos.checks import ChaosReport, Check, Evidence, gather, judge
+from kbrl_async.lab.chaos.driver import Happened
+from kbrl_async.lab.chaos.faults import FaultKind, PlannedFault
 
 
 def evidence() -> Evidence:
@@ -152,15 +153,15 @@ def test_a_run_that_left_nothing_passes_nothing_that_needs_a_run(tmp_path: Path)
 def test_a_broker_that_comes_back_too_late_is_a_failure(
     answered_s: float, working_s: float, pause_s: float, ok: bool
 ) -> None:
-    fault = Fault(Kind.KILL, "broker")
+    fault = PlannedFault(FaultKind.KILL, "broker")
     killed = Happened(fault, began_s=1.0, answered_s=answered_s, working_s=working_s, pause_s=pause_s)
-    report = Report("x", faults=[killed])
+    report = ChaosReport("x", faults=[killed])
     report.conclude(judge(evidence()))
     assert report.ok is ok
 
 
 def test_a_run_that_ended_by_itself_is_a_failure_and_one_that_was_ended_is_not() -> None:
-    report = Report("x", faults=[Happened(Fault(Kind.KILL, "nanny:learner"), began_s=1.0)], starts=2)
+    report = ChaosReport("x", faults=[Happened(PlannedFault(FaultKind.KILL, "nanny:learner"), began_s=1.0)], starts=2)
     report.conclude(judge(evidence()))
     assert report.ok
     report.starts = 3
@@ -169,6 +170,8 @@ def test_a_run_that_ended_by_itself_is_a_failure_and_one_that_was_ended_is_not()
 
 
 def test_a_fault_that_was_not_done_is_a_failure() -> None:
-    report = Report("x", faults=[Happened(Fault(Kind.KILL, "broker"), failed="the run ended before its time")])
+    report = ChaosReport(
+        "x", faults=[Happened(PlannedFault(FaultKind.KILL, "broker"), failed="the run ended before its time")]
+    )
     report.conclude(judge(evidence()))
     assert not report.ok

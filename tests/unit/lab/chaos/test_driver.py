@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kbrl_async.lab.chaos import Driver, Fault, Kind
-from kbrl_async.lab.chaos.driver import PATIENCE_S, START_S, STILL_S, WEDGE_S
+from kbrl_async.lab.chaos.driver import PATIENCE_S, START_S, STILL_S, WEDGE_S, FaultDriver
+from kbrl_async.lab.chaos.faults import FaultKind, PlannedFault
 from kbrl_async.lab.chaos.injuries import Absent, Wound
 from protocols.messages import StatusReport, WorkerStanding
 
@@ -13,16 +13,16 @@ from protocols.messages import StatusReport, WorkerStanding
 class World:
     """A run that answers, and hands that harm nobody."""
 
-    def __init__(self, *plan: Fault) -> None:
+    def __init__(self, *plan: PlannedFault) -> None:
         self.now = 100.0
         self.report: StatusReport | None = StatusReport(epoch=1, counters={"results": 0})
         self.done: list[str] = []
         self.absent: set[str] = set()
         self.noticed = False
         self.workers = [WorkerStanding("learner.1", ["train"])]
-        self.driver = Driver(plan, self, lambda: self.report, lambda: self.now)
+        self.driver = FaultDriver(plan, self, lambda: self.report, lambda: self.now)
 
-    def begin(self, fault: Fault) -> Wound:
+    def begin(self, fault: PlannedFault) -> Wound:
         if fault.target in self.absent:
             raise Absent(fault.target)
         self.done.append(f"{fault.kind} {fault.target}")
@@ -46,7 +46,7 @@ class World:
 
 
 def test_nothing_begins_before_the_run_is_at_work() -> None:
-    world = World(Fault(Kind.KILL, "learner"))
+    world = World(PlannedFault(FaultKind.KILL, "learner"))
     world.after(50, results=0)
     assert world.done == []
     world.after(1, results=1)
@@ -54,7 +54,7 @@ def test_nothing_begins_before_the_run_is_at_work() -> None:
 
 
 def test_a_fault_begins_at_its_time_and_is_undone_at_its_end() -> None:
-    world = World(Fault(Kind.STOP, "learner", at_s=5, for_s=2))
+    world = World(PlannedFault(FaultKind.STOP, "learner", at_s=5, for_s=2))
     world.after(0)
     world.after(4.9)
     assert world.done == []
@@ -66,7 +66,7 @@ def test_a_fault_begins_at_its_time_and_is_undone_at_its_end() -> None:
 
 
 def test_a_fault_may_wait_for_an_update() -> None:
-    world = World(Fault(Kind.KILL, "sampler", after_update=2))
+    world = World(PlannedFault(FaultKind.KILL, "sampler", after_update=2))
     world.after(0, version=1)
     assert world.done == []
     world.after(1, version=2)
@@ -74,7 +74,7 @@ def test_a_fault_may_wait_for_an_update() -> None:
 
 
 def test_a_target_that_is_not_there_is_waited_for_and_then_reported() -> None:
-    world = World(Fault(Kind.KILL, "candidate"))
+    world = World(PlannedFault(FaultKind.KILL, "candidate"))
     world.absent = {"candidate"}
     world.after(0)
     world.after(PATIENCE_S - 1)
@@ -85,7 +85,7 @@ def test_a_target_that_is_not_there_is_waited_for_and_then_reported() -> None:
 
 
 def test_the_broker_is_back_with_its_next_result_not_with_its_first_answer() -> None:
-    world = World(Fault(Kind.KILL, "broker"))
+    world = World(PlannedFault(FaultKind.KILL, "broker"))
     world.after(0, results=10)
     world.report = None
     world.now += 0.5
@@ -97,7 +97,10 @@ def test_the_broker_is_back_with_its_next_result_not_with_its_first_answer() -> 
 
 
 def test_a_broker_is_under_load_where_results_came_until_it_was_killed() -> None:
-    steady, stood_still = World(Fault(Kind.KILL, "broker", at_s=6)), World(Fault(Kind.KILL, "broker", at_s=6))
+    steady, stood_still = (
+        World(PlannedFault(FaultKind.KILL, "broker", at_s=6)),
+        World(PlannedFault(FaultKind.KILL, "broker", at_s=6)),
+    )
     for world in (steady, stood_still):
         world.after(0)
         for tenth in range(1, 61):
@@ -110,7 +113,7 @@ def test_a_broker_is_under_load_where_results_came_until_it_was_killed() -> None
 
 
 def test_a_report_of_the_dead_broker_is_no_recovery() -> None:
-    world = World(Fault(Kind.KILL, "broker"))
+    world = World(PlannedFault(FaultKind.KILL, "broker"))
     world.after(0, results=10)
     world.after(0.1, results=20, epoch=1)
     assert world.driver.happened[0].answered_s is None
@@ -118,7 +121,7 @@ def test_a_report_of_the_dead_broker_is_no_recovery() -> None:
 
 
 def test_one_death_of_the_broker_is_measured_at_a_time() -> None:
-    world = World(Fault(Kind.KILL, "broker"), Fault(Kind.KILL, "broker"))
+    world = World(PlannedFault(FaultKind.KILL, "broker"), PlannedFault(FaultKind.KILL, "broker"))
     world.after(0, results=10)
     assert world.done == ["kill broker"]
     world.after(1, results=11, epoch=2)
@@ -127,7 +130,7 @@ def test_one_death_of_the_broker_is_measured_at_a_time() -> None:
 
 
 def test_a_wedge_is_over_when_somebody_has_replaced_the_process() -> None:
-    world = World(Fault(Kind.WEDGE, "learner", for_s=1))
+    world = World(PlannedFault(FaultKind.WEDGE, "learner", for_s=1))
     world.after(0)
     world.after(20)
     assert not world.driver.is_done
@@ -138,7 +141,7 @@ def test_a_wedge_is_over_when_somebody_has_replaced_the_process() -> None:
 
 
 def test_a_process_that_only_starts_is_not_wedged_yet() -> None:
-    world = World(Fault(Kind.WEDGE, "learner", for_s=1))
+    world = World(PlannedFault(FaultKind.WEDGE, "learner", for_s=1))
     world.workers, serving = [], world.workers
     world.after(0)
     assert world.done == []
@@ -148,7 +151,7 @@ def test_a_process_that_only_starts_is_not_wedged_yet() -> None:
 
 
 def test_a_wedge_that_nobody_notices_is_a_failure_and_is_let_go() -> None:
-    world = World(Fault(Kind.WEDGE, "learner", for_s=1))
+    world = World(PlannedFault(FaultKind.WEDGE, "learner", for_s=1))
     world.after(0)
     world.after(WEDGE_S + 1)
     assert "nobody replaced it" in world.driver.happened[0].failed
@@ -156,7 +159,9 @@ def test_a_wedge_that_nobody_notices_is_a_failure_and_is_let_go() -> None:
 
 
 def test_at_the_end_everything_open_is_undone_and_what_never_began_is_said() -> None:
-    world = World(Fault(Kind.PARTITION, "learner", for_s=60), Fault(Kind.KILL, "broker", at_s=500))
+    world = World(
+        PlannedFault(FaultKind.PARTITION, "learner", for_s=60), PlannedFault(FaultKind.KILL, "broker", at_s=500)
+    )
     world.after(0)
     world.driver.finish()
     assert "end partition" in world.done

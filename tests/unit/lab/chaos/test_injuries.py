@@ -16,9 +16,9 @@ from typing import TypeVar
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.chaos import Fault, Injuries, Kind
-from kbrl_async.lab.chaos.injuries import BALLAST, Absent, flip_byte, tear
-from kbrl_async.lab.chaos.processes import Role, census, matching
+from kbrl_async.lab.chaos.faults import FaultKind, PlannedFault
+from kbrl_async.lab.chaos.injuries import BALLAST, Absent, Injuries, flip_byte, tear
+from kbrl_async.lab.chaos.processes import ProcessRole, census, matching
 
 PATIENCE_S = 60.0
 Found = TypeVar("Found")
@@ -84,8 +84,8 @@ def test_the_census_tells_nanny_and_child_by_name_and_instance(run_dir: Path) ->
     child(run_dir)
     found = census(run_dir)
     assert [(p.role, p.service, p.instance) for p in found] == [
-        (Role.CHILD, "learner", "learner.1"),
-        (Role.NANNY, "learner", "learner.1"),
+        (ProcessRole.CHILD, "learner", "learner.1"),
+        (ProcessRole.NANNY, "learner", "learner.1"),
     ]
     assert matching(found, "learner.1") == found[:1]
     assert matching(found, "nanny:learner") == found[1:]
@@ -96,14 +96,14 @@ def test_the_census_tells_nanny_and_child_by_name_and_instance(run_dir: Path) ->
 
 def test_a_killed_child_is_another_process_afterwards(run_dir: Path) -> None:
     before = child(run_dir)  # the tests share one run, and some kill its child
-    wound = injuries(run_dir).begin(Fault(Kind.KILL, "learner"))
+    wound = injuries(run_dir).begin(PlannedFault(FaultKind.KILL, "learner"))
     assert wound.pids == [before]
     until(lambda: child(run_dir) != before)
 
 
 def test_what_is_stopped_goes_on_at_the_end(run_dir: Path) -> None:
     hands, pid = injuries(run_dir), child(run_dir)
-    wound = hands.begin(Fault(Kind.STOP, "learner", for_s=1))
+    wound = hands.begin(PlannedFault(FaultKind.STOP, "learner", for_s=1))
     until(lambda: state(pid) == "T")
     assert not hands.is_over(wound)
     hands.end(wound)
@@ -112,8 +112,8 @@ def test_what_is_stopped_goes_on_at_the_end(run_dir: Path) -> None:
 
 def test_a_stop_on_top_of_a_wedge_does_not_end_it(run_dir: Path) -> None:
     hands, pid = injuries(run_dir), child(run_dir)
-    wedge = hands.begin(Fault(Kind.WEDGE, "learner", for_s=60))
-    stop = hands.begin(Fault(Kind.STOP, "learner", for_s=1))
+    wedge = hands.begin(PlannedFault(FaultKind.WEDGE, "learner", for_s=60))
+    stop = hands.begin(PlannedFault(FaultKind.STOP, "learner", for_s=1))
     assert list(stop.stopped) == [pid]
     until(lambda: state(pid) == "T")
     hands.end(stop)
@@ -124,7 +124,7 @@ def test_a_stop_on_top_of_a_wedge_does_not_end_it(run_dir: Path) -> None:
 
 def test_a_wedge_is_not_undone_and_is_over_once_the_process_is_gone(run_dir: Path) -> None:
     hands, pid = injuries(run_dir), child(run_dir)
-    wound = hands.begin(Fault(Kind.WEDGE, "learner", for_s=1))
+    wound = hands.begin(PlannedFault(FaultKind.WEDGE, "learner", for_s=1))
     until(lambda: state(pid) == "T")
     hands.end(wound)
     assert state(pid) == "T"
@@ -134,7 +134,7 @@ def test_a_wedge_is_not_undone_and_is_over_once_the_process_is_gone(run_dir: Pat
 
 def test_a_full_disk_is_a_limit_on_child_and_nanny_and_is_lifted_again(run_dir: Path) -> None:
     hands, _ = injuries(run_dir), child(run_dir)
-    wound = hands.begin(Fault(Kind.DISK_FULL, "learner", for_s=1))
+    wound = hands.begin(PlannedFault(FaultKind.DISK_FULL, "learner", for_s=1))
     assert len(wound.pids) == 2
     assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in wound.pids} == {0}
     hands.end(wound)
@@ -143,7 +143,7 @@ def test_a_full_disk_is_a_limit_on_child_and_nanny_and_is_lifted_again(run_dir: 
 
 def test_of_two_full_disks_that_overlap_the_last_to_end_gives_the_room_back(run_dir: Path) -> None:
     hands, pid = injuries(run_dir), child(run_dir)
-    first, second = (hands.begin(Fault(Kind.DISK_FULL, "learner", for_s=1)) for _ in range(2))
+    first, second = (hands.begin(PlannedFault(FaultKind.DISK_FULL, "learner", for_s=1)) for _ in range(2))
     assert pid in first.pids
     hands.end(first)
     assert {resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] for pid in second.pids} == {0}
@@ -153,21 +153,21 @@ def test_of_two_full_disks_that_overlap_the_last_to_end_gives_the_room_back(run_
 
 def test_a_target_that_is_not_there_is_said(run_dir: Path) -> None:
     with pytest.raises(Absent):
-        injuries(run_dir).begin(Fault(Kind.KILL, "candidate"))
+        injuries(run_dir).begin(PlannedFault(FaultKind.KILL, "candidate"))
     with pytest.raises(Absent):
-        injuries(run_dir).begin(Fault(Kind.CORRUPT, "artifact"))
+        injuries(run_dir).begin(PlannedFault(FaultKind.CORRUPT, "artifact"))
 
 
 def test_a_disk_with_much_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kbrl_async.lab.chaos.injuries.MOST_BALLAST", 0)
     with pytest.raises(UserError, match="it is not filled"):
-        injuries(tmp_path).begin(Fault(Kind.DISK_FULL, "disk", for_s=1))
+        injuries(tmp_path).begin(PlannedFault(FaultKind.DISK_FULL, "disk", for_s=1))
     assert not (tmp_path / BALLAST).exists()
 
 
 def test_without_a_proxy_nothing_is_cut(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Let kbrl chaos start the run"):
-        injuries(tmp_path).begin(Fault(Kind.PARTITION, "learner", for_s=1))
+        injuries(tmp_path).begin(PlannedFault(FaultKind.PARTITION, "learner", for_s=1))
 
 
 def test_a_torn_log_has_lost_its_last_commit_and_no_other(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.lab.chaos import Link
+from kbrl_async.lab.chaos.link import Link
 
 PATIENCE_S = 30.0
 

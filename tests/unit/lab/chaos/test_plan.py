@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.chaos import Fault, Kind, RandomOptions, random_plan, read_plan
-from kbrl_async.lab.chaos.faults import DISK, LASTS, SERVICES, TARGETS, checked
-from kbrl_async.lab.chaos.plan import CRASH_WINDOW_S, MOST_CRASHES
+from kbrl_async.lab.chaos.faults import (
+    CRASH_WINDOW_S,
+    DISK,
+    LASTS,
+    MOST_CRASHES,
+    SERVICES,
+    TARGETS,
+    FaultKind,
+    PlannedFault,
+    RandomOptions,
+    checked,
+    random_plan,
+    read_plan,
+)
 
 TOML = """
 [[fault]]
@@ -36,7 +47,7 @@ def test_a_plan_has_its_count_in_ascending_time_and_only_what_can_be_done() -> N
     assert len(plan) == 200
     assert [fault.at_s for fault in plan] == sorted(fault.at_s for fault in plan)
     assert [checked(fault) for fault in plan] == plan
-    assert {fault.kind for fault in plan} == set(Kind)
+    assert {fault.kind for fault in plan} == set(FaultKind)
     assert all((fault.for_s > 0) == (fault.kind in LASTS) for fault in plan)
 
 
@@ -54,7 +65,7 @@ def test_a_run_that_nobody_continues_keeps_its_nannies() -> None:
 
 
 def test_a_random_plan_never_fills_a_disk_of_others() -> None:
-    assert DISK in TARGETS[Kind.DISK_FULL]
+    assert DISK in TARGETS[FaultKind.DISK_FULL]
     assert all(fault.target != DISK for fault in random_plan(RandomOptions(300, 5, may_end_run=True)))
 
 
@@ -68,8 +79,8 @@ def test_a_file_is_read_in_its_order(tmp_path: Path, name: str) -> None:
     )
     (tmp_path / name).write_text(text)
     assert read_plan(tmp_path / name) == [
-        Fault(Kind.KILL, "broker", at_s=5),
-        Fault(Kind.PARTITION, "compile_farm.2", after_update=2, for_s=4),
+        PlannedFault(FaultKind.KILL, "broker", at_s=5),
+        PlannedFault(FaultKind.PARTITION, "compile_farm.2", after_update=2, for_s=4),
     ]
 
 

@@ -12,16 +12,14 @@ import pytest
 
 from kbrl_async.errors import ConfigError, InfraError, ProblemError
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.driver import DriveOptions, Driver
-from kbrl_async.lab.optimize.prompting import PromptMaker
-from kbrl_async.lab.optimize.search import Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target
+from kbrl_async.lab.optimize.driver import DriveOptions, PromptMaker, SearchDriver
+from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
+from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.sampling.engine import Completion
 from protocols.records import Candidate, Fault, Problem, Purpose, SamplingParams
 from tests.unit.lab.optimize.making import PROBLEM, result
 
-TARGET = Target(PROBLEM, PROBLEM, "file", "Model", "my_module.py")
+TARGET = UserModule(PROBLEM, PROBLEM, "file", "Model", "my_module.py")
 
 
 class Engine:
@@ -81,25 +79,27 @@ class Verifier:
 
 def drive(
     verifier: Verifier | None = None,
-    use: Callable[[Driver, Engine], Any] | None = None,
+    use: Callable[[SearchDriver, Engine], Any] | None = None,
     fails: BaseException | None = None,
     turns: int = 1,
     budget: Budget | None = None,
+    changed: Callable[[Search], None] = lambda _search: None,
     **options: Any,
-) -> tuple[Driver, Engine, Verifier]:
+) -> tuple[SearchDriver, Engine, Verifier]:
     """Runs a search to its end; `use` may do something once it has begun."""
 
-    async def main() -> tuple[Driver, Engine, Verifier]:
+    async def main() -> tuple[SearchDriver, Engine, Verifier]:
         engine, judge = Engine(fails), verifier or Verifier()
         search = Search(SearchOptions(budget or Budget(attempts=20), turns), random.Random(0), 0.0)
-        driver = Driver(
+        driver = SearchDriver(
             search,
             TARGET,
             engine,
             judge,
             PromptMaker("compact", PROBLEM, "c"),
             DriveOptions(**{"at_once": 4, "backlog": 3, **options}),
-            clock=lambda: 0.0,
+            changed,
+            lambda: 0.0,
         )
         if use is not None:
             use(driver, engine)
@@ -135,9 +135,9 @@ def test_an_attempt_is_refined_with_its_own_feedback() -> None:
 
 
 def test_a_planted_kernel_is_verified_first_and_can_be_told_apart() -> None:
-    driver, _, verifier = drive(use=lambda driver, _: driver.plant("planted\n", "transcription"))
+    driver, _, verifier = drive(use=lambda driver, _: driver.plant("planted\n", "L1/01_tanh of runs/one"))
     assert verifier.sources[0] == "planted\n"
-    assert driver.search.tree[0].origin == "transcription"
+    assert driver.search.tree[0].origin == "L1/01_tanh of runs/one"
 
 
 def test_a_fault_of_the_host_is_tried_again_and_then_lost_not_judged() -> None:
@@ -169,7 +169,7 @@ def test_an_engine_that_refuses_ends_the_search_and_one_that_fails_for_a_while_d
 
 
 def test_stopping_cancels_what_is_being_written_and_keeps_what_is_proven() -> None:
-    def use(driver: Driver, engine: Engine) -> None:
+    def use(driver: SearchDriver, engine: Engine) -> None:
         driver.plant("planted\n", "mine")
         engine.gate.clear()
         asyncio.get_running_loop().call_later(0.05, driver.stop, "interrupted")
@@ -189,11 +189,7 @@ def test_an_answer_that_was_asked_for_and_never_begun_does_not_hold_up_the_end()
 
 def test_changes_are_told() -> None:
     told: list[int] = []
-
-    def use(driver: Driver, _: Engine) -> None:
-        driver.changed = lambda: told.append(len(driver.search.tree))
-
-    drive(use=use)
+    drive(changed=lambda search: told.append(len(search.tree)))
     assert told[-1] == 20
 
 
@@ -206,7 +202,7 @@ def test_an_attempt_too_long_to_be_shown_again_is_started_afresh() -> None:
 
 
 def test_an_error_of_ours_in_judging_ends_the_search_instead_of_leaving_it_waiting() -> None:
-    def break_it(driver: Driver, _: Engine) -> None:
+    def break_it(driver: SearchDriver, _: Engine) -> None:
         def broken(*_: object) -> None:
             raise RuntimeError("ours")
 

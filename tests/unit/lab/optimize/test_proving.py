@@ -12,15 +12,13 @@ import pytest
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.lab.optimize import evidence, proving
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.evidence import Facts
-from kbrl_async.lab.optimize.search import Search, SearchOptions
-from kbrl_async.lab.optimize.targets import Target
-from kbrl_async.lab.optimize.tree import Attempt
+from kbrl_async.lab.optimize.evidence import Facts, SearchResult
+from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
+from kbrl_async.lab.optimize.targets import UserModule
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.lab.optimize.making import PROBLEM, result, right, wrong
 
-TARGET = Target(PROBLEM, PROBLEM, "function", "act", "my_module.act", ("x", "y"))
+TARGET = UserModule(PROBLEM, PROBLEM, "function", "act", "my_module.act", ("x", "y"))
 
 
 class Disk:
@@ -39,8 +37,9 @@ class Disk:
     def restart(self) -> None: ...
 
 
-def attempts(*sources: str) -> list[Attempt]:
-    return [Attempt(n, None, 0, 0.0, source=source, judgement=right(2.0)) for n, source in enumerate(sources)]
+def texts(*sources: str) -> dict[int, str]:
+    """The files of these attempts, by number."""
+    return {n: proving.render(TARGET, text, "optimized_x.py", "c", "small", "1.0") for n, text in enumerate(sources)}
 
 
 def lo_in(text: str) -> Result:
@@ -54,7 +53,7 @@ def prove(
 ) -> proving.Proof | None:
     verifier = Disk(folder, judge)
     path = folder / "optimized_x.py"
-    proof, finals = proving.prove(attempts(*sources), TARGET, verifier, path, "c", "1.0", slower)
+    proof, finals = proving.prove(texts(*sources), PROBLEM, verifier, path, "c", slower)
     assert len(finals) == len(sources)
     assert not any("optimized_x.py" in names for names in verifier.visible), "no file before its proof"
     assert [p for p in folder.iterdir() if p.name.startswith(".")] == [], "nothing hidden is left"
@@ -71,7 +70,7 @@ def test_the_surest_of_the_finalists_is_written_whatever_the_search_thought(tmp_
 def test_what_was_verified_are_the_very_bytes_of_the_file(tmp_path: Path) -> None:
     verifier = Disk(tmp_path, lo_in)
     path = tmp_path / "optimized_x.py"
-    proof, _ = proving.prove(attempts("# lo 3.0"), TARGET, verifier, path, "c", "1.0")
+    proof, _ = proving.prove(texts("# lo 3.0"), PROBLEM, verifier, path, "c")
     assert proof is not None
     assert path.read_text() == verifier.seen[0]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == proof.winner.sha256
@@ -108,14 +107,14 @@ def test_a_file_that_changes_after_its_proof_is_not_announced(tmp_path: Path) ->
 def test_an_older_file_stays_when_nothing_is_proven(tmp_path: Path) -> None:
     (tmp_path / "optimized_x.py").write_text("old")
     verifier = Disk(tmp_path, lo_in)
-    proof, _ = proving.prove(attempts("wrong"), TARGET, verifier, tmp_path / "optimized_x.py", "c", "1.0")
+    proof, _ = proving.prove(texts("wrong"), PROBLEM, verifier, tmp_path / "optimized_x.py", "c")
     assert proof is None
     assert (tmp_path / "optimized_x.py").read_text() == "old"
 
 
 def test_a_folder_that_can_not_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="can't be written"):
-        proving.prove(attempts("# lo 2"), TARGET, Disk(tmp_path, lo_in), tmp_path / "no" / "x.py", "c", "1.0")
+        proving.prove(texts("# lo 2"), PROBLEM, Disk(tmp_path, lo_in), tmp_path / "no" / "x.py", "c")
 
 
 def test_the_file_says_how_to_use_it_and_offers_the_old_name(tmp_path: Path) -> None:
@@ -145,19 +144,20 @@ FACTS = Facts("small", "compact", "c", 12.0, {"seconds": 10})
 
 def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -> None:
     proof = prove(tmp_path, "# lo 3.0")
-    document = evidence.document(TARGET, searched(), FACTS, proof, proof.finals if proof else ())
+    found = SearchResult(TARGET, searched(), FACTS, proof)
+    document = evidence.document(found)
     assert document["written"]["sha256"] == hashlib.sha256((tmp_path / "optimized_x.py").read_bytes()).hexdigest()
     assert document["proof"]["timing"]["lo"] == 3.0
     assert [node["judgement"]["fault"] for node in document["tree"]] == ["ok", "incorrect", "ok"]
     assert {document["sources"][node["source_sha256"]] for node in document["tree"]} == {"slow | one", "bad", "good"}
     assert {"torch", "python", "kbrl-async"} <= document["versions"].keys()
-    text = evidence.markdown(TARGET, searched(), FACTS, proof, ())
+    text = evidence.markdown(found)
     assert "Proven, 3.30× (3.00 … 3.60) the speed of the module." in text
     assert "a CPU" in text
 
 
 def test_without_a_proof_the_errors_of_the_best_attempts_are_shown() -> None:
-    text = evidence.markdown(TARGET, searched(), FACTS, None, ())
+    text = evidence.markdown(SearchResult(TARGET, searched(), FACTS))
     assert "none was proven faster" in text
     assert "incorrect, 3 of 10 input sets" in text
 
@@ -168,7 +168,7 @@ def test_a_disturbed_measurement_is_called_that() -> None:
     quiet = result(lo=1.0)
     assert quiet.timing is not None
     disturbed = msgspec.structs.replace(quiet, timing=msgspec.structs.replace(quiet.timing, stopped="disturbed"))
-    said = evidence.conclusion(None, searched(), (proving.Final(0, disturbed, ""),))
+    said = evidence.conclusion(SearchResult(TARGET, searched(), FACTS, finals=(proving.Final(0, disturbed, ""),)))
     assert "others used the core" in said
 
 
@@ -180,3 +180,21 @@ def test_the_tree_shows_the_best_first_and_each_below_its_parent() -> None:
         tree.write(number, f"{number}", 1)
         tree.judge(number, judgement)
     assert evidence.tree_lines(search) == ["1 compile", "  2 correct 2.20× [2.00, 2.40]", "0 mismatch 0/10"]
+
+
+def test_the_author_of_what_was_written_is_named_in_the_file_and_in_the_evidence() -> None:
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    search.plant("taken", "L1/01_tanh of runs/one", 0.0)
+    search.tree.ask(0, 0.0)
+    search.tree.ask(None, 0.0)
+    authors = [evidence.author(search, number, "small") for number in range(3)]
+    assert authors == [
+        "L1/01_tanh of runs/one, as it was found there",
+        "small, beginning with L1/01_tanh of runs/one",
+        "small",
+    ]
+    for number, author in enumerate(authors):
+        found = SearchResult(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(number, result(), "")))
+        assert evidence.document(found)["written"]["author"] == author
+        assert f"| written by | {author} |" in evidence.markdown(found)
+        assert f"\nWritten by {author}.\n" in proving.render(TARGET, "", "x.py", "c", author, "1.0")

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbrl_async.lab.optimize.budget import Budget
-from kbrl_async.lab.optimize.choosing import FRESH, REFINE, Chooser
-from kbrl_async.lab.optimize.search import Search, SearchOptions
+from kbrl_async.lab.optimize.search import FRESH, REFINE, Budget, Chooser, Search, SearchOptions
 from kbrl_async.lab.optimize.tree import Attempt, Judgement, Tree
 from tests.unit.lab.optimize.making import right, wrong
 

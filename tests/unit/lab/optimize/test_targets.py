@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import ProblemError, UserError
-from kbrl_async.lab.optimize.targets import Given, Target, read_target
+from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
 from kbrl_async.rollouts.prompts import render_prompt
 from tests.unit.lab.optimize.making import SOURCE
 
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def computed(target: Target, source: str = "") -> torch.Tensor:
+def computed(target: UserModule, source: str = "") -> torch.Tensor:
     """What the problem's module gives on the problem's inputs."""
     names: dict[str, Any] = {}
     exec(source or target.problem.source, names)

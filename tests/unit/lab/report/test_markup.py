@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kbrl_async.lab.report.highlight import source
-from kbrl_async.lab.report.markup import Markup, clipped, element, escape, visible
+from kbrl_async.lab.report.markup import Markup, clipped, element, escape, source, visible
 
 
 def test_text_can_not_become_an_element() -> None:
@@ -12,7 +11,7 @@ def test_text_can_not_become_an_element() -> None:
 
 def test_text_can_not_leave_its_attribute() -> None:
     made = element("i", title='a" onclick="b', data_cells="'<>")
-    assert made == '<i title="a&quot; onclick=&quot;b" data-cells="&#x27;&lt;&gt;"></i>'
+    assert made == '<i title="a&#34; onclick=&#34;b" data-cells="&#39;&lt;&gt;"></i>'
 
 
 def test_markup_stays_as_it_is_and_what_is_added_to_it_is_escaped() -> None:

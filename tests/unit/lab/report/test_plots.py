@@ -11,23 +11,9 @@ from rich.console import Console
 
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import comparing, numbers
-from kbrl_async.lab.report.plots import (
-    MOST,
-    STANDALONE,
-    Dot,
-    Line,
-    Scale,
-    apart,
-    binned,
-    cells,
-    dot_chart,
-    line_chart,
-    smoothed,
-    stacked,
-    thinned,
-    time_label,
-    time_ticks,
-)
+from kbrl_async.lab.report.layout import cells
+from kbrl_async.lab.report.plots import STANDALONE, Dot, Line, dot_chart, line_chart, stacked
+from kbrl_async.lab.report.scales import MOST, Scale, apart, binned, smoothed, thinned, time_label, time_ticks
 from kbrl_async.runs import summary
 from kbrl_async.runs.telemetry.tensorboard import Writer
 

@@ -10,8 +10,8 @@ import pytest
 
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import read_run
-from kbrl_async.lab.report.clockwork import Clock
 from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
+from kbrl_async.lab.report.reading import Clock
 from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, Row
 
 

@@ -12,10 +12,9 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.lab.small_policy.author import CAREFUL, Author, Habits
 from kbrl_async.lab.small_policy.families.source import render_answer
 from kbrl_async.lab.small_policy.specs import SPECS
@@ -48,7 +47,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     options = bench_options(TimingBench(deadline_s=20.0), call_floor_s=5.0)
     with (
         Builder(store) as builder,
-        Zygote(ZYGOTE_PRELOAD) as zygote,
+        zygote_for("cpu") as zygote,
         contextlib.closing(Bench(zygote, options)) as bench,
     ):
         yield Judge(builder, bench)

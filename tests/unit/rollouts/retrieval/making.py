@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.lab.indexing import BuildOptions, build_index
+from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.rollouts.retrieval import Entry, Manifest, SourceOptions, open_source
 from kbrl_async.rollouts.retrieval.corpora import Source
 from kbrl_async.rollouts.retrieval.entries import Skip
@@ -53,7 +53,7 @@ def source(rows: Iterable[Entry | Skip], name: str = "test") -> Source:
 
 
 def build(folder: Path, rows: Iterable[Entry | Skip], **options: Any) -> Manifest:
-    return build_index([source(rows)], folder, BuildOptions(**options))
+    return build_index([source(rows)], folder, IndexOptions(**options))
 
 
 def open_file(path: Path, **options: Any) -> Source:

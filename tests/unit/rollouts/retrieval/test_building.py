@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kbrl_async.errors import AddressTaken, UserError
-from kbrl_async.lab.indexing import BuildOptions, build_index
+from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
@@ -39,7 +39,7 @@ ROWS: list[Entry | Skip] = [
     entry(n, module(f"x = F.{name}(x)", f"x = F.{other}(x)"))
     for n, (name, other) in enumerate((a, b) for a in ACTIVATIONS for b in ACTIVATIONS)
 ]
-SMALL = BuildOptions(chunk=20)
+SMALL = IndexOptions(chunk=20)
 
 
 class Killed(BaseException):

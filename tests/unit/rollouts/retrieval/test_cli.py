@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.retrieval_corpus import kernelbook_lines, sakana_lines, write_lines
 from kbrl_async import cli
 from kbrl_async.cli.index import default_model
+from tests.retrieval_corpus import kernelbook_lines, sakana_lines, write_lines
 from tests.unit.rollouts.retrieval.making import module
 
 

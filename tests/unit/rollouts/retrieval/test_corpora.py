@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.retrieval_corpus import kernelbook_lines, sakana_lines, write_lines
 from kbrl_async.errors import MissingTool, UserError
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval import Entry
 from kbrl_async.rollouts.retrieval.entries import Skip
+from tests.retrieval_corpus import kernelbook_lines, sakana_lines, write_lines
 from tests.unit.rollouts.retrieval.making import module, open_file, write_rows
 
 BOOK = {

@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.retrieval_corpus import mutated
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
@@ -32,6 +31,7 @@ from kbrl_async.rollouts.retrieval.leakage import (
 from kbrl_async.rollouts.retrieval.retriever import HELD_OUT
 from kbrl_async.rollouts.retrieval.store import FACT, id_hash
 from protocols.records import Problem
+from tests.retrieval_corpus import mutated
 from tests.unit.rollouts.retrieval.making import build, entry, module
 
 SUITE = load_suite()

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.retrieval_corpus import kernelbook_lines, mutated, write_lines
 from kbrl_async.errors import MissingTool, UserError
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval.code import read
 from kbrl_async.rollouts.retrieval.embedders import Passage, make_embedder
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
 from kbrl_async.rollouts.retrieval.store import Store
+from tests.retrieval_corpus import kernelbook_lines, mutated, write_lines
 from tests.unit.rollouts.retrieval.making import module, open_file
 
 
@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_a_mutated_near_copy_finds_its_original_among_siblings(store: Store) -> None:
-    """At full size (20,000 rows) this is measured by benchmarks/retrieval.py."""
+    """At full size (20,000 rows) this is measured by benchmarks.retrieval."""
     rng, embedder = random.Random(0), store.embedder()
     rows = rng.sample(range(store.count), 200)
     found = 0

@@ -227,7 +227,7 @@ def test_a_continued_run_takes_its_kernels_back_into_the_live_index(
 
 
 def test_tokens_are_counted_as_the_policy_reads_them(tmp_path: Path) -> None:
-    from kbrl_async.lab.small_policy.tokenizer import train_tokenizer
+    from kbrl_async.lab.small_policy.making import train_tokenizer
 
     tokenizer = train_tokenizer(["x = 1\ny = 2\n"] * 20, 270)
     tokenizer.save_pretrained(tmp_path)

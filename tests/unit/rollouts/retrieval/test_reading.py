@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from benchmarks.retrieval_corpus import mutated, reference
 from kbrl_async.rollouts.retrieval.code import Unreadable, read
 from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
+from tests.retrieval_corpus import mutated, reference
 from tests.unit.rollouts.retrieval.making import module
 
 BASE = module("x = F.relu(x)", "x = x * 2.0")

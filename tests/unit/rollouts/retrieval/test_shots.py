@@ -8,9 +8,8 @@ import pytest
 
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.author import CAREFUL, Habits
-from kbrl_async.lab.small_policy.corpus import Example, examples
+from kbrl_async.lab.small_policy.corpus import CorpusExample, LookingUp, Shelf, examples
 from kbrl_async.lab.small_policy.families.source import render_problem
-from kbrl_async.lab.small_policy.shots import LookingUp, Shelf
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.retrieval.code import read
@@ -26,16 +25,16 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture(scope="module")
-def corpus() -> list[Example]:
+def corpus() -> list[CorpusExample]:
     return list(examples(3, 600, habits=Habits(), prompt_option="compact", shot_share=0.5))
 
 
-def test_half_of_the_corpus_holds_examples_when_that_was_asked_for(corpus: list[Example]) -> None:
+def test_half_of_the_corpus_holds_examples_when_that_was_asked_for(corpus: list[CorpusExample]) -> None:
     share = sum(example.prompt.count("### ModelNew") > 1 for example in corpus) / len(corpus)
     assert share == pytest.approx(0.5, abs=0.08)
 
 
-def test_no_held_out_problem_is_in_a_prompt_or_among_its_examples(corpus: list[Example]) -> None:
+def test_no_held_out_problem_is_in_a_prompt_or_among_its_examples(corpus: list[CorpusExample]) -> None:
     assert not [e for e in corpus if any(heldout in e.prompt for heldout in HELDOUT_PROMPTS)]
 
 

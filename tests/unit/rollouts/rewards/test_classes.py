@@ -54,6 +54,12 @@ def test_without_a_weight_there_is_one_class() -> None:
     assert class_rewards([sample(1.0, weight=0.0)]) == [[1.0]]
 
 
+def test_a_baseline_is_not_asked_about_plans_where_there_are_none() -> None:
+    """A user's own may be a median, which nothing at all has not."""
+    plain = [sample(reward, weight=0.0) for reward in (3.0, 1.0, 0.0)]
+    assert plan_advantages(plain, "tests.extension.kbrl_example_parts.advantage:over_the_median") == [0.0, 0.0, 0.0]
+
+
 def test_a_batch_is_brought_to_one_scale_that_keeps_the_classes_in_proportion() -> None:
     chosen = group(sample(1.0, 2.0), sample(0.0, 0.0))
     (made,) = train_groups([chosen], "leave_one_out", scale_advantages=True)

@@ -44,7 +44,7 @@ COUNTED = "a figure that is counted, not set"
 AS_IT_IS = "a model as it is; who trains passes the setting"
 SEARCH = "the search's own start, which its command always gives"
 OTHERWISE: Mapping[str, str] = {
-    "Case.dtype": DTYPE,
+    "KnownKernel.dtype": DTYPE,
     "Buffer.dtype": DTYPE,
     "export.dtype": DTYPE,
     "load_model.dtype": DTYPE,

@@ -14,7 +14,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.verify import Bench, bench_options
-from kbrl_async.kernels.verify.bench import ZYGOTE_PRELOAD
+from kbrl_async.kernels.verify.cpu.device import PRELOAD
 from protocols.records import BenchReport, Candidate, Problem
 from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, PROBLEM, Run
 
@@ -58,7 +58,7 @@ def brief(zygote: Zygote) -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def open_bench() -> Iterator[Bench]:
     """A bench whose children are not confined at all."""
-    preload = (*ZYGOTE_PRELOAD, "tests.unit.kernels.verify.unconfined")
+    preload = (*PRELOAD, "tests.unit.kernels.verify.unconfined")
     with (
         Zygote(preload) as zygote,
         contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made,

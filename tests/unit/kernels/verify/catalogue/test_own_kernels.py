@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kbrl_async.kernels.backends.c.build import CBackend
 from kbrl_async.kernels.verify import proof, similarity, wire
 from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
@@ -51,7 +52,7 @@ def test_a_result_from_the_library_has_no_own_kernel(run: Run, way: str) -> None
 
 
 def test_without_the_recorded_run_a_wrapper_passes(run: Run, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(proof, "RECORDED", frozenset())
+    monkeypatch.setattr(CBackend, "is_recorded", False)
     assert run(WRAPPERS["plain"]).verdict.fault is Fault.OK
 
 

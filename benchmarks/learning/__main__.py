@@ -1,0 +1,294 @@
+"""What training brings, by method, turns and examples. `python -m benchmarks.learning COMMAND`"""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+
+from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, bootstrap, kbrl, rows_of, say, summary_of
+from benchmarks.learning.raicl import raicl
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.report import plots
+from kbrl_async.runs import origins
+from kbrl_async.runs.config import load
+
+commands = Commands("learning", __doc__)
+commands(raicl)
+
+Answers = dict[str, list[int]]
+"""By problem: of each rollout the first turn that was correct, `NEVER` where none was."""
+NEVER = 1000
+
+
+class Study:
+    """Runs and their evaluations in a folder, each made once; several beside each other, on cores of their own."""
+
+    def __init__(self, folder: Path, jobs: int = 1) -> None:
+        self.folder = folder.resolve()
+        (self.folder / "printed").mkdir(parents=True, exist_ok=True)
+        self.where = [f"log_path={self.folder}", f"cache_path={self.folder / 'cache'}"]
+        self.cores_each = max(1, len(CORES) // jobs)
+        self._free: queue.Queue[list[int]] = queue.Queue()
+        for job in range(jobs):
+            self._free.put(CORES[job * self.cores_each : (job + 1) * self.cores_each] or CORES)
+
+    def make_policy(self, *sources: Path, settings: Sequence[str] = ()) -> Path:
+        return origins.base_model(
+            load(sources, [*self.where, *settings]), lambda what, share: say(f"{what} {share:.0%}")
+        )
+
+    def train(self, name: str, config: Path, *settings: str) -> Path:
+        if not summary_of(self.folder / name):
+            self._kbrl(name, "train", "--config", config, *settings)
+        return self.folder / name
+
+    def evaluate(self, name: str, *words: object) -> Answers:
+        """By `kbrl eval`."""
+        found = self.evaluation(name)
+        if not (found / "evaluation.json").exists():
+            self._kbrl(name, "eval", *words)
+        first: dict[tuple[str, str], int] = {}
+        for row in rows_of(found):
+            key = (row.problem_id, row.rollout_id)
+            first[key] = min(first.get(key, NEVER), row.turn if row.correct else NEVER)
+        answers: Answers = defaultdict(list)
+        for (problem, _), turn in sorted(first.items()):
+            answers[problem].append(turn)
+        return answers
+
+    def evaluation(self, name: str) -> Path:
+        return self.folder / "evals" / name
+
+    def _kbrl(self, name: str, *words: object) -> None:
+        mine = self._free.get()
+        try:
+            kbrl(*words, *self.where, f"name={name}", log=self.folder / "printed" / f"{name}.log", cores=mine)
+        finally:
+            self._free.put(mine)
+
+
+def splits(level: int = 0) -> dict[str, list[str]]:
+    """Problems of each split, of one level or all."""
+    problems = {split: load_suite(split=split) for split in ("train", "heldout")}
+    return {split: sorted(p.problem_id for p in of if level in (0, p.level)) for split, of in problems.items()}
+
+
+def share(answers: Sequence[Answers], problems: Sequence[str], turns: int = NEVER) -> float:
+    """Rollouts with a correct turn among the first so many; problems weigh alike."""
+    shares = [np.mean([turn < turns for turn in of[p]]) for of in answers for p in problems if p in of]
+    return float(np.mean(shares))
+
+
+def gain(answers: Sequence[Answers], anchor: Sequence[Answers], problems: Sequence[str]) -> dict[str, float]:
+    """Share of correct rollouts over the anchor's, with a 95 % interval: bootstrap over problems, each the mean of its
+    seeds."""
+    return bootstrap([share(answers, [p]) - share(anchor, [p]) for p in problems])
+
+
+# ── methods ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+METHODS = ("grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft")
+START = "start"
+"""The policy before any training."""
+LEVEL = 2
+TITLES = {"train": "training problems", "heldout": "held-out problems"}
+PAGE, PICTURE = ROOT / "docs" / "methods.md", ROOT / "docs" / "pictures" / "methods.svg"
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+
+
+@commands
+def methods(
+    folder: Annotated[Path, "where runs are kept"] = Path("fusion"),
+    seeds: tuple[int, ...] = (0, 1, 2),
+    methods: tuple[str, ...] = METHODS,
+    samples: Annotated[int, "answers a problem in the evaluation"] = 16,
+    jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
+    write: Annotated[bool, "put table and chart into docs/methods.md"] = False,
+) -> Result:
+    """What does each method of training bring? Every method from the same policy, on level 2, with as many rollouts.
+
+    Runs `configs/fusion_*.yaml` for each seed, evaluates each result and the policy that they began with alike (`kbrl
+    eval`, all problems of the level, correctness only, so that a busy machine changes nothing but the time it takes),
+    and gives each method's gain with a bootstrap interval over problems. The anchor is that first policy. Continues
+    where it was stopped.
+    """
+    study = Study(folder, jobs)
+    study.make_policy(config_of("grpo"))
+
+    def arm(wanted: tuple[str, int]) -> Answers:
+        method, seed = wanted
+        name, what = f"{method}-{seed}", "small"
+        if method != START:
+            what = str(study.train(name, config_of(method), f"seed={seed}"))
+        words = ("--config", config_of("grpo"), "--level", LEVEL, "--samples", samples, f"seed={1000 + seed}")
+        answers = study.evaluate(name, what, *words)
+        say(name, {split: share([answers], problems) for split, problems in splits(LEVEL).items()})
+        return answers
+
+    arms = [(method, seed) for seed in seeds for method in (*methods, START)]
+    with ThreadPoolExecutor(jobs) as pool:
+        done = dict(zip(arms, pool.map(arm, arms), strict=True))
+    found = {method: [done[method, seed] for seed in seeds] for method in (START, *methods)}
+    report = {
+        "seeds": len(seeds), "samples": samples, "methods": figures(found), "cores": len(CORES),
+        "cost": {method: cost(study.folder, method, seeds) for method in methods}, "cores_each": study.cores_each,
+    }  # fmt: skip
+    if write:
+        write_page(report)
+    say(table(report))
+    return report
+
+
+def config_of(method: str) -> Path:
+    return ROOT / "configs" / f"fusion_{method}.yaml"
+
+
+def figures(found: Mapping[str, Sequence[Answers]]) -> Result:
+    """By method and split: what is correct, by seed too, and the gain."""
+    out: Result = {method: {} for method in found}
+    for split, problems in splits(LEVEL).items():
+        for method, answers in found.items():
+            by_seed = [share([one], problems) for one in answers]
+            out[method][split] = {"correct": float(np.mean(by_seed)), "by_seed": by_seed}
+            if method != START:
+                out[method][split]["gain"] = gain(answers, found[START], problems)
+    return out
+
+
+def cost(folder: Path, method: str, seeds: Sequence[int]) -> dict[str, float]:
+    """Rollouts (or demonstrations) and seconds of training, mean of the seeds."""
+    made = [summary_of(folder / f"{method}-{seed}") for seed in seeds]
+    rollouts = [s["rollouts"] or s.get("demonstrations", {}).get("lessons", 0) for s in made]
+    return {"samples": float(np.mean(rollouts)), "seconds": float(np.mean([s["wall_s"] for s in made]))}
+
+
+def table(report: Result) -> str:
+    """Markdown."""
+    lines = [
+        "| method | training problems | gain (95 %) | held-out problems | gain (95 %) | samples | training |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, by_split in report["methods"].items():
+        cells = [f"`{method}`" if method != START else "SFT policy (start)"]
+        for split in TITLES:
+            found = by_split[split]
+            cells.append(f"{found['correct']:.1%}")
+            g = found.get("gain")
+            cells.append(f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else "")
+        spent = report["cost"].get(method)
+        cells += [f"{spent['samples']:.0f}", f"{spent['seconds']:.0f} s"] if spent else ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(report: Result) -> str:
+    rows = {
+        method: [plots.Dot(g["mean"], g["lo"], g["hi"]) for g in (by_split[split]["gain"] for split in TITLES)]
+        for method, by_split in report["methods"].items()
+        if method != START
+    }
+    words = {
+        "title": "Correct answers over those of the SFT policy",
+        "y": f"level {LEVEL}, {report['seeds']} seeds, 95 % intervals over problems",
+        "x": "share of answers",
+    }
+    return str(plots.dot_chart(rows, list(TITLES.values()), label=words["title"], standalone=words))
+
+
+def write_page(report: Result) -> None:
+    """The measured part of docs/methods.md, and its chart."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    where = f"{report['cores']} cores {report['cores_each']} for each run"
+    what = f"{report['seeds']} seeds, {report['samples']} answers a problem in each evaluation; {where}."
+    picture = f"![gains by method](pictures/{PICTURE.name})"
+    PAGE.write_text(f"{before}{BEGIN}\n{table(report)}\n\n{what}\n\n{picture}\n{END}{after}", encoding="utf-8")
+    PICTURE.write_text(draw(report), encoding="utf-8")
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TURNS = 4
+REWARD = ("prompt.option=compact", *CORRECT_ONLY)
+SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
+MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
+ARMS = {"single": SAME, "multi": (*SAME, *MULTI, "learner.minibatches=4")}
+"""Four minibatches: about as many samples for each optimizer step as two have of single turns."""
+
+
+@commands
+def turns(
+    folder: Annotated[Path, "where runs are kept"] = Path("turns-study"),
+    seeds: tuple[int, ...] = (0, 1, 2),
+    samples: Annotated[int, "rollouts a problem in the evaluation"] = 4,
+    policy: Annotated[str, "folder of the policy that both arms start from; default: made for this"] = "",
+    plot: Annotated[Path | None, "write a chart there"] = None,
+) -> Result:
+    """Does training on refinement turns pay? One policy, trained twice with as many rollouts: of one turn, and of four.
+
+    Both are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
+    its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the single-turn arm
+    of the same seed. Continues where it was stopped.
+    """
+    study = Study(folder)
+    policy = policy or str(study.make_policy(settings=["mode=multi_turn"]))
+    found: dict[str, list[Answers]] = {arm: [] for arm in ARMS}
+    for seed in seeds:
+        for arm, settings in ARMS.items():
+            name = f"{arm}-{seed}"
+            start = (f"model_name={policy}", f"seed={seed}")
+            run = study.train(name, ROOT / "configs" / "default.yaml", *start, *settings)
+            words = ("--turns", TURNS, "--samples", samples, "turns.stop=correct", *REWARD)
+            found[arm].append(study.evaluate(name, run, *words))
+            say(name, _by_turn(found[arm][-1:], list(found[arm][-1])))
+    report: Result = {"seeds": seeds, "samples": samples}
+    for split, problems in splits().items():
+        report[split] = {arm: _by_turn(answers, problems) for arm, answers in found.items()}
+        report[split]["multi_minus_single"] = gain(found["multi"], found["single"], problems)
+    for arm in ARMS:
+        report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
+    if plot:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        plot.write_text(_drawn(found, splits()["train"]), encoding="utf-8")
+    return report
+
+
+def _by_turn(answers: Sequence[Answers], problems: Sequence[str]) -> list[float]:
+    """With one turn, two, and so on."""
+    return [share(answers, problems, limit) for limit in range(1, TURNS + 1)]
+
+
+def _fix_rate(evaluations: Sequence[Path]) -> float:
+    """Of first turns that did not compile, how many second turns do."""
+    fixed = []
+    for evaluation in evaluations:
+        compiled = {(row.rollout_id, row.turn): row.compiled for row in rows_of(evaluation)}
+        broken = [rollout for (rollout, turn), ok in compiled.items() if turn == 0 and not ok]
+        fixed += [compiled[rollout, 1] for rollout in broken if (rollout, 1) in compiled]
+    return float(np.mean(fixed))
+
+
+def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
+    names, lines = {"single": "single turns", "multi": "four turns"}, []
+    for arm, answers in found.items():
+        each = [_by_turn([one], problems) for one in answers]
+        band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]
+        points = [(float(turn), y) for turn, y in enumerate(_by_turn(answers, problems), start=1)]
+        lines.append(plots.Line(names[arm], points, band=band))
+    words = {"title": "Rollouts with a correct kernel, by what was trained", "x": "turns taken", "y": "share"}
+    return str(
+        plots.line_chart(
+            lines, label=words["title"], box=plots.STANDALONE, standalone=words, labels="names", x_ticks=[1, 2, 3, 4]
+        )
+    )
+
+
+if __name__ == "__main__":
+    commands.main()

@@ -1,0 +1,268 @@
+"""A whole run: in segments, under faults, for an hour; and what keeping and looking at it costs.
+
+`python -m benchmarks.runs COMMAND`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Annotated
+
+from benchmarks.harness import (
+    CORRECT_ONLY,
+    ROOT,
+    Commands,
+    Result,
+    environment,
+    packed,
+    percentiles,
+    rows_of,
+    say,
+    summary_of,
+    updates_of,
+)
+from benchmarks.runs import soak, viewing
+from kbrl_async.lab.chaos.driver import LOAD_PAUSE_S
+from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, Update, make_row
+from protocols.records import (
+    BenchReport,
+    BuildReport,
+    Candidate,
+    Fault,
+    Generation,
+    Problem,
+    RolloutRequest,
+    SamplingParams,
+    Timing,
+    Verdict,
+)
+from protocols.rollout import Record
+
+commands = Commands("runs", __doc__)
+commands(soak.soak)
+commands(viewing.report)
+commands(viewing.top)
+
+
+# ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+COLUMNS = ("reward_mean", "staleness_mean", "mismatch_kl", "ess", "entropy", "tokens_per_s")
+HELDOUT = tuple(f"heldout_{what}_rate_{when}" for what in ("compile", "correct") for when in ("before", "after"))
+STOP_S, LOOK_S = 60.0, 1.0
+
+
+@commands
+def segments(
+    *settings: str,
+    config: str = "configs/gpu.yaml",
+    name: str = "segments",
+    runs: Path = Path("runs"),
+    minutes: Annotated[float, "of a segment"] = 7.5,
+    updates: Annotated[int, "stop for good after so many; 0: at the run's own end"] = 0,
+) -> Result:
+    """One run in segments: stopped again and again as Ctrl-C does, continued by the same command, to its end.
+
+    Prints a table of the updates; the result has each segment, the rates between updates of one segment, how busy each
+    process was, the held-out problems before and after. --updates is for runs that are compared by their rate
+    (max_staleness=0 beside 2). The anchor is the run's own first half.
+    """
+    words = [sys.executable, "-m", "kbrl_async", "train", "--config", config, f"name={name}", f"log_path={runs}"]
+    folder, made = runs / name, list[Result]()
+    while not made or not _is_over(folder, updates):
+        made.append(_segment([*words, *settings], folder, 60 * minutes, updates))
+        say(made[-1])
+        if made[-1]["exit_code"] not in (0, 128 + signal.SIGINT, -signal.SIGINT):
+            sys.exit(f"segment {len(made)} failed; see {folder}")
+    found, summary = updates_of(folder), summary_of(folder)
+    gaps = _between(found, [one["begun"] for one in made])
+    _table(found, gaps, folder)
+    measured = [gap for gap in gaps if gap is not None]
+    half = len(measured) // 2
+    return {
+        "settings": settings,
+        "segments": made,
+        "updates": len(found),
+        "seconds_between_updates": _quartiles(measured),
+        "updates_per_hour": 3600 / fmean(measured) if measured else None,
+        "anchor_first_half": _quartiles(measured[:half]),
+        "second_half": _quartiles(measured[half:]),
+        "busy": summary.get("busy", {}),
+        "heldout": {key: summary[key] for key in HELDOUT if key in summary},
+    }
+
+
+def _segment(words: list[str], folder: Path, seconds: float, updates: int) -> Result:
+    """Runs until its end, its time or its last update; then Ctrl-C."""
+    begun, before = time.time(), len(updates_of(folder))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
+    while process.poll() is None and time.time() - begun < seconds and not _is_over(folder, updates):
+        time.sleep(LOOK_S)
+    is_ending = bool(summary_of(folder))
+    if process.poll() is None and not is_ending:
+        process.send_signal(signal.SIGINT)
+    code = process.wait(None if is_ending else STOP_S)
+    made = len(updates_of(folder)) - before
+    return {"begun": begun, "seconds": time.time() - begun, "updates": made, "exit_code": code}
+
+
+def _is_over(folder: Path, updates: int) -> bool:
+    return bool(summary_of(folder)) or (0 < updates <= len(updates_of(folder)))
+
+
+def _between(updates: list[Update], begins: list[float]) -> list[float | None]:
+    """Seconds from each update to the next; None where a segment began in between."""
+    found: list[float | None] = []
+    for earlier, later in itertools.pairwise(updates):
+        is_cut = any(earlier.finished < begin < later.finished for begin in begins)
+        found.append(None if is_cut else later.finished - earlier.finished)
+    return found
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    """Three of them; fewer values as they are."""
+    return quantiles(values, n=4) if len(values) > 2 else values
+
+
+def _table(updates: list[Update], gaps: list[float | None], folder: Path) -> None:
+    by_batch: dict[str, list[tuple[bool, bool]]] = {}
+    for row in rows_of(folder):
+        by_batch.setdefault(row.batch_id, []).append((row.compiled, row.correct))
+    print("| update | seconds since the one before | compiled | correct | " + " | ".join(COLUMNS) + " |")
+    print("|" + "---|" * (len(COLUMNS) + 4))
+    for update, gap in zip(updates, [None, *gaps], strict=True):
+        rows = by_batch.get(update.batch_id, [])
+        shares = [f"{fmean(column):.0%}" for column in zip(*rows, strict=True)] or ["–", "–"]
+        shown = [f"{update.metrics[name]:.4g}" if name in update.metrics else "–" for name in COLUMNS]
+        since = "–" if gap is None else f"{gap:.1f}"
+        print("| " + " | ".join([str(update.version), since, *shares, *shown]) + " |")
+
+
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SPARE_MINUTES = 2.0
+"""The run goes on for so long after its last fault, and then ends by its time limit."""
+
+
+@commands
+def chaos(
+    *overrides: str,
+    seeds: tuple[int, ...] = (1, 2, 3),
+    faults: int = 100,
+    every: Annotated[float, "seconds, on average"] = 4.0,
+    untimed: Annotated[bool, "check kernels, do not time them: for a loaded machine"] = False,
+) -> Result:
+    """A hundred random faults over one run of the default machine, for each of several seeds: does anything get lost?
+
+    The run is the default one, but ends by time, after its faults. The anchor is the same run's own count: what was
+    admitted, against what ended.
+    """
+    results = {}
+    for seed in seeds:
+        words = ["--train", "--random", faults, "--seed", seed, "--every", every, "--json", f"name=chaos-{seed}"]
+        words += ["max_steps=1000", f"max_minutes={faults * every / 60 + SPARE_MINUTES:.1f}"]
+        words += [*(CORRECT_ONLY if untimed else ()), *overrides]
+        command = [sys.executable, "-m", "kbrl_async", "chaos", *map(str, words)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(), check=False)
+        try:
+            results[seed] = _summed_up(json.loads(done.stdout))
+        except json.JSONDecodeError:
+            results[seed] = {"ok": False, "exit": done.returncode, "says": done.stdout[-500:]}
+        say(seed, results[seed])
+    return {"ok": all(result["ok"] for result in results.values()), "faults": faults, "seeds": results}
+
+
+def _summed_up(report: Result) -> Result:
+    faults = report["faults"]
+    happened = [fault for fault in faults if fault.get("began_s", -1) >= 0 and "failed" not in fault]
+    killed = [fault for fault in faults if fault.get("working_s") is not None]
+    back = sorted(fault["working_s"] for fault in killed if fault["pause_s"] <= LOAD_PAUSE_S)
+    return {
+        "ok": report.get("ok", False),
+        "done": len(happened),
+        "by_kind": Counter(fault["fault"]["kind"] for fault in happened),
+        "starts": report.get("starts", 1),
+        "broker_back_s": {"count": len(back), "median": back[len(back) // 2], "max": back[-1]} if back else {},
+        "broker_back_without_load_s": sorted(f["working_s"] for f in killed if f["pause_s"] > LOAD_PAUSE_S),
+        "off": [f"{check['name']}: {check['says']}" for check in report["checks"] if not check["ok"]],
+        "says": {check["name"]: check["says"] for check in report["checks"]},
+    }
+
+
+# ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@commands
+def archive(rows: int = 10_000, tokens: int = 512) -> Result:
+    """The archive of scored turns: how fast turns go in, what they take on disk, how long a report waits for all rows.
+
+    The anchor is the same records through plain SQLite in one thread, one commit each, uncompressed.
+    """
+    rng = random.Random(0)
+    made = [_record(f"g{i // 8:06d}.r{i % 8}", tokens, rng) for i in range(200)]
+    encoded = [one.encode() for one in made]
+    with tempfile.TemporaryDirectory() as scratch:
+        path, handed, started = Path(scratch) / "a.sqlite", list[float](), time.perf_counter()
+        with ArchiveWriter(path) as writer:
+            for i in range(rows):
+                before, name = time.perf_counter(), f"g{i // 8:06d}.r{i % 8}"
+                writer.add(make_row(name, made[i % 200], at=float(i), reward=0.5), encoded[i % 200])
+                handed.append(time.perf_counter() - before)
+        written_s = time.perf_counter() - started
+        with Archive(path) as reader:
+            started = time.perf_counter()
+            count = sum(1 for _ in reader.rows())
+            read_s, asked = time.perf_counter() - started, range(0, rows, max(1, rows // 100))
+            started = time.perf_counter()
+            for i in asked:
+                reader.record(f"g{i // 8:06d}.r{i % 8}")
+            record_s = (time.perf_counter() - started) / len(asked)
+        size = path.stat().st_size
+        anchor = _plain_rows_per_s(Path(scratch) / "anchor.sqlite", encoded, min(2000, rows))
+    p50, p99 = percentiles(handed, 50, 99)
+    return {
+        "rows": count, "tokens_per_row": tokens, "rows_per_s": rows / written_s, "anchor_rows_per_s": anchor,
+        "add_us_median": 1e6 * p50, "add_us_p99": 1e6 * p99, "bytes_per_row": size / rows, "all_rows_s": read_s,
+        "one_record_ms": 1e3 * record_s,
+    }  # fmt: skip
+
+
+def _record(task_id: str, tokens: int, rng: random.Random) -> Record:
+    lines = ["for (long i = 0; i < n; i++) ", "out[i] = v; ", "float v = a[i]; ", "\n"]
+    text = "".join(rng.choice(lines) for _ in range(60))
+    ids = [rng.randrange(32_000) for _ in range(tokens)]
+    problem = Problem("L1/07_relu", 1, "relu", text)
+    return Record.of(
+        RolloutRequest(task_id, task_id[:7], problem, text, "c", SamplingParams(tokens)),
+        Generation(1, ids, ids, [rng.uniform(-4, 0) for _ in ids], text, "stop", Candidate(text, "c")),
+        BuildReport(Fault.OK),
+        BenchReport(Verdict(Fault.OK, 10, 10), Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0)),
+    )
+
+
+def _plain_rows_per_s(path: Path, encoded: list[list[bytes]], rows: int) -> float:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, frames BLOB)")
+        started = time.perf_counter()
+        for i in range(rows):
+            db.execute("INSERT INTO t VALUES (?, ?)", (i, packed(encoded[i % 200])))
+        return rows / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    commands.main()

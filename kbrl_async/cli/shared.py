@@ -1,0 +1,146 @@
+"""What commands share: arguments that several take, finding a run, reading a configuration, tables, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kbrl_async.errors import ConfigError, KbrlError, ProblemError, UserError
+from kbrl_async.runs.config import SCALABLE, Config, environment, load
+from kbrl_async.runs.config.loading import gather
+from kbrl_async.runs.config.loading import resolve as resolved
+from kbrl_async.runs.config.sources import Setting
+from kbrl_async.runs.folder import LATEST
+
+OUR_FAULT = 3
+"""Exit code where the host or the problem failed, not the candidate and not the words of the command."""
+
+
+# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder", metavar="RUN", nargs="?", default=LATEST, help="folder or name; default: the newest"
+    )
+
+
+def find(wanted: str) -> Path:
+    """A run folder by its path, or by its name in log_path."""
+    named = Path(load(env=environment(os.environ)).log_path) / wanted
+    for path in (Path(wanted), named):
+        if path.is_dir():
+            return path.resolve()
+    raise UserError(f"there is no run {wanted}", f"See what there is in {named.parent}/")
+
+
+# ── a configuration ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Files, `key=value` words, and counts of processes."""
+    add_config(parser)
+    parser.add_argument(
+        "--processes",
+        metavar="NAME=COUNT",
+        action="append",
+        default=[],
+        help=f"how many of {', '.join(SCALABLE)} to start, such as compile_farm=2,sampler=1",
+    )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, action="append", default=[], help="YAML or TOML; later files win"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings that win over files; 'kbrl config' lists them"
+    )
+
+
+def resolve(args: argparse.Namespace) -> Config:
+    """The configuration: files < KBRL_* variables (.env, then the shell) < the command line."""
+    return resolved(gathered(args))
+
+
+def gathered(args: argparse.Namespace) -> list[Setting]:
+    """The settings that make it, with their origins."""
+    overrides = [*args.overrides, *_process_overrides(args.processes)]
+    return gather(args.config, overrides, environment(os.environ))
+
+
+def _process_overrides(words: Sequence[str]) -> Iterator[str]:
+    for part in ",".join(words).split(","):
+        name, _, count = part.partition("=")
+        if part and name not in SCALABLE:
+            raise ConfigError(f"--processes {part}: only {', '.join(SCALABLE)} can be several", "Write compile_farm=2")
+        if part:
+            yield f"processes.{name}={count}"
+
+
+# ── one kernel ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_kernel(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--problem", metavar="FILE|ID", help="a problem file, or an id such as L1/13_softmax or 1/13")
+    group.add_argument(
+        "--candidate", metavar="FILE", help="a Python file with ModelNew, or a model's answer; - is stdin"
+    )
+    group.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
+
+
+def judged(command: Callable[[], int], told: Callable[[KbrlError], None] = lambda _error: None) -> int:
+    """The command's exit code, or `OUR_FAULT` with the reason on stderr, and to `told` before.
+
+    :raises UserError: wrong usage; but a problem that does not hold the contract is our fault.
+    """
+    try:
+        return command()
+    except KbrlError as error:
+        if isinstance(error, UserError) and not isinstance(error, ProblemError):
+            raise
+        told(error)
+        print(f"error: {error}", file=sys.stderr)
+        return OUR_FAULT
+
+
+# ── what is printed ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """One line as it is: no markup, no colours, no breaks."""
+    (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any, *, pretty: bool = False) -> None:
+    encoded = msgspec.json.encode(value, order="deterministic" if pretty else None)
+    print((msgspec.json.format(encoded) if pretty else encoded).decode())
+
+
+def table(headings: Iterable[str], title: str = "", right: Iterable[str] = ()) -> Table:
+    """Without rows yet; the columns of `right` are numbers, long cells are folded."""
+    made = Table(title=title or None, title_justify="left")
+    numbers = set(right)
+    for heading in headings:
+        made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    return made
+
+
+def facts(rows: Iterable[tuple[str, str]], style: str = "bold") -> Table:
+    """Names and values without lines around them; an empty value is left out."""
+    made = Table(show_header=False, box=None)
+    made.add_column(style=style)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        if value:
+            made.add_row(name, Text(value))
+    return made

@@ -1,0 +1,77 @@
+"""What sanitizing is asked, what it has seen, and what it found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from kbrl_async.kernels.backends.sanitize.reports import Finding
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.backends.building.context import BuildContext
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a recording child or a watched process is started with."""
+
+    problem: str
+    candidate: str
+    artifacts: dict[str, str]
+    folder: str
+    device: str = "cpu"
+    seed: int = 0
+    max_calls: int = 64
+    max_bytes: int = 256 << 20
+    backend: str = ""
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """`buffer` ≥ 0: a pointer `offset` bytes into that buffer of the call; else the number `value`."""
+
+    declared: str
+    buffer: int = -1
+    offset: int = 0
+    value: float | int = 0
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One launch. `buffers` are the sizes in bytes; their contents lie in `call-{index}-{buffer}.bin`."""
+
+    index: int
+    source_key: str
+    name: str
+    arguments: list[Argument]
+    buffers: list[int]
+
+
+class Recording(msgspec.Struct, frozen=True):
+    calls: list[Call]
+    left_out: int = 0
+    """Calls beyond the limits."""
+    error: str = ""
+    """Why the model ended early, where it did."""
+
+
+class Sanitized(msgspec.Struct, frozen=True):
+    findings: tuple[Finding, ...] = ()
+    ran: tuple[str, ...] = ()
+    """Tools that came to an end."""
+    not_run: str = ""
+    """Why a tool could not say anything, or not about everything."""
+    seconds: float = 0.0
+
+
+class Sanitizes(Protocol):
+    """What a backend's own way is given."""
+
+    @property
+    def context(self) -> BuildContext: ...
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds for one program."""
+
+    def record(self, task: Task, folder: Path) -> Recording:
+        """The kernel calls of one forward; what came before a crash, where it crashes."""

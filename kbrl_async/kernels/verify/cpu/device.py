@@ -1,0 +1,48 @@
+"""A processor, as verifying needs it."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
+from kbrl_async.kernels.verify.device import Device
+from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.session import CandidateFault, Session
+from protocols.records import Fault, Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.checks import Checker
+
+PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner")
+_KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
+
+
+class CpuDevice(Device):
+    """See `verify.device`."""
+
+    def zygote(self, modules: tuple[str, ...]) -> Zygote:
+        return Zygote((*PRELOAD, *modules))
+
+    def reference(
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Reference],
+        tick: Tick,
+    ) -> Reference:
+        return Reference(zygote, problem, options, rng, tick)
+
+    def stopwatch(
+        self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
+    ) -> Stopwatch:
+        return Stopwatch(checker, twin, options, rng, tick)
+
+    def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
+        if fault.kind in _KILLED:
+            zygote.check()

@@ -1,0 +1,109 @@
+"""A GPU of NVIDIA's, as verifying needs it."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from kbrl_async.errors import MissingTool
+from kbrl_async.kernels.backends import preloads
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify.cuda.health import GpuHealth
+from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
+from kbrl_async.kernels.verify.device import Device
+from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.session import CandidateFault, Session
+from protocols.records import Candidate, Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.checks import Checker
+    from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+
+PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
+_CANDIDATE_S, _CALL_S = 15.0, 2.0
+_HOST_BYTES = 8 << 30
+
+
+class CudaDevice(Device):
+    """See `verify.device`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._health: GpuHealth | None = None
+        self._spares: Spares | None = None
+
+    @property
+    def health(self) -> GpuHealth:
+        assert self._health is not None, "a device is opened before it is used"
+        return self._health
+
+    def zygote(self, modules: tuple[str, ...]) -> Zygote:
+        return Zygote((*PRELOAD, *preloads(), *modules), profile="gpu")
+
+    def fitted(self, options: BenchOptions) -> BenchOptions:
+        """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
+        memory = max(options.limits.memory_bytes, _HOST_BYTES)
+        return msgspec.structs.replace(
+            options,
+            deadline_s=max(options.deadline_s, _CANDIDATE_S),
+            call_floor_s=max(options.call_floor_s, _CALL_S),
+            limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
+        )
+
+    def open(self) -> None:
+        where = torch.device(self.name)
+        if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+            raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
+        self._health = GpuHealth(torch.device("cuda", where.index or 0))
+
+    def enter(self) -> None:
+        self.health.enter()
+
+    def reference(
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Reference],
+        tick: Tick,
+    ) -> Reference:
+        make_room(kept, options)
+        if self._spares is None:
+            self._spares = Spares(zygote, options.limits, options.device)
+        return CudaReference(zygote, problem, options, rng, self._spares, tick)
+
+    def room(self, options: BenchOptions) -> float:
+        return room_kept(options)
+
+    def free(self) -> int | None:
+        return self.health.free()
+
+    def stopwatch(
+        self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
+    ) -> CudaStopwatch:
+        from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+
+        return CudaStopwatch(checker, twin, options, rng, tick, self.health.nvml, self.health.calibration)
+
+    def prove(
+        self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
+    ) -> None:
+        self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+
+    def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
+        self.health.check(pid)
+
+    def settle(self) -> None:
+        if self._spares is not None:
+            self._spares.settle()
+
+    def close(self) -> None:
+        if self._spares is not None:
+            self._spares.close()

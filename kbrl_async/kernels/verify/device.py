@@ -1,0 +1,114 @@
+"""What verifying asks of a device, one folder a kind: `cpu`, `cuda`. A further kind is a further folder with a `device`
+module, and one line in `_KINDS`; nothing else here asks which kind it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+from kbrl_async.errors import UserError
+from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.session import CandidateFault, Session
+from protocols.records import Candidate, Problem, Timing
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.checks import Checker
+    from kbrl_async.kernels.verify.reference import Reference
+
+_KINDS = {
+    "cpu": "kbrl_async.kernels.verify.cpu.device:CpuDevice",
+    "cuda": "kbrl_async.kernels.verify.cuda.device:CudaDevice",
+}
+
+
+class Measures(Protocol):
+    """A stopwatch over one candidate and one twin of its reference."""
+
+    def run(self) -> Timing | None: ...
+    def close(self) -> None: ...
+
+
+class Device:
+    """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does. What has a body here is
+    right where children share the host's memory and nothing is started ahead.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def zygote(self, modules: tuple[str, ...]) -> Zygote:
+        """One whose children can run on it, and have imported these modules, too."""
+        raise NotImplementedError
+
+    def fitted(self, options: BenchOptions) -> BenchOptions:
+        """The options with what this kind needs at least."""
+        return options
+
+    def open(self) -> None:
+        """:raises MissingTool: it is not there."""
+
+    def enter(self) -> None:
+        """The calling thread uses it from now on.
+
+        :raises InfraError: it is out of service.
+        """
+
+    def reference(
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Reference],
+        tick: Tick,
+    ) -> Reference:
+        """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
+        raise NotImplementedError
+
+    def room(self, options: BenchOptions) -> float:
+        """Bytes of its own memory that all references together may take."""
+        return 0.0
+
+    def free(self) -> int | None:
+        """Bytes of its own memory that nobody has; None where it has none of its own."""
+        return None
+
+    def stopwatch(
+        self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
+    ) -> Measures:
+        """For one measurement."""
+        raise NotImplementedError
+
+    def prove(
+        self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
+    ) -> None:
+        """Whether the candidate's own kernels make its outputs; sets the checker's fault."""
+
+    def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
+        """After a candidate with a fault: is everything still as it should be?
+
+        :raises InfraError: it is not, and nothing more is judged here.
+        """
+
+    def settle(self) -> None:
+        """Returns when nothing that was started for later candidates is on it any more."""
+
+    def close(self) -> None:
+        """What was started ahead ends."""
+
+
+def device_of(name: str) -> Device:
+    """The device of that name.
+
+    :raises UserError: nobody knows such a kind.
+    """
+    kind = name.partition(":")[0]
+    if kind not in _KINDS:
+        raise UserError(f"{name!r} is no device", f"Choose {', '.join(_KINDS)} or cuda:N")
+    module, _, place = _KINDS[kind].partition(":")
+    made: Device = getattr(importlib.import_module(module), place)(name)
+    return made
