@@ -55,8 +55,8 @@ CORES = sorted(os.sched_getaffinity(0))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BEGAN = time.monotonic()
 CORRECT_ONLY = (
-    "dataset_builder.reward_preset=stage2",
-    "dataset_builder.reward_speed_weight=0",
+    "reward.preset=stage2",
+    "reward.speed_weight=0",
     "timing_bench.timed=false",
 )
 """Settings of a run in which correctness alone is paid and nothing is timed."""

@@ -1,7 +1,7 @@
 """A reward of your own, in a file of your own: a part, and a preset that pays for it.
 
     python examples/own_reward.py                                                          # one update that is paid so
-    PYTHONPATH=examples kbrl train dataset_builder.reward_preset=own_reward:SHORT name=short       # a run that is
+    PYTHONPATH=examples kbrl train reward.preset=own_reward:SHORT name=short       # a run that is
 
 A part is a function of a rollout's record; it is asked only where the candidate itself is to be paid, so never for a
 fault of the infrastructure, and never for cheating.
@@ -27,4 +27,4 @@ SHORT = Preset({"compile": 0.1, "correct": 0.5, "speed": 0.3, "own_reward:brevit
 """Behind a gate: what does not compile earns nothing, however short it is."""
 
 if __name__ == "__main__":
-    rl_loop.main("dataset_builder.reward_preset=own_reward:SHORT")
+    rl_loop.main("reward.preset=own_reward:SHORT")

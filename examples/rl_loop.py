@@ -97,7 +97,7 @@ async def roll_out(parts: Parts, problem: Problem, group_id: str) -> list[Record
 
 def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
-    preset, *_ = find_presets(config.dataset_builder)
+    preset, *_ = find_presets(config.reward)
     turns = [turn for record in records if (turn := score(record, preset)) is not None]
     advantages = find_baseline(config.advantage)([turn.sample.reward for turn in turns])
     samples = [replace(turn.sample, advantage=a) for turn, a in zip(turns, advantages, strict=True)]

@@ -25,7 +25,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train --config configs/default.yaml max_staleness=0 name=synchronous",
         "kbrl train problems=my_problems level=1 name=mine",
         "kbrl train seed=1 name=second",
-        "kbrl train dataset_builder.prompt_option=raicl dataset_builder.rag_index_path=index dataset_builder.raicl_k=3",
+        "kbrl train prompt.option=raicl prompt.index=index prompt.examples=3",
         "kbrl train metrics.prometheus_port=9464",
         "kbrl train metrics.otlp_endpoint=http://127.0.0.1:4318/v1/traces",
         "kbrl train method=sft name=taught",

@@ -216,7 +216,7 @@ def write_page(report: Result) -> None:
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TURNS = 4
-REWARD = ("dataset_builder.prompt_option=compact", *CORRECT_ONLY)
+REWARD = ("prompt.option=compact", *CORRECT_ONLY)
 SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
 MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
 ARMS = {"single": SAME, "multi": (*SAME, *MULTI, "learner.minibatches=4")}

@@ -129,7 +129,7 @@ def spread(problems: Sequence[Problem], wanted: int) -> list[Problem]:
 def config_of(setting: Setting, words: Sequence[str], seed: int, policy: str) -> Config:
     """As `kbrl train` would make it: checked, and `words` of the arm win over those of the setting."""
     given = [f"model_name={policy}", f"seed={seed}", f"max_steps={setting.updates}", "max_minutes=null"]
-    fixed = ["dataset_builder.prompt_option=compact", "learner.threads=1"]
+    fixed = ["prompt.option=compact", "learner.threads=1"]
     return load([], [*CORRECT_ONLY, *given, *fixed, *setting.words, *words])
 
 
@@ -239,7 +239,7 @@ class Study:
         lag = max(arm.staleness, self._plan.buffer.max_staleness)
         rules = msgspec.structs.replace(self._plan.buffer, filter_zero_variance=False, max_staleness=lag)
         self._book = RolloutBuffer(rules)
-        self._preset = find_presets(msgspec.structs.replace(self._config.dataset_builder, reward_preset="stage2"))[0]
+        self._preset = find_presets(msgspec.structs.replace(self._config.reward, preset="stage2"))[0]
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
         self._sampler = Sampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
         self._sampler.publish(0, self._trainer.model)

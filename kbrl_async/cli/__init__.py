@@ -38,7 +38,7 @@ examples:
   kbrl export default my-model                   the newest policy as a plain Hugging Face folder
   kbrl config                                    every key=value there is
   kbrl problems list                             what the policy is trained on
-  kbrl index build runs/default --output index   worked examples for dataset_builder.prompt_option=raicl
+  kbrl index build runs/default --output index   worked examples for prompt.option=raicl
   kbrl verify --problem L1/13 --candidate my.py  build, check and time one kernel
   kbrl bench --aa                                what this host's bench can tell apart
   kbrl plan --rollouts-per-hour 100000           how many processes that takes, by a run's stage times

@@ -138,14 +138,14 @@ def _settings(args: argparse.Namespace) -> Iterator[str]:
         "evaluation.tensorboard_step": args.tensorboard_step,
         "level": args.level,
         "problems": args.problems,
-        "dataset_builder.rag_index_path": args.raicl,
-        "dataset_builder.raicl_k": args.raicl_k,
+        "prompt.index": args.raicl,
+        "prompt.examples": args.raicl_k,
     }
     yield from (f"{key}={value}" for key, value in single.items() if value is not None)
     if args.heldout:
         yield "evaluation.split=heldout"
     if args.raicl:
-        yield "dataset_builder.prompt_option=raicl"
+        yield "prompt.option=raicl"
     if args.turns is not None:
         yield from ("mode=multi_turn", f"max_turns={args.turns}") if args.turns > 1 else ("mode=single_turn",)
     if args.precision:

@@ -137,11 +137,11 @@ def _parts(row: Row, record: Record, config: Config | None) -> tuple[str, tuple[
 
 
 def _presets(config: Config | None) -> list[tuple[str, Preset]]:
-    """Those that may have paid: the run's own, or each stage of reward_preset=auto."""
+    """Those that may have paid: the run's own, or each stage of reward.preset=auto."""
     if config is None:
         return []
-    found = find_presets(config.dataset_builder)
-    names = STAGES if len(found) > 1 else (config.dataset_builder.reward_preset,)
+    found = find_presets(config.reward)
+    names = STAGES if len(found) > 1 else (config.reward.preset,)
     return list(zip(names, found, strict=True))
 
 

@@ -63,8 +63,8 @@ class Resumed(NamedTuple):
     """Warnings for the log: checkpoints that could not be read and were passed over."""
 
 
-def save(directory: Path, trainer: Trainer, progress: Progress, keep: int = 2) -> Path:
-    """Writes `step-{version}` and deletes all but the newest `keep`."""
+def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
+    """Writes `step-{version}` and deletes all but the newest `keep_checkpoints`."""
     folder = directory / f"{PREFIX}{progress.version:06d}"
 
     def fill(temporary: Path) -> None:
@@ -74,7 +74,7 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep: int = 2) -
 
     remove_leftovers(directory, PREFIX)  # first: they may be what fills the disk
     write_folder(folder, fill)
-    for _, old in numbered(directory, PREFIX)[: -max(1, keep)]:
+    for _, old in numbered(directory, PREFIX)[: -max(1, keep_checkpoints)]:
         remove_folder(old)
     return folder
 

@@ -175,4 +175,4 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     turn_share: Fraction = 0.5
     """Several turns: share of the corpus that answers feedback to an earlier attempt, or predicts its verdict."""
     shot_share: Fraction = 0.5
-    """prompt_option=raicl: share of the corpus whose prompts hold worked examples."""
+    """prompt.option=raicl: share of the corpus whose prompts hold worked examples."""

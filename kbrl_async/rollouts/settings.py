@@ -65,69 +65,74 @@ RewardPresetName = Annotated[str, Meta(extra={"door": REWARD_PRESETS})]
 RewardPartName = Annotated[str, Meta(extra={"door": REWARD_PARTS})]
 
 
-class DatasetBuilder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of the policy, and what it is paid for."""
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the policy."""
 
-    prompt_option: Literal["auto", "compact", "zero_shot", "one_shot", "few_shot", "raicl", "custom"] = "auto"
+    option: Literal["auto", "compact", "zero_shot", "one_shot", "few_shot", "raicl", "custom"] = "auto"
     """compact: bare problem; zero_shot: the contract; one_shot, few_shot: + examples; raicl: retrieved; custom: own."""
-    prompt_file: str | None = None
-    """prompt_option=custom: TOML file with the templates, see kbrl_async/rollouts/prompts/custom.py."""
-    prompt_hardware: bool = True
+    file: str | None = None
+    """prompt.option=custom: TOML file with the templates, see kbrl_async/rollouts/prompts/custom.py."""
+    hardware: bool = True
     """Tell the model what machine kernels run on (not in compact prompts)."""
     chat_template: Literal["auto", "on", "off"] = "auto"
     """Put prompts into the chat template of the model's tokenizer; auto: where it has one, but not compact prompts."""
     thinking: Literal["auto", "on", "off"] = "auto"
     """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
-    rag_index_path: str | None = None
-    """prompt_option=raicl: folder of an index made by 'kbrl index build'."""
-    raicl_k: Annotated[int, Meta(ge=1, le=32)] = 3
-    """prompt_option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
-    raicl_tokens: AtLeastOne | None = None
-    """prompt_option=raicl: most tokens of a prompt; null: what the model's context leaves beside max_tokens."""
-    raicl_live: Count = 0
-    """prompt_option=raicl: most verified kernels of this very run that join the index while it runs; 0: none."""
-    reward_preset: RewardPresetName = "stage3"
+    index: str | None = None
+    """prompt.option=raicl: folder of an index made by 'kbrl index build'."""
+    examples: Annotated[int, Meta(ge=1, le=32)] = 3
+    """prompt.option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
+    max_tokens: AtLeastOne | None = None
+    """prompt.option=raicl: most tokens of a prompt; null: what the context leaves beside the answer's max_tokens."""
+    live_examples: Count = 0
+    """prompt.option=raicl: most verified kernels of this very run that join the index while it runs; 0: none."""
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy is paid for."""
+
+    preset: RewardPresetName = "stage3"
     """Set of reward weights to start from, or auto: stage1 to stage3 by progress; weights below replace single ones."""
-    reward_format_weight: NonNegative | None = None
+    format_weight: NonNegative | None = None
     """Pay for an answer from which a kernel could be extracted; null: the preset's."""
-    reward_compile_weight: NonNegative | None = None
+    compile_weight: NonNegative | None = None
     """Pay for a kernel that compiles; null: the preset's."""
-    reward_correctness_weight: NonNegative | None = None
+    correctness_weight: NonNegative | None = None
     """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
-    reward_speed_weight: NonNegative | None = None
+    speed_weight: NonNegative | None = None
     """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
-    reward_plan_part: RewardPartName | None = None
+    plan_part: RewardPartName | None = None
     """What tokens around the kernel (thoughts, comments) are paid by, on their own; null: the preset's."""
-    reward_plan_weight: Fraction | None = None
+    plan_weight: Fraction | None = None
     """Weight of these tokens' advantages beside 1 of the kernel's; null: the preset's, 0: as all tokens."""
 
     @property
     def pays_plan(self) -> bool:
         """Tokens around the kernel earn a reward of their own."""
-        if self.reward_plan_weight == 0 or self.reward_plan_part is not None:
-            return self.reward_plan_weight != 0
-        found = REWARD_PRESETS.load(self.reward_preset)
+        if self.plan_weight == 0 or self.plan_part is not None:
+            return self.plan_weight != 0
+        found = REWARD_PRESETS.load(self.preset)
         return any(preset.plan_part for preset in (found if isinstance(found, tuple) else (found,)))
 
     @property
-    def reward_weights(self) -> dict[str, float]:
+    def weights(self) -> dict[str, float]:
         """The weights that replace the preset's, by part."""
         parts = ("format", "compile", "correctness", "speed")
-        given = {part: getattr(self, f"reward_{part}_weight") for part in parts}
+        given = {part: getattr(self, f"{part}_weight") for part in parts}
         return {part: weight for part, weight in given.items() if weight is not None}
 
 
 class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
-    """Which problems come next, and when reward_preset=auto moves on."""
+    """Which problems come next, and when reward.preset=auto moves on."""
 
     kind: Literal["uniform", "levels", "learnable"] = "uniform"
     """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
     window: AtLeastOne = 5
     """Batches whose mean rates a threshold is compared with."""
     compile_above: Fraction = 0.8
-    """reward_preset=auto: stage1 becomes stage2 at this share of kernels that compile."""
+    """reward.preset=auto: stage1 becomes stage2 at this share of kernels that compile."""
     correct_above: Fraction = 0.5
-    """reward_preset=auto: stage2 becomes stage3 at this share of correct kernels."""
+    """reward.preset=auto: stage2 becomes stage3 at this share of correct kernels."""
 
 
 class Turns(msgspec.Struct, frozen=True, kw_only=True):

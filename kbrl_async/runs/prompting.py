@@ -21,12 +21,12 @@ from kbrl_async.rollouts.retrieval.corpora.folders import run_entries
 from kbrl_async.runs.config.schema import Config
 
 UNKNOWN_CONTEXT = 16_000
-"""Tokens that an endpoint's model is trusted to read where raicl_tokens does not tell."""
+"""Tokens that an endpoint's model is trusted to read where prompt.max_tokens does not tell."""
 
 
 def needs_policy(config: Config) -> bool:
     """Whether prompts are bounded by the tokens of a policy that has to be there first."""
-    return config.dataset_builder.prompt_option == "raicl" and config.sampler.engine != "openai"
+    return config.prompt.option == "raicl" and config.sampler.engine != "openai"
 
 
 def template_prompts(config: Config, run_dir: Path, *, may_ask: bool = False) -> FirstPrompts:
@@ -44,19 +44,19 @@ def prompts_of(config: Config, run_dir: Path, log: Any) -> FirstPrompts:
 
     Held-out problems are guarded whether or not this run trains on their level.
     """
-    builder, policies = config.dataset_builder, run_dir / "policies"
-    if builder.prompt_option != "raicl" or builder.rag_index_path is None:
+    wanted, policies = config.prompt, run_dir / "policies"
+    if wanted.option != "raicl" or wanted.index is None:
         return template_prompts(config, run_dir, may_ask=True)
     hardware = told_hardware(config, run_dir)
     problems = load_problems(config.problems or "")
     heldout = [(problem.problem_id, problem.source) for problem in problems if problem.split == "heldout"]
-    retriever = Retriever.open(Path(builder.rag_index_path).expanduser(), heldout)
+    retriever = Retriever.open(Path(wanted.index).expanduser(), heldout)
     budget = budget_of(config, policies)
-    count, room = budget.count_tokens, builder.raicl_tokens or UNKNOWN_CONTEXT
+    count, room = budget.count_tokens, wanted.max_tokens or UNKNOWN_CONTEXT
     if needs_policy(config):
         count = token_counter(_base_model(policies) or config.model_name)
-        room = min(builder.raicl_tokens or UNLIMITED, budget.limit)
-    prompts = ExamplePrompts(config.prompt_option, config.backend, retriever, count, room, builder, hardware)
+        room = min(wanted.max_tokens or UNLIMITED, budget.limit)
+    prompts = ExamplePrompts(config.prompt_option, config.backend, retriever, count, room, wanted, hardware)
     training = {problem.problem_id: problem.source for problem in problems if problem.split != "heldout"}
     for entry in run_entries(run_dir, training) if prompts.live is not None else ():
         if isinstance(entry, Entry):
@@ -86,12 +86,12 @@ def _base_model(policies: Path) -> str | None:
 
 def _chat_tokens(config: Config, base_model: str, count: Callable[[str], int]) -> int:
     """What the chat template adds to a prompt."""
-    builder = config.dataset_builder
-    if builder.chat_template == "off" or (builder.chat_template == "auto" and config.prompt_option == "compact"):
+    wanted = config.prompt
+    if wanted.chat_template == "off" or (wanted.chat_template == "auto" and config.prompt_option == "compact"):
         return 0
     from kbrl_async.learning.policies.models import load_tokenizer
 
-    chat = chat_of(load_tokenizer(base_model), config.prompt_option, builder.chat_template, builder.thinking)
+    chat = chat_of(load_tokenizer(base_model), config.prompt_option, wanted.chat_template, wanted.thinking)
     return count(chat.render("x")) - count("x")
 
 
@@ -100,7 +100,7 @@ HARDWARE_FILE = "hardware.txt"
 
 def told_hardware(config: Config, run_dir: Path, *, may_ask: bool = True) -> str:
     """What prompts say of the machine: asked once a run, so that a continued or replayed run says the same."""
-    if not config.dataset_builder.prompt_hardware or config.prompt_option == "compact":
+    if not config.prompt.hardware or config.prompt_option == "compact":
         return ""
     path = run_dir / HARDWARE_FILE
     if may_ask and not path.is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.auth import PeerLimits
 from protocols.ledger import LedgerOptions
 
@@ -21,7 +22,7 @@ class BrokerOptions(msgspec.Struct, frozen=True):
     ledger: LedgerOptions = LedgerOptions()
     keys: str = ""
     """Folder of the broker's keys; needed for addresses that other hosts can reach, see `kbrl_async.keyring`."""
-    store_max_bytes: int = 512 << 20
+    store_max_bytes: int = CompileFarm().store_max_bytes
     """Size limit of the artifact store, as far as artifacts of other hosts fill it."""
     limits: PeerLimits = PeerLimits()
     """What one key may use."""

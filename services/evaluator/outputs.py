@@ -65,7 +65,7 @@ def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, A
 
 
 def build(config: Config, course: Course, policy: dict[str, Any]) -> Document:
-    settings, builder = config.evaluation, config.dataset_builder
+    settings = config.evaluation
     return document.build(
         [kept.sample for kept in course.kept.values()],
         policy=policy,
@@ -77,8 +77,8 @@ def build(config: Config, course: Course, policy: dict[str, Any]) -> Document:
             "turns": 1 if config.mode == "single_turn" else config.max_turns,
             "backend": config.backend,
             "problems": config.problems or "suite",
-            "prompt": builder.prompt_option,
-            "index": builder.rag_index_path,
+            "prompt": config.prompt.option,
+            "index": config.prompt.index,
             "deadline_s": settings.deadline_s,
             "config_hash": config_hash(config),
         },

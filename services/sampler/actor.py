@@ -51,9 +51,9 @@ class Sampling:
         self._service, self._engine, self._gate, self._progress = service, engine, gate, progress
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[None]] = set()
-        builder, tokenizer = service.config.dataset_builder, engine.tokenizer
-        self._locate = functools.partial(kernel_tokens, tokenizer) if tokenizer and builder.pays_plan else None
-        options = service.config.prompt_option, builder.chat_template, builder.thinking
+        config, tokenizer = service.config, engine.tokenizer
+        self._locate = functools.partial(kernel_tokens, tokenizer) if tokenizer and config.reward.pays_plan else None
+        options = config.prompt_option, config.prompt.chat_template, config.prompt.thinking
         self._chat = PLAIN if tokenizer is None else chat_of(tokenizer, *options)
 
     def stats(self) -> EngineStats:

@@ -104,7 +104,7 @@ def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_
     run = start_run(
         f"model_name={small}",
         "lora_rank=4",
-        "dataset_builder.prompt_option=compact",
+        "prompt.option=compact",
         "max_steps=2",
         "eval_samples=0",
         f"broker.submit=tcp://127.0.0.1:{submit}",

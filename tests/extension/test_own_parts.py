@@ -73,11 +73,11 @@ def test_parts_named_by_package_and_object_train_a_policy(tmp_path: Path, policy
     asked = tmp_path / "asked"
     settings = (
         f"model_name={small}",
-        "dataset_builder.prompt_option=compact",
+        "prompt.option=compact",
         f"loss={PARTS}.loss:successes",
         f"corrections={PARTS}.correction:every_second",
         f"advantage={PARTS}.advantage:over_the_median",
-        f"dataset_builder.reward_preset={PARTS}.reward:TERSE",
+        f"reward.preset={PARTS}.reward:TERSE",
         f"problems={PARTS}.problems:chains",
         f"backend={PARTS}.backend:PLAIN_C",
         f"sampler.engine={PARTS}.engine:start",
@@ -110,10 +110,10 @@ def test_an_embedder_of_ones_own_and_a_loss_by_its_entry_point_train_a_policy(
     command = [sys.executable, "-m", "kbrl_async", *words]
     subprocess.run(command, env={**os.environ, **IMPORTABLE}, check=True, capture_output=True, timeout=120)
     settings = (
-        "dataset_builder.prompt_option=raicl",
-        f"dataset_builder.rag_index_path={index}",
+        "prompt.option=raicl",
+        f"prompt.index={index}",
         "sft.shot_share=0",  # the tiny policy of the other tests
-        f"dataset_builder.reward_preset={PARTS}.reward:TERSE",  # so that no group is all alike, whatever it writes
+        f"reward.preset={PARTS}.reward:TERSE",  # so that no group is all alike, whatever it writes
         "loss=example_loss",
     )
     with ended(tmp_path, policy_cache, *settings) as (run, archive):

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.lab.small_policy.making import SmallPolicyOptions, ensure_small_policy
+from kbrl_async.lab.small_policy.configured import small_options
+from kbrl_async.lab.small_policy.making import ensure_small_policy
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.prompts import render_prompt
+from kbrl_async.runs.config import load
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
@@ -25,7 +27,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = SmallPolicyOptions(examples=600, steps=30, max_seconds=20.0, hidden_size=64, layers=2)
+    tiny = {"examples": 600, "steps": 30, "max_seconds": 20, "hidden_size": 64, "layers": 2}
+    options = small_options(load(overrides=[f"sft.{name}={value}" for name, value in tiny.items()]))
     return ensure_small_policy(Path(tmp_path_factory.mktemp("cache")), options)
 
 

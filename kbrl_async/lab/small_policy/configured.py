@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from kbrl_async.lab.small_policy.author import CAREFUL
 from kbrl_async.lab.small_policy.corpus import examples
 from kbrl_async.lab.small_policy.making import Progress, SmallPolicyOptions, ensure_small_policy
@@ -16,23 +18,14 @@ def ensure(config: Config, cache: Path, told: Progress, device: str) -> Path:
 
 
 def small_options(config: Config) -> SmallPolicyOptions:
-    sft = config.sft
+    """The only place where they are put together."""
+    turns = {"single_turn": 0.0, "multi_turn": 1.0, "agents": 0.5}[config.mode] * config.sft.turn_share
+    shots = config.sft.shot_share if config.prompt.option == "raicl" else 0.0
     return SmallPolicyOptions(
-        examples=sft.examples,
+        sft=msgspec.structs.replace(config.sft, turn_share=turns, shot_share=shots),
         prompt_option=config.prompt_option,
-        hidden_size=sft.hidden_size,
-        layers=sft.layers,
-        heads=sft.heads,
-        vocab_size=sft.vocab_size,
-        context=sft.context,
-        max_seconds=sft.max_seconds,
-        steps=sft.steps,
-        batch_tokens=sft.batch_tokens,
-        learning_rate=sft.lr,
-        turn_share={"single_turn": 0.0, "multi_turn": sft.turn_share, "agents": sft.turn_share / 2}[config.mode],
-        verdict_share=sft.turn_share / 2 if config.mode == "agents" else 0.0,
         backend=config.backend,
-        shot_share=sft.shot_share if config.dataset_builder.prompt_option == "raicl" else 0.0,
+        verdict_share=turns if config.mode == "agents" else 0.0,
     )
 
 

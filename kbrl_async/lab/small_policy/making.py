@@ -38,29 +38,17 @@ READY = "sft.json"
 
 
 class SmallPolicyOptions(msgspec.Struct, frozen=True):
-    """What the small policy is made from. `max_seconds` bounds the training alone."""
+    """What the small policy is made from, by `configured.small_options`; what has a default here is no setting."""
 
-    seed: int = 0
-    examples: int = 24_000
-    prompt_option: str = "compact"
-    hidden_size: int = 192
-    layers: int = 4
-    heads: int = 4
-    vocab_size: int = 2048
-    context: int = 768
-    max_seconds: float = 300.0
-    steps: int = 300
-    batch_tokens: int = 3072
-    learning_rate: float = 2e-3
-    habits: Habits = Habits()
-    turn_share: float = 0.0
-    """Share of the corpus that answers feedback to an attempt: for runs with refinement turns."""
-    verdict_share: float = 0.0
-    """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
-    shot_share: float = 0.0
-    """Share of the corpus's first turns whose prompt holds worked examples: for prompt_option=raicl."""
-    backend: str = "c"
+    sft: Sft
+    """With the shares that the run has use for, else 0."""
+    prompt_option: str
+    backend: str
     """What the answers are written in."""
+    verdict_share: float
+    """Share of the corpus that predicts an attempt's verdict: for runs with a verifier."""
+    seed: int = 0
+    habits: Habits = Habits()
 
 
 Progress = Callable[[str, float], None]
@@ -91,26 +79,25 @@ def ensure_small_policy(
 
 
 def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
+    sft = options.sft
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
     progress("writing the corpus", 0.0)
     corpus = list(
         examples(
             options.seed,
-            options.examples,
+            sft.examples,
             habits=options.habits,
             prompt_option=options.prompt_option,
-            turn_share=options.turn_share,
+            turn_share=sft.turn_share,
             verdict_share=options.verdict_share,
-            shot_share=options.shot_share,
+            shot_share=sft.shot_share,
             backend=options.backend,
         )
     )
-    tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), options.vocab_size)
+    tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), sft.vocab_size)
     pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
-    model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, options).to(device)
-    taken = {name: getattr(options, name) for name in ("steps", "max_seconds", "batch_tokens")}
-    sft = Sft(**taken, lr=options.learning_rate)
+    model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, sft).to(device)
     tree_tokens = TREE_TOKENS if device == "cpu" else 0
     with _without_plans(device):
         report = train_sft(
@@ -139,16 +126,16 @@ def _without_plans(device: str) -> contextlib.AbstractContextManager[None]:
     return chosen
 
 
-def small_model(vocab_size: int, eos: int, pad: int, options: SmallPolicyOptions) -> Any:
+def small_model(vocab_size: int, eos: int, pad: int, sft: Sft) -> Any:
     """A Qwen2-architecture model with tied embeddings, randomly initialised."""
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=options.hidden_size,
-        intermediate_size=4 * options.hidden_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.heads,
-        max_position_embeddings=options.context,
+        hidden_size=sft.hidden_size,
+        intermediate_size=4 * sft.hidden_size,
+        num_hidden_layers=sft.layers,
+        num_attention_heads=sft.heads,
+        num_key_value_heads=sft.heads,
+        max_position_embeddings=sft.context,
         tie_word_embeddings=True,
         eos_token_id=eos,
         pad_token_id=pad,

@@ -33,16 +33,16 @@ class Chat(msgspec.Struct, frozen=True):
 PLAIN = Chat()
 
 
-def chat_of(tokenizer: Any, option: str, template: str = "auto", thinking: str = "auto") -> Chat:
-    """`template`: `auto` uses what the tokenizer has, `on` insists on it, `off` sends prompts as they are.
+def chat_of(tokenizer: Any, option: str, chat_template: str, thinking: str) -> Chat:
+    """`chat_template`: `auto` uses what the tokenizer has, `on` insists on it, `off` sends prompts as they are.
 
     `thinking`: `on` and `off` are told to templates that know `enable_thinking`; `auto` leaves it to them.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    if template == "on" and not has_template:
-        cure = "Use dataset_builder.chat_template=auto, or another model"
+    if chat_template == "on" and not has_template:
+        cure = "Use prompt.chat_template=auto, or another model"
         raise ConfigError("the model's tokenizer has no chat template", cure)
-    if template == "off" or not has_template or (template == "auto" and option == COMPACT):
+    if chat_template == "off" or not has_template or (chat_template == "auto" and option == COMPACT):
         return PLAIN
     told = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
 

@@ -1,4 +1,4 @@
-"""Prompts of one's own: a TOML file with a template, and others for single backends (prompt_option=custom).
+"""Prompts of one's own: a TOML file with a template, and others for single backends (prompt.option=custom).
 
     template = \"\"\"
     {contract}
@@ -49,6 +49,6 @@ def _read(path: str) -> Templates:
     try:
         return msgspec.convert(tomllib.loads(Path(path).expanduser().read_text()), Templates)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompts {path}: {error}", "Check dataset_builder.prompt_file") from None
+        raise ConfigError(f"cannot read the prompts {path}: {error}", "Check prompt.file") from None
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is no file of prompts: {error}", "See the head of prompts/custom.py") from None

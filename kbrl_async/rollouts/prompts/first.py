@@ -1,10 +1,10 @@
-"""The first prompt of a rollout: the template alone, or with examples from the index (prompt_option=raicl).
+"""The first prompt of a rollout: the template alone, or with examples from the index (prompt.option=raicl).
 
 ::
 
     problem ─▶ Retriever (held-out problems guarded) ─▶ render_with_examples ─▶ prompt, names of the examples, version
                   ▲
-    verified kernels of training rollouts ─▶ LiveIndex (raicl_live)
+    verified kernels of training rollouts ─▶ LiveIndex (prompt.live_examples)
 
 Invariants
 * An evaluation sees the index on disk only, so that before and after differ by the policy alone.
@@ -24,7 +24,7 @@ from kbrl_async.rollouts.prompts.budget import UNBOUNDED
 from kbrl_async.rollouts.prompts.examples import render_with_examples
 from kbrl_async.rollouts.retrieval import NO_ADDITIONS, Entry, LiveIndex, Query, Retriever
 from kbrl_async.rollouts.scoring import ScoredTurn
-from kbrl_async.rollouts.settings import DatasetBuilder
+from kbrl_async.rollouts.settings import Prompt
 from protocols.records import Problem, Purpose, RolloutRequest
 
 
@@ -68,14 +68,14 @@ class ExamplePrompts(FirstPrompts):
         retriever: Retriever,
         count_tokens: Callable[[str], int],
         max_tokens: int,
-        settings: DatasetBuilder,
+        settings: Prompt,
         hardware: str = "",
     ) -> None:
         budget = TokenBudget(max_tokens, count_tokens)
         super().__init__(option, backend, lambda: budget, hardware)
         self._retriever, self._count_tokens, self._max_tokens = retriever, count_tokens, max_tokens
-        self._k = settings.raicl_k
-        self.live = LiveIndex(settings.raicl_live) if settings.raicl_live else None
+        self._k = settings.examples
+        self.live = LiveIndex(settings.live_examples) if settings.live_examples else None
         self._made: dict[tuple[str, int], FirstPrompt] = {}
 
     def make(self, problem: Problem, purpose: Purpose) -> FirstPrompt:

@@ -84,7 +84,7 @@ def is_zero_variance(rewards: Sequence[float]) -> bool:
     return not rewards or max(rewards) - min(rewards) <= _EPSILON
 
 
-def turn_returns(rewards: Sequence[float], gamma: float = 0.4, how: str = "sum") -> list[float]:
+def turn_returns(rewards: Sequence[float], gamma: float, how: str) -> list[float]:
     """Kevin's return of each turn t of one trajectory: Σ_k≥t γ^(k−t)·r_k, or the max of those terms."""
     if how not in ("sum", "max"):
         raise ConfigError(f"unknown return {how!r}", "Use sum or max")

@@ -18,7 +18,7 @@ import msgspec
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.rewards.parts import part_of
-from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, DatasetBuilder
+from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Reward
 from protocols.records import Fault
 from protocols.rollout import Record
 
@@ -69,23 +69,23 @@ FORK = Preset(
 )
 
 
-def find_presets(settings: DatasetBuilder) -> list[Preset]:
+def find_presets(settings: Reward) -> list[Preset]:
     """The preset that the settings name and change: one, or one for each stage of the curriculum.
 
     :raises UserError: nothing has that name.
     :raises ConfigError: it is no preset, has a part that is none, or a plan weight without a plan part.
     """
-    found = REWARD_PRESETS.load(settings.reward_preset)
+    found = REWARD_PRESETS.load(settings.preset)
     stages = list(found) if isinstance(found, tuple) else [found]
     if len(stages) not in (1, len(AUTO)) or not all(isinstance(stage, Preset) for stage in stages):
-        cause = f"dataset_builder.reward_preset={settings.reward_preset} is no Preset, and no tuple of {len(AUTO)}"
+        cause = f"reward.preset={settings.preset} is no Preset, and no tuple of {len(AUTO)}"
         raise ConfigError(cause, "Give a kbrl_async.rollouts.rewards.presets.Preset, see docs/howto-reward.md")
     return [_changed(stage, settings) for stage in stages]
 
 
-def _changed(preset: Preset, settings: DatasetBuilder) -> Preset:
-    weights = {**preset.weights, **settings.reward_weights}
-    part, weight = settings.reward_plan_part, settings.reward_plan_weight
+def _changed(preset: Preset, settings: Reward) -> Preset:
+    weights = {**preset.weights, **settings.weights}
+    part, weight = settings.plan_part, settings.plan_weight
     changed = Preset(
         weights,
         preset.ladder,
@@ -103,8 +103,8 @@ def _changed(preset: Preset, settings: DatasetBuilder) -> Preset:
                 f"unknown reward part {name!r}", f"Did you mean {near[0]!r}?" if near else f"Known ones: {known}"
             )
     if changed.plan_weight and not changed.plan_part:
-        cure = "Add dataset_builder.reward_plan_part=speed, or use dataset_builder.reward_preset=plan_code"
-        raise ConfigError(f"dataset_builder.reward_plan_weight={changed.plan_weight:g} weighs no part", cure)
+        cure = "Add reward.plan_part=speed, or use reward.preset=plan_code"
+        raise ConfigError(f"reward.plan_weight={changed.plan_weight:g} weighs no part", cure)
     return changed
 
 

@@ -19,7 +19,7 @@ from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.turns import turn_id
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, Update, make_row
 from kbrl_async.runs.archive.rows import AFTER, BEFORE
-from kbrl_async.runs.config.sections import Archive
+from kbrl_async.runs.settings import Archive
 from protocols.messages import Task
 from protocols.records import TrainGroup, UpdateReport
 from protocols.rollout import Record

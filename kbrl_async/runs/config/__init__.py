@@ -1,9 +1,10 @@
-"""The configuration of a run, and the folder that it lives in.
+"""The configuration of a run: its keys, where they are read from, and what follows from them and the host.
 
-Owns: the keys (`schema`, `sections`, `ranges`), reading them from files, variables and the command line (`loading`),
-the run folder (`rundir`), and what follows from keys and host (`layout`). Never touches: torch, sockets, another room.
+`schema` composes the `settings` of the wings, `loading` reads files, variables and the command line, `layout` derives.
+Never touches: torch, sockets, another room.
 
-To add a key: one field with its docstring in `schema` or `sections`; a rule between two keys: one line in `checks`.
+To add a key: one field with its docstring in `schema` or a wing's `settings`; a rule between two keys: a line in
+`checks`.
 """
 
 from kbrl_async.runs.config.keys import KEYS
@@ -25,12 +26,6 @@ from kbrl_async.runs.config.layout import (
 )
 from kbrl_async.runs.config.loading import CONFIG_FILE, config_hash, environment, load, to_yaml
 from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.config.sections import (
-    Broker,
-    Cpu,
-    Processes,
-    Tensorboard,
-)
 
 __all__ = [
     "BEHIND",
@@ -38,13 +33,9 @@ __all__ = [
     "KEYS",
     "SCALABLE",
     "SERVICES",
-    "Broker",
     "Config",
-    "Cpu",
     "CpuLayout",
     "Endpoints",
-    "Processes",
-    "Tensorboard",
     "available_cores",
     "behind",
     "bound",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import CLIPPED, check_combination
 from kbrl_async.rollouts.rewards.presets import find_presets
-from kbrl_async.rollouts.settings import DatasetBuilder
+from kbrl_async.rollouts.settings import Reward
 from kbrl_async.runs.config.schema import Config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -44,9 +44,9 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if bench.cap_s >= bench.deadline_s:
         cause = f"timing_bench.cap_s={bench.cap_s:g} leaves nothing of timing_bench.deadline_s={bench.deadline_s:g}"
         yield "timing_bench.cap_s", cause, "Raise deadline_s: it covers correctness and timing"
-    if not bench.timed and _pays_for_speed(config.dataset_builder):
-        cause = f"timing_bench.timed=false, and reward_preset={config.dataset_builder.reward_preset} pays for speed"
-        cure = "Use dataset_builder.reward_preset=stage2 dataset_builder.reward_speed_weight=0, or leave kernels timed"
+    if not bench.timed and _pays_for_speed(config.reward):
+        cause = f"timing_bench.timed=false, and reward.preset={config.reward.preset} pays for speed"
+        cure = "Use reward.preset=stage2 reward.speed_weight=0, or leave kernels timed"
         yield "timing_bench.timed", cause, cure
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
@@ -92,14 +92,13 @@ def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.method == "reinforce" and config.advantage in IMITATES:
         cause = f"method=reinforce needs a baseline, and advantage={config.advantage} is none"
         yield "advantage", cause, "Use advantage=running_mean, or another method"
-    plan = config.dataset_builder
     try:
-        find_presets(plan)
+        find_presets(config.reward)
     except ConfigError as error:
-        yield "dataset_builder.reward_plan_weight", error.cause, error.cure
-    if plan.pays_plan and config.sampler.engine == "openai":
+        yield "reward.plan_weight", error.cause, error.cure
+    if config.reward.pays_plan and config.sampler.engine == "openai":
         cause = "tokens of a plan are told apart by the tokenizer, which sampler.engine=openai has not"
-        yield "dataset_builder.reward_plan_part", cause, "Use sampler.engine=transformers"
+        yield "reward.plan_part", cause, "Use sampler.engine=transformers"
 
 
 def _demonstrations(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -124,8 +123,8 @@ def _demonstrations(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "demonstrations.files", cause, "Name files or runs: demonstrations.files=data.jsonl,runs/mine"
 
 
-def _pays_for_speed(builder: DatasetBuilder) -> bool:
-    presets = find_presets(builder)
+def _pays_for_speed(reward: Reward) -> bool:
+    presets = find_presets(reward)
     return any(weight for p in presets for part, weight in p.weights.items() if part.startswith("speed"))
 
 
@@ -142,15 +141,15 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
-    builder = config.dataset_builder
-    key = "dataset_builder.rag_index_path"
-    if builder.prompt_option == "raicl" and not builder.rag_index_path:
-        yield key, f"dataset_builder.prompt_option=raicl needs {key}", "Make an index with: kbrl index build"
-    if (builder.prompt_option == "custom") != (builder.prompt_file is not None):
-        cause = "dataset_builder.prompt_option=custom and dataset_builder.prompt_file belong together"
-        yield "dataset_builder.prompt_file", cause, "Give both, or neither"
-    if builder.prompt_option != "raicl" and builder.rag_index_path:
-        yield key, f"{key} is used by prompt_option=raicl only", "Add dataset_builder.prompt_option=raicl"
+    prompt = config.prompt
+    key = "prompt.index"
+    if prompt.option == "raicl" and not prompt.index:
+        yield key, f"prompt.option=raicl needs {key}", "Make an index with: kbrl index build"
+    if (prompt.option == "custom") != (prompt.file is not None):
+        cause = "prompt.option=custom and prompt.file belong together"
+        yield "prompt.file", cause, "Give both, or neither"
+    if prompt.option != "raicl" and prompt.index:
+        yield key, f"{key} is used by prompt.option=raicl only", "Add prompt.option=raicl"
 
 
 def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:

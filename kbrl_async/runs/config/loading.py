@@ -12,8 +12,10 @@ Invariant: whatever is wrong is named with its key, its origin and what would be
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,28 @@ ALIASES = {
 """Names that users of such tools know, taken for ours."""
 
 
+RENAMED = {
+    "dataset_builder.prompt_option": "prompt.option",
+    "dataset_builder.prompt_file": "prompt.file",
+    "dataset_builder.prompt_hardware": "prompt.hardware",
+    "dataset_builder.chat_template": "prompt.chat_template",
+    "dataset_builder.thinking": "prompt.thinking",
+    "dataset_builder.rag_index_path": "prompt.index",
+    "dataset_builder.raicl_k": "prompt.examples",
+    "dataset_builder.raicl_tokens": "prompt.max_tokens",
+    "dataset_builder.raicl_live": "prompt.live_examples",
+    "dataset_builder.reward_preset": "reward.preset",
+    "dataset_builder.reward_format_weight": "reward.format_weight",
+    "dataset_builder.reward_compile_weight": "reward.compile_weight",
+    "dataset_builder.reward_correctness_weight": "reward.correctness_weight",
+    "dataset_builder.reward_speed_weight": "reward.speed_weight",
+    "dataset_builder.reward_plan_part": "reward.plan_part",
+    "dataset_builder.reward_plan_weight": "reward.plan_weight",
+}
+"""Names until the last release, still read, with a warning, in this one; `config_hash` goes by them."""
+_HASHED = {new: old for old, new in RENAMED.items()}
+
+
 def environment(shell: Mapping[str, str], dotenv: Path = Path(".env")) -> dict[str, str]:
     """The `KBRL_*` variables of the `.env` file and the shell; the shell's win."""
     filed = {name: value for name, value in dotenv_values(dotenv).items() if value is not None}
@@ -87,15 +111,27 @@ def gather(
     """What `load` resolves, the winner of each key last."""
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
-    settings = [msgspec.structs.replace(setting, key=ALIASES.get(setting.key, setting.key)) for setting in settings]
+    settings = [_current(setting) for setting in settings]
     return [*preset_settings(settings), *_resumed(settings), *settings]
+
+
+def _current(setting: Setting) -> Setting:
+    """The same by the key's name of today."""
+    if (new := RENAMED.get(setting.key)) is not None:
+        _warn(f"{setting.key} is {new} now; the old name is read for one more release ({setting.origin})")
+    return msgspec.structs.replace(setting, key=new or ALIASES.get(setting.key, setting.key))
+
+
+@functools.cache  # a process reads its run's configuration more than once
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:
     """What the run to be resumed was started with lies below all other settings."""
     wanted = [setting.value for setting in settings if setting.key == "resume"]
     stored = Path(str(wanted[-1])) / CONFIG_FILE if wanted and wanted[-1] else None
-    return from_file(stored) if stored is not None and stored.is_file() else []
+    return [_current(s) for s in from_file(stored)] if stored is not None and stored.is_file() else []
 
 
 def resolve(settings: Sequence[Setting]) -> Config:
@@ -131,8 +167,9 @@ def nearest(name: str) -> str:
         return OTHER_NAMES[wanted]
     if same := [key for key in KEYS if key.rpartition(".")[2] == leaf]:
         return " or ".join(same)
-    close = difflib.get_close_matches(wanted, KEYS, n=1, cutoff=0.6)
-    leaves = {key.rpartition(".")[2]: key for key in KEYS}
+    names = {**RENAMED, **{key: key for key in KEYS}}
+    leaves = {name.rpartition(".")[2]: key for name, key in names.items()}
+    close = [names[match] for match in difflib.get_close_matches(wanted, names, n=1, cutoff=0.6)]
     return next(
         iter(close or [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]), ""
     )
@@ -203,7 +240,7 @@ def to_yaml(config: Config) -> str:
 
 def config_hash(config: Config) -> str:
     """Twelve hex digits that are equal for equal experiments, wherever and however often they run."""
-    values = {name: value for name, value in flat(config).items() if name not in CHANGEABLE}
+    values = {_HASHED.get(name, name): value for name, value in flat(config).items() if name not in CHANGEABLE}
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]
 
 

@@ -4,7 +4,7 @@ Invariants
 * A key is `name` or `section.name`, never deeper; names at the top are those that users of such tools know.
 * The type of a field holds its range, so that one conversion checks both; what concerns two keys is in `checks`.
 * The string under a field is its documentation: `kbrl config` prints it.
-* Types are in `ranges`, sections in `sections`, by subject; here is what they make together.
+* A section stands in the `settings` of the wing that uses it; this module composes them.
 * Nothing here imports torch or touches the disk.
 """
 
@@ -18,18 +18,14 @@ from msgspec import Meta
 from kbrl_async.evaluation.settings import Evaluation
 from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
-from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, Curriculum, DatasetBuilder, Turns
-from kbrl_async.runs.config.ranges import AtLeastOne, Count, Fraction, Positive, PresetName
-from kbrl_async.runs.config.sections import (
-    Archive,
-    Broker,
-    Cpu,
-    Demonstrations,
-    Metrics,
-    Processes,
-    Tensorboard,
-)
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, Positive
+from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, Curriculum, Prompt, Reward, Turns
+from kbrl_async.runs.settings import Archive, Broker, Cpu, Demonstrations, Metrics, Processes, Tensorboard
 from kbrl_async.sampling.settings import Sampler
+
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
+]
 
 
 def _all_levels() -> list[int]:
@@ -109,7 +105,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Run folder to continue, such as runs/default."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important message that is logged."""
-    dataset_builder: DatasetBuilder = DatasetBuilder()
+    prompt: Prompt = Prompt()
+    reward: Reward = Reward()
     demonstrations: Demonstrations = Demonstrations()
     turns: Turns = Turns()
     agents: Agents = Agents()
@@ -131,9 +128,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_option(self) -> str:
         """The prompt template, with `auto` and `raicl` resolved."""
-        chosen = self.dataset_builder.prompt_option
+        chosen = self.prompt.option
         if chosen == "custom":
-            return f"custom:{self.dataset_builder.prompt_file}"
+            return f"custom:{self.prompt.file}"
         if chosen not in ("auto", "raicl"):
             return chosen
         return "compact" if self.model_name == "small" else "zero_shot"

@@ -100,8 +100,8 @@ def open_dataset(config: Config, run_dir: Path, log: Any) -> SftDataset:
     assert published is not None, "the policy was waited for"
     base = published[0].base_model
     limit = positions(base)
-    tokenizer, builder = load_tokenizer(base), config.dataset_builder
-    chat = chat_of(tokenizer, config.prompt_option, builder.chat_template, builder.thinking)
+    tokenizer, prompt = load_tokenizer(base), config.prompt
+    chat = chat_of(tokenizer, config.prompt_option, prompt.chat_template, prompt.thinking)
     found = find(config, Renderer(tokenizer, 0 if limit == UNLIMITED else limit, chat.render))
     _log(config, run_dir, log, found)
     return SftDataset(found.lessons, config.group_size, config.seed)

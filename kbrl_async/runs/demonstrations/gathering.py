@@ -52,7 +52,7 @@ class Found(msgspec.Struct):
         return {**figures, "left_out": [msgspec.to_builtins(problem) for problem in self.problems]}
 
 
-def gather(sources: Sequence[str], renderer: Renderer, keep: int = 3) -> Found:
+def gather(sources: Sequence[str], renderer: Renderer, keep: int) -> Found:
     """SftDataset of files, folders of files and runs, in that order.
 
     :param keep: best answers a problem that a run gives.

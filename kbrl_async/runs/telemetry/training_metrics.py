@@ -61,7 +61,7 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     return _present(values)
 
 
-def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool = True) -> dict[str, float]:
+def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value for the rollouts of one update."""
     if len({r.role for r in rollouts}) > 1:
         by_role = {f"role_{role}/reward_mean": _role_reward(rollouts, role) for role in {r.role for r in rollouts}}

@@ -1,4 +1,4 @@
-"""A reward part and a preset that pays for it: `dataset_builder.reward_preset=kbrl_example_parts.reward:TERSE`."""
+"""A reward part and a preset that pays for it: `reward.preset=kbrl_example_parts.reward:TERSE`."""
 
 from __future__ import annotations
 

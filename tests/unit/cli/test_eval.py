@@ -61,8 +61,8 @@ def test_options_and_settings_win_over_the_run(run: Path) -> None:
 
 def test_examples_are_asked_for_by_their_index(run: Path) -> None:
     config = resolved("mine", "--raicl", "index", "--raicl-k", "2")
-    builder = config.dataset_builder
-    assert (builder.prompt_option, builder.rag_index_path, builder.raicl_k) == ("raicl", "index", 2)
+    prompt = config.prompt
+    assert (prompt.option, prompt.index, prompt.examples) == ("raicl", "index", 2)
 
 
 def test_tensorboard_settings_go_by_their_short_names_too(run: Path) -> None:

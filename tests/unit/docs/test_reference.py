@@ -16,7 +16,7 @@ from kbrl_async.learning.losses import Tokens
 from kbrl_async.learning.metrics import StepLog, staleness
 from kbrl_async.rollouts.alarms import rules_of
 from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
-from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, DatasetBuilder
+from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, Reward
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
@@ -38,8 +38,10 @@ def test_the_reference_is_what_make_docs_writes(page: str, option: str, capsys: 
 
 def written_tags() -> Iterator[str]:
     """Every tag that the code can write, by the functions that write them."""
-    yield from training_metrics.scalars(rollouts())
-    yield from training_metrics.scalars([*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)])
+    yield from training_metrics.scalars(rollouts(), per_level=True)
+    yield from training_metrics.scalars(
+        [*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)], per_level=True
+    )
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
@@ -116,7 +118,7 @@ def test_the_users_own_preset_on_the_reward_page_works(tmp_path: Path, monkeypat
     (example,) = (block for block in Page(DOCS / "howto-reward.md").blocks if block.language == "python")
     (tmp_path / "mine.py").write_text("\n".join(example.lines))
     monkeypatch.syspath_prepend(tmp_path)
-    (preset,) = find_presets(DatasetBuilder(reward_preset="mine:TERSE"))
+    (preset,) = find_presets(Reward(preset="mine:TERSE"))
     assert reward_of(record(), preset) > 0
 
 

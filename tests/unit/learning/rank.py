@@ -60,7 +60,7 @@ def digest(trainer: Trainer) -> list[float]:
 def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
     """Metrics of two updates and of a third one: twice from a checkpoint, once from a published version."""
     metrics = [trainer.step(groups, 0.7, version=1) for _ in range(2)]
-    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=2))
+    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=2), keep_checkpoints=2)
     scores = trainer.sequence_logprobs
     versions.publish(folder / "policies", trainer.model, 2, None, 0, CANARY, texts=[("x", [7, 8])], logprobs_of=scores)
     metrics.append(trainer.step(groups, 0.7, version=2))

@@ -11,7 +11,7 @@ from kbrl_async.learning.settings import CORRECTIONS, LOSSES
 from kbrl_async.rollouts.prompts import TEMPLATES
 from kbrl_async.rollouts.rewards.advantages import find_baseline
 from kbrl_async.rollouts.rewards.presets import find_presets
-from kbrl_async.rollouts.settings import ADVANTAGES, REWARD_PARTS, REWARD_PRESETS, DatasetBuilder
+from kbrl_async.rollouts.settings import ADVANTAGES, REWARD_PARTS, REWARD_PRESETS, Prompt, Reward
 
 
 def choices(struct: type[Any], field: str) -> list[str]:
@@ -35,7 +35,7 @@ def test_every_baseline_can_be_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", REWARD_PRESETS.ours)
 def test_every_reward_preset_can_be_found(name: str) -> None:
-    assert all(preset.weights for preset in find_presets(DatasetBuilder(reward_preset=name)))
+    assert all(preset.weights for preset in find_presets(Reward(preset=name)))
 
 
 @pytest.mark.parametrize("name", REWARD_PARTS.ours)
@@ -44,7 +44,7 @@ def test_every_reward_part_can_be_found(name: str) -> None:
 
 
 def test_every_prompt_option_is_a_template() -> None:
-    assert set(choices(DatasetBuilder, "prompt_option")) - {"auto", "raicl", "custom"} == set(TEMPLATES)
+    assert set(choices(Prompt, "option")) - {"auto", "raicl", "custom"} == set(TEMPLATES)
 
 
 @pytest.mark.parametrize("name", backends())

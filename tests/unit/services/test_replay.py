@@ -74,7 +74,7 @@ class FakeRun:
         first = FirstPrompts(self.config.prompt_option, self.config.backend)
         sampling = SamplingParams(self.config.max_tokens)
         self._manager = RolloutManager(rollout_rules(self.config), self.state, first, sampling)
-        self._presets = find_presets(self.config.dataset_builder)
+        self._presets = find_presets(self.config.reward)
         torch.set_num_threads(1)
         self.trainer = make_trainer(self.config, self.config.model_name, "cpu")
         self._publish(0)

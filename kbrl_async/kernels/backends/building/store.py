@@ -9,7 +9,7 @@
 Invariants
 * A file appears whole or not at all (temporary file, then rename), whoever else writes at the same time.
 * What does not hash to its name is deleted and reported as absent, so that it is built again; so is an index entry.
-* Both parts are bounded (I10): beyond `max_bytes` the least recently used objects go, beyond `max_keys` the least
+* Both parts are bounded (I10): beyond `store_max_bytes` the least recently used objects go, beyond `max_keys` the least
   recently used entries. Each writer counts anew after a sixteenth of either, so n writers on one folder stay below
   1 + n/16 times the limits.
 * What a killed process left half-written is swept when a store is opened.
@@ -31,6 +31,7 @@ import msgspec
 
 from kbrl_async.errors import DiskFull
 from kbrl_async.kernels.sandbox import remove_tree
+from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport
 
 _encode = msgspec.json.Encoder().encode
@@ -59,8 +60,10 @@ def disk_errors(root: Path) -> Iterator[None]:
 class ArtifactStore:
     """Only the trusted side may hold one. Safe for many processes on one folder."""
 
-    def __init__(self, root: Path, max_bytes: int = 1 << 30, max_keys: int = 1 << 17) -> None:
-        self.root, self._max_bytes, self._max_keys = Path(root), max_bytes, max_keys
+    def __init__(
+        self, root: Path, store_max_bytes: int = CompileFarm().store_max_bytes, max_keys: int = 1 << 17
+    ) -> None:
+        self.root, self._max_bytes, self._max_keys = Path(root), store_max_bytes, max_keys
         self._lock = threading.Lock()
         with disk_errors(self.root):
             for name in ("objects", "keys", "work"):

@@ -61,7 +61,7 @@ def test_a_truncated_index_entry_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
-    store = ArtifactStore(tmp_path, max_bytes=4000)
+    store = ArtifactStore(tmp_path, store_max_bytes=4000)
     addresses = [store.put(bytes([i]) * 1000) for i in range(4)]
     for age, address in enumerate(addresses):
         path = store.path(address)
@@ -141,7 +141,7 @@ def test_an_entry_that_is_used_stays_longer(tmp_path: Path) -> None:
 
 
 def test_what_others_write_counts(tmp_path: Path) -> None:
-    stores = [ArtifactStore(tmp_path, max_bytes=16_000) for _ in range(4)]
+    stores = [ArtifactStore(tmp_path, store_max_bytes=16_000) for _ in range(4)]
     for number in range(12):
         for place, store in enumerate(stores):
             store.put(bytes([12 * place + number]) * 1000)
@@ -173,7 +173,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 
 def test_concurrent_writers_and_eviction_leave_only_whole_files(tmp_path: Path) -> None:
-    stores = [ArtifactStore(tmp_path, max_bytes=8_000, max_keys=10) for _ in range(4)]
+    stores = [ArtifactStore(tmp_path, store_max_bytes=8_000, max_keys=10) for _ in range(4)]
 
     def write(store: ArtifactStore, first: int) -> None:
         for number in range(first, first + 30):

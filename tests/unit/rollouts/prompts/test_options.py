@@ -180,15 +180,15 @@ class Tokenizer:
 
 
 def test_a_chat_template_is_applied_and_says_whether_it_opens_a_thought() -> None:
-    assert chat_of(Tokenizer(), "zero_shot").render("Hi") == "<user>Hi</user><assistant><think>\n"
-    assert chat_of(Tokenizer(), "zero_shot").opens_thought
-    assert not chat_of(Tokenizer(), "zero_shot", thinking="off").opens_thought
+    assert chat_of(Tokenizer(), "zero_shot", "auto", "auto").render("Hi") == "<user>Hi</user><assistant><think>\n"
+    assert chat_of(Tokenizer(), "zero_shot", "auto", "auto").opens_thought
+    assert not chat_of(Tokenizer(), "zero_shot", "auto", "off").opens_thought
 
 
 def test_compact_prompts_and_plain_tokenizers_get_no_template() -> None:
-    assert chat_of(Tokenizer(), "compact") is PLAIN
-    assert chat_of(Tokenizer(), "compact", "on") is not PLAIN
-    assert chat_of(Tokenizer(), "zero_shot", "off") is PLAIN
-    assert chat_of(object(), "zero_shot") is PLAIN
+    assert chat_of(Tokenizer(), "compact", "auto", "auto") is PLAIN
+    assert chat_of(Tokenizer(), "compact", "on", "auto") is not PLAIN
+    assert chat_of(Tokenizer(), "zero_shot", "off", "auto") is PLAIN
+    assert chat_of(object(), "zero_shot", "auto", "auto") is PLAIN
     with pytest.raises(ConfigError, match="no chat template"):
-        chat_of(object(), "zero_shot", "on")
+        chat_of(object(), "zero_shot", "on", "auto")

@@ -87,8 +87,8 @@ def test_what_fits_is_shown_though_a_better_one_did_not() -> None:
 
 
 def config(index: Path, **changes: Any) -> Config:
-    settings = {"prompt_option": "raicl", "rag_index_path": str(index), **changes}
-    return load(overrides=[f"dataset_builder.{name}={value}" for name, value in settings.items()])
+    settings = {"option": "raicl", "index": str(index), **changes}
+    return load(overrides=[f"prompt.{name}={value}" for name, value in settings.items()])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def index(tmp_path: Path) -> Path:
 
 
 def example_prompts(settings: Config, retriever: Retriever, count: Callable[[str], int], tokens: int) -> ExamplePrompts:
-    return ExamplePrompts(settings.prompt_option, settings.backend, retriever, count, tokens, settings.dataset_builder)
+    return ExamplePrompts(settings.prompt_option, settings.backend, retriever, count, tokens, settings.prompt)
 
 
 def prompts(index: Path, tokens: int = 10**6, **changes: Any) -> ExamplePrompts:
@@ -123,18 +123,18 @@ def test_a_prompt_names_its_examples_and_the_index(index: Path) -> None:
     assert first.text.endswith(render_prompt("compact", PROBLEM))
 
 
-def test_raicl_k_and_the_token_budget_bound_the_examples(index: Path) -> None:
-    assert len(prompts(index, raicl_k=2).make(PROBLEM, Purpose.TRAIN).examples) == 2
+def test_their_number_and_the_token_budget_bound_the_examples(index: Path) -> None:
+    assert len(prompts(index, examples=2).make(PROBLEM, Purpose.TRAIN).examples) == 2
     bare = words(render_prompt("compact", PROBLEM))
     assert prompts(index, tokens=bare).make(PROBLEM, Purpose.TRAIN).examples == ()
 
 
 def test_the_small_policy_is_shown_its_own_backend_only(index: Path) -> None:
-    assert "test:8" not in prompts(index, raicl_k=9).make(PROBLEM, Purpose.TRAIN).examples
+    assert "test:8" not in prompts(index, examples=9).make(PROBLEM, Purpose.TRAIN).examples
 
 
 def test_held_out_solutions_are_in_no_prompt(index: Path) -> None:
-    made = prompts(index, raicl_k=9)
+    made = prompts(index, examples=9)
     assert "test:7" not in made.make(PROBLEM, Purpose.TRAIN).examples
     assert "test:7" not in made.make(HELD, Purpose.EVAL).examples
 
@@ -146,7 +146,7 @@ def test_the_live_index_is_off_by_default(index: Path) -> None:
 
 
 def test_a_live_kernel_is_shown_in_training_and_never_in_an_evaluation(index: Path) -> None:
-    made = prompts(index, raicl_live=4, raicl_k=9)
+    made = prompts(index, live_examples=4, examples=9)
     made.learn(*scored(Problem("L1/other", 1, "other", module("x = F.celu(x)"))))
     shown = made.make(PROBLEM, Purpose.TRAIN)
     assert "live:g1.r0" in shown.examples
@@ -158,14 +158,14 @@ def test_a_live_kernel_is_shown_in_training_and_never_in_an_evaluation(index: Pa
 def test_held_out_problems_and_evaluations_never_join_the_live_index(
     index: Path, rollout: tuple[RolloutRequest, ScoredTurn]
 ) -> None:
-    made = prompts(index, raicl_live=4)
+    made = prompts(index, live_examples=4)
     made.learn(*rollout)
     assert made.live is not None
     assert len(made.live) == 0
 
 
 def test_an_unverified_rollout_never_joins_the_live_index(index: Path) -> None:
-    made = prompts(index, raicl_live=4)
+    made = prompts(index, live_examples=4)
     request, result = scored(PROBLEM)
     made.learn(request, msgspec.structs.replace(result, timing=None))
     assert made.live is not None
@@ -207,7 +207,7 @@ def test_prompt_and_longest_answer_fit_the_models_positions(
 def test_a_run_guards_its_held_out_problems_and_says_so(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, said = opened(monkeypatch, tmp_path / "run", config(index, raicl_k=9), positions=10**6)
+    made, said = opened(monkeypatch, tmp_path / "run", config(index, examples=9), positions=10**6)
     assert "'guarded': 1" in said[0]
     assert "test:7" not in made.make(PROBLEM, Purpose.TRAIN).examples
 
@@ -220,7 +220,7 @@ def test_a_continued_run_takes_its_kernels_back_into_the_live_index(
     (run / "config.yaml").write_text("backend: c\n")
     for name in ("L1_asked", "L1_held"):
         (run / "kernels" / f"{name}.py").write_text("class ModelNew: pass\n")
-    made, _ = opened(monkeypatch, run, config(index, raicl_live=4))
+    made, _ = opened(monkeypatch, run, config(index, live_examples=4))
     assert isinstance(made, ExamplePrompts)
     assert made.live is not None
     assert [item.problem_id for item in made.live.snapshot().entries] == ["L1/asked"]
@@ -238,9 +238,9 @@ def test_tokens_are_counted_as_the_policy_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["dataset_builder.prompt_option=raicl"], "needs dataset_builder.rag_index_path"),
-        (["dataset_builder.rag_index_path=x"], "used by prompt_option=raicl only"),
-        (["dataset_builder.raicl_k=0"], "raicl_k must be an integer ≥ 1"),
+        (["prompt.option=raicl"], "needs prompt.index"),
+        (["prompt.index=x"], "used by prompt.option=raicl only"),
+        (["prompt.examples=0"], "prompt.examples must be an integer ≥ 1"),
     ],
 )
 def test_settings_that_contradict_are_named(overrides: list[str], message: str) -> None:
@@ -249,7 +249,7 @@ def test_settings_that_contradict_are_named(overrides: list[str], message: str) 
 
 
 def test_raicl_resolves_to_the_models_own_template() -> None:
-    base = ["dataset_builder.prompt_option=raicl", "dataset_builder.rag_index_path=x"]
+    base = ["prompt.option=raicl", "prompt.index=x"]
     assert load(overrides=base).prompt_option == "compact"
     assert load(overrides=[*base, "model_name=some/model"]).prompt_option == "zero_shot"
 

@@ -58,7 +58,7 @@ def test_zero_variance() -> None:
 
 
 def test_turn_returns_discount_later_turns() -> None:
-    assert turn_returns([0.0, 1.0, 2.0], gamma=0.4) == pytest.approx([0.4 + 0.32, 1.8, 2.0])
+    assert turn_returns([0.0, 1.0, 2.0], gamma=0.4, how="sum") == pytest.approx([0.4 + 0.32, 1.8, 2.0])
     assert turn_returns([0.0, 1.0, 2.0], gamma=0.4, how="max") == pytest.approx([0.4, 1.0, 2.0])
 
 

@@ -12,7 +12,7 @@ from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
 from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, plan_reward_of, reward_of
-from kbrl_async.rollouts.settings import DatasetBuilder
+from kbrl_async.rollouts.settings import Reward
 from kbrl_async.rollouts.turns import with_returns
 from protocols.records import BenchReport, BuildReport, Fault, Generation, Timing, TrainSample, Verdict
 from tests.plans import turn_rules
@@ -98,7 +98,7 @@ CHEAT = turn(WRITTEN, BuildReport(Fault.OK), benched(Fault.CHEATING))
 
 
 def preset(name: str, **settings: Any) -> Preset:
-    return find_presets(DatasetBuilder(reward_preset=name, **settings))[0]
+    return find_presets(Reward(preset=name, **settings))[0]
 
 
 def test_plan_code_pays_code_by_correctness_and_the_plan_by_speedup_behind_one_gate() -> None:
@@ -113,14 +113,14 @@ def test_cheating_pays_no_plan() -> None:
 
 
 def test_any_preset_can_pay_a_plan() -> None:
-    pays = preset("stage3", reward_plan_part="speed")
+    pays = preset("stage3", plan_part="speed")
     assert (pays.plan_part, pays.plan_weight) == ("speed", 0.1)
     assert plan_reward_of(FAST, pays) == pytest.approx(2 / 3)
-    assert preset("plan_code", reward_plan_weight=0.3).plan_weight == 0.3
-    assert preset("plan_code", reward_plan_weight=0.0).plan_weight == 0.0
+    assert preset("plan_code", plan_weight=0.3).plan_weight == 0.3
+    assert preset("plan_code", plan_weight=0.0).plan_weight == 0.0
     assert plan_reward_of(FAST, preset("stage3")) == 0.0
 
 
 def test_a_weight_without_a_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="weighs no part"):
-        preset("stage3", reward_plan_weight=0.2)
+        preset("stage3", plan_weight=0.2)

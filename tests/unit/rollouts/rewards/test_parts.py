@@ -11,7 +11,7 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.rewards import presets
 from kbrl_async.rollouts.rewards.parts import earns, log_speed, part_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
-from kbrl_async.rollouts.settings import REWARD_PRESETS, DatasetBuilder
+from kbrl_async.rollouts.settings import REWARD_PRESETS, Reward
 from kbrl_async.runs.config import load
 from protocols.records import (
     BenchReport,
@@ -64,7 +64,7 @@ FAST_PART = 2 / 3
 
 def reward(found: Record, preset: str) -> float:
     assert earns(found)
-    return reward_of(found, find_presets(DatasetBuilder(reward_preset=preset))[0])
+    return reward_of(found, find_presets(Reward(preset=preset))[0])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_thinking_needs_a_closed_thought_with_content() -> None:
 
 
 def test_weights_can_be_overridden_one_by_one() -> None:
-    (preset,) = find_presets(DatasetBuilder(reward_preset="stage1", reward_compile_weight=0.0))
+    (preset,) = find_presets(Reward(preset="stage1", compile_weight=0.0))
     assert reward_of(NO_COMPILE, preset) == pytest.approx(0.3)
     assert reward_of(WRONG, preset) == pytest.approx(0.3 + 0.2 * 0.4)
     assert presets.STAGE1.weights["compile"] == 0.5
@@ -160,7 +160,7 @@ def test_weights_can_be_overridden_one_by_one() -> None:
 
 def test_a_wrong_part_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'compile'"):
-        find_presets(DatasetBuilder(reward_preset=f"{__name__}:MISSPELT"))
+        find_presets(Reward(preset=f"{__name__}:MISSPELT"))
 
 
 def test_presets_are_plain_data() -> None:
@@ -181,17 +181,17 @@ NO_PRESET = "stage1"
 
 
 def test_a_users_own_preset_and_part_are_named_by_their_place_in_the_setting() -> None:
-    config = load(overrides=[f"dataset_builder.reward_preset={__name__}:BRIEF"])
-    (preset,) = find_presets(config.dataset_builder)
+    config = load(overrides=[f"reward.preset={__name__}:BRIEF"])
+    (preset,) = find_presets(config.reward)
     assert reward_of(FAST, preset) == pytest.approx(1.0 + 2.0 / 10)
     assert reward_of(record(verdict=Fault.CHEATING), preset) == 0.0
 
 
 def test_what_is_no_preset_is_refused_with_the_configuration() -> None:
     with pytest.raises(ConfigError, match="is no Preset"):
-        load(overrides=[f"dataset_builder.reward_preset={__name__}:NO_PRESET"])
+        load(overrides=[f"reward.preset={__name__}:NO_PRESET"])
 
 
 def test_a_name_that_is_nearly_right_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="Did you mean stage3"):
-        load(overrides=["dataset_builder.reward_preset=stge3"])
+        load(overrides=["reward.preset=stge3"])

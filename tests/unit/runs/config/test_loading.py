@@ -36,9 +36,9 @@ def test_nothing_given_is_the_default_configuration() -> None:
 
 def test_the_default_file_holds_the_built_in_values_but_for_the_weight_of_speed() -> None:
     config = load([ROOT / "configs/default.yaml"])
-    assert config.dataset_builder.reward_speed_weight == 0.7
-    builder = msgspec.structs.replace(config.dataset_builder, reward_speed_weight=None)
-    assert msgspec.structs.replace(config, dataset_builder=builder) == Config()
+    assert config.reward.speed_weight == 0.7
+    reward = msgspec.structs.replace(config.reward, speed_weight=None)
+    assert msgspec.structs.replace(config, reward=reward) == Config()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
@@ -115,7 +115,7 @@ def test_the_shell_wins_over_the_dotenv_file(tmp_path: Path) -> None:
         ("threads=1", "learner.threads or sampler.threads"),
         ("epochs=2", "learner.epochs"),
         ("learner.epoch=2", "learner.epochs"),
-        ("dataset_builder.reward_speedup_weight=1", "dataset_builder.reward_speed_weight"),
+        ("dataset_builder.reward_speedup_weight=1", "reward.speed_weight"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: str) -> None:
@@ -227,8 +227,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (["turns.stop=correct"], "turns.* needs mode=multi_turn"),
         (["timing_bench.min_pairs=99"], "timing_bench.min_pairs=99 is above"),
         (["timing_bench.cap_s=9"], "leaves nothing of timing_bench.deadline_s"),
-        (["timing_bench.timed=false"], "reward_preset=stage3 pays for speed"),
-        (["timing_bench.timed=false", "dataset_builder.reward_preset=auto"], "reward_preset=auto pays for speed"),
+        (["timing_bench.timed=false"], "reward.preset=stage3 pays for speed"),
+        (["timing_bench.timed=false", "reward.preset=auto"], "reward.preset=auto pays for speed"),
         (["name=../x"], "cannot be the folder of a run"),
         (["name=latest"], "cannot be the folder of a run"),
         (["log_path="], "log_path is empty"),
@@ -289,9 +289,9 @@ def test_leases_are_given_by_stage() -> None:
 
 
 def test_reward_weights_are_those_that_were_given() -> None:
-    builder = load(overrides=["dataset_builder.reward_speed_weight=0", "dataset_builder.reward_compile_weight=.2"])
-    assert builder.dataset_builder.reward_weights == {"compile": 0.2, "speed": 0.0}
-    assert Config().dataset_builder.reward_weights == {}
+    config = load(overrides=["reward.speed_weight=0", "reward.compile_weight=.2"])
+    assert config.reward.weights == {"compile": 0.2, "speed": 0.0}
+    assert Config().reward.weights == {}
 
 
 def test_levels_are_sorted_without_doubles() -> None:

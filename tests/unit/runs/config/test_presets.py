@@ -11,7 +11,7 @@ from kbrl_async.learning.settings import check_combination
 from kbrl_async.rollouts.settings import ADVANTAGES
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.presets import METHODS, PRESETS
-from kbrl_async.runs.config.ranges import PresetName
+from kbrl_async.runs.config.schema import PresetName
 
 
 @pytest.mark.parametrize("name", PRESETS)

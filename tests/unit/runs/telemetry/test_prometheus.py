@@ -49,7 +49,7 @@ def scalars() -> dict[str, float]:
     )  # fmt: skip
     groups = {f"groups/{name}": float(getattr(counters, name)) for name in RunCounters.__struct_fields__}
     policy = training_metrics.policy_scalars(learner())
-    return training_metrics.scalars(rollouts) | policy | groups
+    return training_metrics.scalars(rollouts, per_level=True) | policy | groups
 
 
 def status() -> msg.StatusReport:

@@ -87,7 +87,7 @@ def test_every_tag_that_we_make_is_on_a_dashboard() -> None:
         seconds={"queue": 1.0},
     )  # fmt: skip
     now = SystemSample(t=2, queues={"a": 1}, in_flight={"a": 1}, oldest_s={"a": 1}, workers={"w": WorkerSample()})
-    made = training_metrics.scalars([rollout]) | system_metrics.scalars(SystemSample(t=1), now)
+    made = training_metrics.scalars([rollout], per_level=True) | system_metrics.scalars(SystemSample(t=1), now)
     made |= training_metrics.policy_scalars({"ratio_mean": 1, "mismatch_kl": 0, "entropy": 1, "ess": 1, "lr": 1})
     made |= system_metrics.scalars(None, SystemSample(t=1, workers={"s": WorkerSample(facts={"kv_usage": 0.5})}))
     patterns = [p for charts in tensorboard.DASHBOARDS.values() for tags in charts.values() for p in tags]
@@ -105,7 +105,7 @@ def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
                      fault="" if turn else "compile_error")
         for turn in range(3)
     ]  # fmt: skip
-    made = [tag for tag in training_metrics.scalars(turns) if tag.startswith("trajectory/")]
+    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("trajectory/")]
     made += [f"turn_{turn}/{rate}" for turn in (1, 2, 3) for rate in ("correct_rate", "reward_mean", "compile_rate")]
     assert len(made) == 5 + 9
     assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Turns"))] == []

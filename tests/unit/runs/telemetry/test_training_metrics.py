@@ -21,14 +21,14 @@ ALL = [FAST, SLOW, BROKEN, CHEAT]
 
 
 def test_rewards() -> None:
-    values = training_metrics.scalars(ALL)
+    values = training_metrics.scalars(ALL, per_level=True)
     assert values["reward/mean"] == pytest.approx(0.4)
     assert values["reward/std"] == pytest.approx(0.18125**0.5)
     assert (values["reward/min"], values["reward/max"]) == (-0.05, 1.0)
 
 
 def test_rates_are_shares_of_all_rollouts() -> None:
-    values = training_metrics.scalars(ALL)
+    values = training_metrics.scalars(ALL, per_level=True)
     rates = {tag: value for tag, value in values.items() if tag.startswith("rate/")}
     assert rates == {
         "rate/format": 1.0, "rate/compile": 0.75, "rate/correct": 0.5, "rate/cheat": 0.25, "rate/fast_1": 0.25,
@@ -38,16 +38,16 @@ def test_rates_are_shares_of_all_rollouts() -> None:
 
 def test_speedups_are_those_of_correct_kernels_only() -> None:
     cheating_fast = RolloutStats(problem_id="x", level=1, reward=0, speedup=100.0)
-    values = training_metrics.scalars([*ALL, cheating_fast])
+    values = training_metrics.scalars([*ALL, cheating_fast], per_level=True)
     assert (values["speedup/mean"], values["speedup/geometric_mean"], values["speedup/max"]) == (2.5, 2.0, 4.0)
 
 
 def test_without_a_correct_kernel_there_is_no_speedup() -> None:
-    assert not [tag for tag in training_metrics.scalars([BROKEN]) if "speedup" in tag]
+    assert not [tag for tag in training_metrics.scalars([BROKEN], per_level=True) if "speedup" in tag]
 
 
 def test_levels_are_broken_down() -> None:
-    values = training_metrics.scalars(ALL)
+    values = training_metrics.scalars(ALL, per_level=True)
     assert values["level1/correct_rate"] == 1.0
     assert values["level1/speedup_mean"] == pytest.approx(2.0)
     assert values["level2/correct_rate"] == 0.0
@@ -57,20 +57,20 @@ def test_levels_are_broken_down() -> None:
 
 def test_turns_are_broken_down_where_there_are_several() -> None:
     second = RolloutStats(problem_id="x", level=1, reward=0.8, turn=1)
-    values = training_metrics.scalars([BROKEN, second])
+    values = training_metrics.scalars([BROKEN, second], per_level=True)
     assert (values["turn_1/reward_mean"], values["turn_2/reward_mean"]) == (0.05, 0.8)
-    assert not [tag for tag in training_metrics.scalars(ALL) if tag.startswith("turn")]
+    assert not [tag for tag in training_metrics.scalars(ALL, per_level=True) if tag.startswith("turn")]
 
 
 def test_age_and_times_are_means_over_those_that_have_them() -> None:
-    values = training_metrics.scalars(ALL)
+    values = training_metrics.scalars(ALL, per_level=True)
     assert (values["staleness/versions_mean"], values["staleness/versions_max"]) == (1.0, 2)
     assert (values["time/generate_s"], values["time/bench_s"]) == (3.0, 1.0)
     assert values["tokens/answer_mean"] == 37.5
 
 
 def test_nothing_gives_nothing() -> None:
-    assert training_metrics.scalars([]) == {}
+    assert training_metrics.scalars([], per_level=True) == {}
 
 
 def test_histograms_hold_every_value() -> None:
