@@ -137,10 +137,16 @@ def backends() -> list[str]:
     return BACKENDS.names()
 
 
-def preloads() -> tuple[str, ...]:
-    """What the children of a bench with a GPU have imported, of every backend of ours that this host has."""
-    ours = map(backend, BACKENDS.ours)
-    return tuple(module for one in ours if one.preload and not one.missing() for module in one.preload)
+def preloads(kind: str) -> tuple[str, ...]:
+    """What the children of a bench on such a device have imported before any fork, of every backend of ours for it: an
+    import in each child would cost it some 35 ms."""
+    found: list[str] = []
+    for name, place in BACKENDS.ours.items():
+        one = backend(name)
+        if kind in one.runs_on:
+            found.append(place.partition(":")[0])
+            found += one.preload if kind == "cuda" and one.preload and not one.missing() else ()
+    return tuple(dict.fromkeys(found))
 
 
 def runs_on_gpu(name: str) -> bool:

@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.device import Device
@@ -25,7 +26,7 @@ class CpuDevice(Device):
     """See `verify.device`."""
 
     def zygote(self, modules: tuple[str, ...]) -> Zygote:
-        return Zygote((*PRELOAD, *modules))
+        return Zygote((*PRELOAD, *preloads("cpu"), *modules))
 
     def reference(
         self,

@@ -44,7 +44,7 @@ class CudaDevice(Device):
         return self._health
 
     def zygote(self, modules: tuple[str, ...]) -> Zygote:
-        return Zygote((*PRELOAD, *preloads(), *modules), profile="gpu")
+        return Zygote((*PRELOAD, *preloads("cuda"), *modules), profile="gpu")
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
