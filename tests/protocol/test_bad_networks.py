@@ -102,8 +102,8 @@ def _nobody() -> asyncio.StreamWriter:
 # ── clocks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 STAMPS = {
+    "kbrl_async/lab/self_test.py": "when a benchmark was made",
     "kbrl_async/kernels/backends/building/store.py": "files have no other time than the host's; six hours of margin",
-    "kbrl_async/cli/bench_runs.py": "when a benchmark was made",
     "kbrl_async/cli/logs.py": "--since is a time of day",
     "kbrl_async/cli/problems.py": "the date of an audit",
     "kbrl_async/learning/policies/exporting.py": "when an export was made",
