@@ -127,6 +127,7 @@ def _files_of_the_reader(place: Path) -> None:
         "layers.py": LAYERS,
         "my_module.py": block("tutorial.md", "python"),
         "my_problem.py": block("howto-problems.md", "python"),
+        "mine.py": block("howto-reward.md", "python"),
         "my_problems/level1/01_scaled_relu.py": block("howto-problems.md", "python"),
         "my_problems/level1/02_shifted_relu.py": block("howto-problems.md", "python").replace("x * 2", "x"),
         "my_problems/index.toml": block("howto-problems.md", "toml"),
