@@ -41,10 +41,6 @@ class Pace:
         """No request before `until`."""
         self._closed_until = max(self._closed_until, until)
 
-    def closed_s(self, now: float) -> float:
-        """Seconds for which no request may go out."""
-        return max(0.0, self._closed_until - now)
-
 
 def retry_after_s(value: str | None, now: float) -> float | None:
     """The seconds that a Retry-After header asks for, as a number or a date (RFC 9110 §10.2.3); None: it says nothing.

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import importlib.util
 import re
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -230,9 +229,3 @@ def _bound(functions: str | list[str] | dict[str, str] | None) -> dict[str, str]
 
 def _flags(flags: list[str] | None) -> Flags:
     return tuple(str(flag).strip() for flag in flags or ())
-
-
-def is_replaced() -> bool:
-    """Whether this process answers loaders itself."""
-    module = sys.modules.get("torch.utils.cpp_extension")
-    return module is not None and getattr(module.load_inline, "__module__", "") == __name__

@@ -58,7 +58,6 @@ _HIDDEN_NS = 30_000.0
 _MAX_REASON = 200
 _ORDINARY_NS = 400_000.0
 """What an ordinary forward takes with its flushes."""
-_AGREE = 0.3
 _CAPTURE_S = 10.0
 _CLOCK_EVERY = 4
 _BESIDE_RATIO = 1.5
