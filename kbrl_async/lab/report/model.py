@@ -35,6 +35,8 @@ class StageSpan(msgspec.Struct, frozen=True):
     start: float
     end: float
     worker: str = ""
+    waited: float = 0.0
+    """Seconds in the queue before it."""
 
 
 class ScoredTurn(msgspec.Struct, frozen=True):
@@ -86,6 +88,50 @@ class BestKernel(msgspec.Struct, frozen=True):
     pairs: int | None = None
 
 
+class SampledTurn(msgspec.Struct, frozen=True):
+    """One turn with all that was said and found: what the policy read, what it wrote, and what became of that."""
+
+    turn: ScoredTurn
+    prompt: str
+    answer: str
+    message: str = ""
+    """Of the verdict, as the next turn of the rollout would read it."""
+    hint: str = ""
+    checks: tuple[tuple[str, str, float, str], ...] = ()
+    """(step, fault, seconds, detail) in the order of the funnel."""
+
+
+class Mistake(msgspec.Struct, frozen=True):
+    """A kind of failure: messages that are alike but for their numbers, names and places."""
+
+    fault: str
+    kind: str
+    count: int
+    """Among the failures that were read."""
+    problems: int
+    example: str
+    """The whole message of one of them."""
+    hint: str
+    task_id: str
+    """Whose example it is."""
+
+
+class Examples(msgspec.Struct, frozen=True):
+    """What is shown of single turns; see `examples`."""
+
+    mistakes: Mapping[str, Sequence[Mistake]] = {}
+    """By fault, the commonest first."""
+    read: Mapping[str, tuple[int, int]] = {}
+    """By fault: training turns whose message was read, and all that failed so."""
+    sample: Sequence[SampledTurn] = ()
+    kept: int = 0
+    """Turns whose text the archive still has."""
+
+    def place(self, task_id: str) -> int | None:
+        """Where a turn stands in the sample."""
+        return next((i for i, one in enumerate(self.sample) if one.turn.task_id == task_id), None)
+
+
 class LogLine(msgspec.Struct, frozen=True):
     """A warning or an error of a process."""
 
@@ -112,6 +158,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     curves: Mapping[str, Sequence[tuple[float, float]]] = msgspec.field(default_factory=dict)
     """(update, value) of the learner's metrics."""
     kernels: Sequence[BestKernel] = ()
+    examples: Examples = Examples()
     rules: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How often each tripwire or check against cheating fired."""
     log: Sequence[LogLine] = ()

@@ -27,10 +27,11 @@ from kbrl_async.errors import UserError
 from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
 from kbrl_async.lab.report.comparing import curves
+from kbrl_async.lab.report.examples import read_examples
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import JournalData, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn, StageSpan
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
@@ -69,6 +70,7 @@ def read_run(path: Path) -> RunData:
         system=system,
         curves=_curves(path, stored),
         kernels=read_kernels(turns, path, stored.path if stored else None, problems),
+        examples=read_examples(turns, stored),
         rules=stored.rules if stored else {},
         log=[msgspec.structs.replace(line, at=line.at - origin) for line in log.loud],
         log_count=log.loud_count,
@@ -165,7 +167,7 @@ def _ages(journal: JournalData) -> dict[str, int]:
 
 
 def _since(turn: ScoredTurn, origin: float) -> ScoredTurn:
-    spans = tuple(StageSpan(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
+    spans = tuple(msgspec.structs.replace(s, start=s.start - origin, end=s.end - origin) for s in turn.spans)
     at = None if turn.at is None else turn.at - origin
     asked = None if turn.asked is None else turn.asked - origin
     return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
