@@ -49,7 +49,7 @@ class Speeds(msgspec.Struct, frozen=True):
     """The same of each problem's best sample: what n tries find."""
     geometric_mean: Figure | None
     median: Figure | None
-    proven_faster: Figure
+    fast_1_proven: Figure
     """Share of samples whose whole interval lies above 1 (I7)."""
 
 

@@ -147,7 +147,7 @@ def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
         "hack_rate": mean(lambda s: s.cheated),
         "solved_rate": float(np.mean([any(s.correct for s in cluster) for cluster in clusters])),
         "fast_1": mean(lambda s: (s.speedup() or 0.0) > 1.0),
-        "proven_faster": mean(is_proven_faster),
+        "fast_1_proven": mean(is_proven_faster),
         "speedup_geometric_mean": geometric_mean([v for c in clusters for s in c if (v := s.speedup()) is not None]),
         "policy_version_mean": mean(lambda s: s.policy_version),
     }

@@ -102,7 +102,6 @@ def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[st
         compiled=passed.get("compile", False),
         correct=passed.get("correct", False),
         cheated=fault is Fault.CHEATING,
-        fast=timing is not None and timing.is_faster,
         speedup=timing.speedup if timing else None,
         speedup_lo=timing.lo if timing else None,
         speedup_hi=timing.hi if timing else None,

@@ -34,8 +34,6 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     correct: bool = False
     cheated: bool = False
-    fast: bool = False
-    """Correct, and the lower end of the speedup's interval is above 1."""
     speedup: float | None = None
     speedup_lo: float | None = None
     speedup_hi: float | None = None
@@ -64,3 +62,13 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that it came to."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""
+
+    @property
+    def fast_1(self) -> bool:
+        """Correct, and more than once as fast by the point estimate: what KernelBench counts."""
+        return self.correct and (self.speedup or 0.0) > 1.0
+
+    @property
+    def fast_1_proven(self) -> bool:
+        """Correct, and the whole interval of the speedup lies above 1 (I7)."""
+        return self.correct and (self.speedup_lo or 0.0) > 1.0

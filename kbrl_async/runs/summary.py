@@ -28,13 +28,13 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import by_version
-from kbrl_async.runs.telemetry.by_version import FIELDS, Answers
+from kbrl_async.runs.telemetry.by_version import FIELDS, SHARES, Answers
 from kbrl_async.runs.telemetry.proportions import wilson
 from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
 
 Summary = dict[str, Any]
 
-HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "speedup_mean")
+HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
 BEST_KERNELS = 10
 OLD = (
     "This summary compared answers in the order of their scoring, failures first; 'kbrl report' shows the run by "
@@ -115,11 +115,7 @@ def by_versions(summary: Mapping[str, Any]) -> Mapping[str, Any]:
 def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
     """Rates, and of each share `[lo, hi]` under its name and `_95`; null of none."""
     answers = kernels(rollouts)
-    hits = {
-        "correct_rate": sum(r.correct for r in answers),
-        "compile_rate": sum(r.compiled for r in answers),
-        "fast_1": sum(r.fast for r in answers),
-    }
+    hits = {name: sum(getattr(r, flag) for r in answers) for name, flag in SHARES.items()}
     intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
     rates = outcome_rates(answers)
     return {
@@ -141,7 +137,7 @@ def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) ->
     """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval."""
     best: dict[str, RolloutStats] = {}
     for rollout in rollouts:
-        if rollout.correct and rollout.fast and _lo(rollout) > _lo(best.get(rollout.problem_id)):
+        if rollout.fast_1_proven and _lo(rollout) > _lo(best.get(rollout.problem_id)):
             best[rollout.problem_id] = rollout
     ranked = sorted(best.values(), key=_lo, reverse=True)[:count]
     return [
@@ -165,7 +161,19 @@ def read(path: Path) -> Summary:
     :raises FileNotFoundError: the run has not ended.
     :raises msgspec.DecodeError: somebody edited it.
     """
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return _named_as_today(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+
+
+def _named_as_today(summary: Summary) -> Summary:
+    """A summary from when `fast_1` meant what is called `fast_1_proven` now."""
+    if any("fast_1_proven" in name for name in summary):
+        return summary
+    points = [_proven(point) for point in summary.get("by_version", [])]
+    return _proven(summary) | ({"by_version": points} if points else {})
+
+
+def _proven(figures: Summary) -> Summary:
+    return {name.replace("fast_1", "fast_1_proven"): value for name, value in figures.items()}
 
 
 def render(summary: Summary) -> Group:

@@ -114,7 +114,6 @@ def _turn(row: Row) -> ScoredTurn:
         compiled=row.compiled,
         correct=row.correct,
         cheated=row.fault == "cheating",
-        fast=row.lo is not None and row.lo > 1.0,
         speedup=row.speedup,
         speedup_lo=row.lo,
         speedup_hi=row.hi,

@@ -24,8 +24,8 @@ MOST_POINTS, LEAST_A_POINT = 160, 16
 SOLVED = "success_rate"
 """Rollouts of several turns with a correct one."""
 
-_FIGURES = ("reward_mean", "compile_rate", "correct_rate", "success_rate", "fast_1", "speedup_mean")
-_HELDOUT = ("compile_rate", "correct_rate", "fast_1", "speedup_mean")
+_FIGURES = ("reward_mean", "compile_rate", "correct_rate", "success_rate", "fast_1", "fast_1_proven", "speedup_mean")
+_HELDOUT = ("compile_rate", "correct_rate", "fast_1", "fast_1_proven", "speedup_mean")
 ROWS = (
     *("method", "preset", "seed", "updates", "rollouts", "lessons", "wall_s", "updates_per_hour"),
     *(f"{what}_{end}" for what in ("versions", "answers", *_FIGURES) for end in ("first", "last")),

@@ -70,7 +70,7 @@ def outcome(stats: RolloutStats) -> int:
     """Index into `OUTCOMES`."""
     if stats.fault in FAULTS:
         return FAULTS[stats.fault]
-    return 0 if stats.fast else 1 if stats.correct else 2
+    return 0 if stats.fast_1_proven else 1 if stats.correct else 2
 
 
 def _by_version(run: RunData) -> Markup:
