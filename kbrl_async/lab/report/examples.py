@@ -136,8 +136,8 @@ def _sampled(turn: ScoredTurn, record: Record) -> SampledTurn:
     answer = record.generation.text if record.generation is not None else ""
     verdict = record.verdict
     return SampledTurn(
-        turn, _kept(record.request.prompt, PROMPT), _kept(answer, ANSWER), _kept(verdict.message, EXAMPLE), verdict.hint,
-        checks,
+        turn, _kept(record.request.prompt, PROMPT), _kept(answer, ANSWER), _kept(verdict.message, EXAMPLE),
+        verdict.hint, checks,
     )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ class BestKernel(msgspec.Struct, frozen=True):
     candidate_ms: float | None = None
     reference_ms: float | None = None
     baselines: Mapping[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
+    task_id: str = ""
     pairs: int | None = None
 
 

@@ -57,8 +57,8 @@
       head.addEventListener("keydown", event => { if (event.key === "Enter") sort(head, i); });
     });
   }
-  for (const box of document.querySelectorAll("[data-filtered]")) {
-    const [bar, ...items] = box.children;
+  for (const bar of document.querySelectorAll(".filters")) {
+    const items = [...bar.nextElementSibling.children];
     const by = [...bar.querySelectorAll("select")];
     const filter = () => {
       const shown = items.filter(item => !(item.hidden = by.some(s => s.value && item.dataset[s.dataset.by] !== s.value)));

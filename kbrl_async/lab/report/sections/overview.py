@@ -8,7 +8,8 @@ from typing import Any
 
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Content, Markup, element, join
-from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.model import BestKernel, RunData
+from kbrl_async.lab.report.verdict import verdict
 from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
 
 
@@ -18,7 +19,7 @@ def make(run: RunData) -> Markup:
     line = element("p", " · ".join(word for word in what if word), class_="subtitle")
     found = settled(run.answers)
     which = (
-        element("p", f"Correct, faster and reward: {sentence(run.answers, found)}", class_="subtitle")
+        element("p", f"Correct, proven faster and reward: {sentence(run.answers, found)}", class_="subtitle")
         if run.training
         else ""
     )
@@ -27,6 +28,7 @@ def make(run: RunData) -> Markup:
         element("p", "Run report", class_="kicker"),
         element("h1", run.name),
         line,
+        element("p", said, class_="verdict") if (said := verdict(run)) else "",
         _tiles(run, ends(found)),
         which,
         _notes(run),
@@ -41,20 +43,24 @@ def _settings(run: RunData) -> list[str]:
 
 def _tiles(run: RunData, two: Ends) -> Markup:
     s = run.summary
-    best = run.kernels[0] if run.kernels else None
+    best = next((kernel for kernel in run.kernels if kernel.lo > 1), None)
     tiles = [
         _compared("correct", two, "correct_rate", numbers.percent),
-        _compared("fast_1_proven", two, "fast_1_proven", numbers.percent),
+        _compared("proven faster", two, "fast_1_proven", numbers.percent),
         _compared("reward", two, "reward_mean", numbers.plain),
-        _tile(
-            "best kernel",
-            numbers.times(best.speedup if best else None),
-            best.problem_id if best else "none correct yet",
-        ),
+        _best(best),
         _tile("updates", numbers.plain(len(run.updates)), _rate(run)),
         _tile("rollouts", numbers.plain(float(len(run.training))), _groups(s)),
     ]
     return element("div", *tiles, class_="tiles")
+
+
+def _best(best: BestKernel | None) -> Markup:
+    """A kernel is called fastest only where its whole interval says so."""
+    if best is None:
+        return _tile("fastest proven kernel", "none", "no kernel's whole interval lies above 1×")
+    ends = f"{numbers.times(best.lo)} … {numbers.times(best.hi)}"
+    return _tile("fastest proven kernel", numbers.times(best.speedup), f"{best.problem_id} ({ends})")
 
 
 def _tile(name: str, value: str, note: str) -> Markup:

@@ -24,7 +24,7 @@ def make(run: RunData) -> Markup:
         else "Every turn of the run."
     )
     listed = [_turn(number, one) for number, one in enumerate(sample)]
-    return section("rollouts", "Rollouts", rule, element("div", _filters(sample), *listed, data_filtered=True))
+    return section("rollouts", "Rollouts", rule, _filters(sample), element("div", *listed, class_="list"))
 
 
 def link(run: RunData, task_id: str, words: str = "") -> Markup:

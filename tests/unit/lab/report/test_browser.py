@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(browser.find() is None, reason="no chromium here
 PROBE = """(() => {
   const seen = node => { const b = node.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
   const name = node => (node.textContent || "").trim().slice(0, 60);
-  const wide = document.documentElement.scrollWidth - innerWidth;
+  const wide = document.documentElement.scrollWidth - visualViewport.width;  // a phone widens innerWidth
   const cut = [...document.querySelectorAll("h1,h2,h3,.tile b,.tile small,figcaption,.row .value,.intro,label")]
     .filter(seen).filter(n => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map(name);
   const over = [];
@@ -108,7 +108,7 @@ POINT = """(() => { const n = document.querySelector("svg.chart"); n.scrollIntoV
 
 def look(page: browser.Page, picture: Path) -> Look:
     probe = msgspec.json.decode(page.evaluate(PROBE), type=Probe)
-    return Look(probe, page.complaints(), page.screenshot(picture, 1800), page.load_s)
+    return Look(probe, page.complaints(), page.screenshot(picture, 2800), page.load_s)
 
 
 each_view = pytest.mark.parametrize("view", [*VIEWS, "comparison"])
