@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kbrl_async.evaluation.document import Document, Figures, Part
 from kbrl_async.evaluation.metrics import EAGER, THRESHOLDS, Figure
+from kbrl_async.evaluation.proportions import WORDS
 
 
 def render(document: Document) -> Group:
@@ -38,7 +39,7 @@ def _figures_table(document: Document) -> Table:
 
 
 def _caption(document: Document) -> str:
-    words = ["the interval below each figure is its 95 % bootstrap interval over problems"]
+    words = [f"the interval below each figure is its {WORDS} bootstrap interval over problems"]
     if document.expired:
         words.append(f"{document.expired} samples were given up at a deadline and count as wrong")
     if document.lost:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocols.records import SOLVER, Fault
+from protocols.records import SOLVER, Fault, says_nothing
 from protocols.rollout import STEPS, Record
 
 
@@ -37,6 +37,8 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float | None = None
     speedup_lo: float | None = None
     speedup_hi: float | None = None
+    disturbed: bool = False
+    """Others had the core most of the time while it was timed."""
     completion_fraction: float = 1.0
     """1 for an answer that ended by itself, 0 for one that was cut at max_tokens."""
     turn: int = 0
@@ -62,6 +64,11 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that it came to."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Its speedup can't be compared with others': it is marked, and not ranked."""
+        return self.disturbed or says_nothing(self.speedup_lo, self.speedup_hi)
 
     @property
     def fast_1(self) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from kbrl_async.errors import UserError
+from kbrl_async.evaluation.proportions import KEY
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.markup import Markup
@@ -59,7 +60,7 @@ def told(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _said(run: Mapping[str, Any], field: str) -> str:
-    interval = run.get(f"{field}_95")
+    interval = run.get(f"{field}{KEY}")
     return shown(_field(run, field)) + (f" ({shown(interval[0])} … {shown(interval[1])})" if interval else "")
 
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kbrl_async.runs.telemetry.proportions import CONFIDENCE, clustered_share
+from kbrl_async.evaluation.proportions import CONFIDENCE, clustered_share
 
 Interval = tuple[float, float]
 

@@ -84,6 +84,11 @@ def test_compiled_baselines_get_figures_where_they_were_measured() -> None:
     assert "eval/speedup_median_vs_compile" in show.scalars(made)
 
 
+def test_a_disturbed_measurement_is_nobody_s_best_speedup() -> None:
+    made = build([sample("L1/1_a", 0, 90.0, disturbed=True), sample("L1/1_a", 1, 1.5)], policy={}, settings={})
+    assert made.problems[0].best_speedup == 1.5
+
+
 def test_it_survives_the_way_to_disk_and_back(document: Document, tmp_path: Path) -> None:
     write(tmp_path / "evaluation.json", document)
     assert read(tmp_path / "evaluation.json") == document

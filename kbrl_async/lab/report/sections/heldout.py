@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from kbrl_async.evaluation.metrics import Figure, Sample, by_problem, mean_over_problems, pass_at_k, sample_of, values_k
+from kbrl_async.evaluation.proportions import wilson
 from kbrl_async.lab.report import differences, numbers
 from kbrl_async.lab.report.differences import Difference
 from kbrl_async.lab.report.layout import (
@@ -25,7 +26,6 @@ from kbrl_async.lab.report.model import AFTER, BEFORE, ROUND, RunData
 from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import SHARES
-from kbrl_async.runs.telemetry.proportions import wilson
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
 RATES = {"compile_rate": "compiles", "correct_rate": "correct", "fast_1": "fast_1", "fast_1_proven": "proven faster"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kbrl_async.evaluation.proportions import WORDS
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import VersionAxis, figure, grid, section, version_axis
 from kbrl_async.lab.report.markup import Markup
@@ -50,7 +51,7 @@ def _reward(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     if not parts:
         return Markup("")
     line = _line("mean", parts, "reward_mean", "c1", band=True)
-    return figure("Reward", "mean, with its 95 % interval", _chart([line], axis, "reward", numbers.plain))
+    return figure("Reward", f"mean, with its {WORDS} interval", _chart([line], axis, "reward", numbers.plain))
 
 
 def _rates(parts: Sequence[Part], axis: VersionAxis) -> Markup:
@@ -63,7 +64,7 @@ def _rates(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     )
     lines = [_line(name, parts, rate, colour, band=name == "correct") for name, rate, colour in wanted]
     chart = _chart(lines, axis, "rates", numbers.percent, (0.0, 1.0))
-    return figure("Rates", "share of the answers; proven: fast_1_proven; the band: 95 % interval of correct", chart)
+    return figure("Rates", f"share of the answers; proven: fast_1_proven; the band: {WORDS} interval of correct", chart)
 
 
 def _speed(parts: Sequence[Part], axis: VersionAxis) -> Markup:

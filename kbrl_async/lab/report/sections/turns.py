@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from kbrl_async.evaluation.proportions import clustered_share
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import Share, axis_row, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup
@@ -14,7 +15,6 @@ from kbrl_async.lab.report.sections.heldout import AXIS, two_times
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
 from kbrl_async.runs.telemetry.by_version import Ends, Part, ends, sentence, settled
-from kbrl_async.runs.telemetry.proportions import clustered_share
 
 MOST_TURNS = 16
 

@@ -12,10 +12,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.timing import Recipe
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
+from protocols.records import Timing
 from tests.records import stats
 
 COUNTERS = RunCounters(
@@ -139,6 +142,17 @@ def test_best_kernels_are_one_a_problem_by_the_lower_end_of_the_interval() -> No
 def test_a_speedup_whose_interval_includes_one_is_no_best_kernel() -> None:
     rollouts = [kernel("a", 2.0, 0.9), kernel("b", 50.0, 40.0, correct=False), wrong()]
     assert built(rollouts)["best_kernels"] == []
+
+
+def test_a_disturbed_measurement_is_not_ranked() -> None:
+    wide = msgspec.structs.replace(kernel("a", 90.0, 2.0), speedup_hi=7e11)
+    told = msgspec.structs.replace(kernel("b", 9.0, 3.0), disturbed=True)
+    assert [k["speedup"] for k in built([wide, told, kernel("a", 2.0, 1.5)])["best_kernels"]] == [2.0]
+
+
+def test_the_interval_of_a_kernel_is_called_by_its_own_confidence() -> None:
+    assert Timing(2, 1.0, 1.0, 1.0, 1.0, 1.0).confidence == Recipe.of(TimingBench()).confidence == 0.98
+    assert "98% interval" in printed(built([kernel("a", 3.0, 2.0)]))
 
 
 def test_there_are_at_most_ten_best_kernels() -> None:
