@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.evaluation.document import Document
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
@@ -148,6 +149,8 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     summary: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    evaluation: Document | None = None
+    """Of a run that was an evaluation."""
     config: str = ""
     """The resolved configuration as YAML."""
     turns: Sequence[ScoredTurn] = ()

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.evaluation.document import Document
+from kbrl_async.evaluation.metrics import EAGER, Figure
 from kbrl_async.lab.report import differences, numbers
 from kbrl_async.lab.report.differences import Difference
 from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
@@ -60,7 +62,10 @@ class Change(msgspec.Struct, frozen=True):
 
 def verdict(run: RunData) -> str:
     """The sentence; empty for a run without answers."""
-    parts = [_learning(run), _waiting(run), _failures(run)]
+    if run.evaluation is not None:
+        parts = _evaluated(run.evaluation)
+    else:
+        parts = [_learning(run), _waiting(run), _failures(run)]
     said = "; ".join(part for part in parts if part)
     return f"{said[0].upper()}{said[1:]}." if said else ""
 
@@ -134,11 +139,30 @@ def _failures(run: RunData) -> str:
     failed = Counter(stats.fault for stats in part.stats if not stats.correct)
     if not failed:
         return f"none of the {len(part.answers):,} answers of {part.versions} failed"
-    said = [
-        f"{_name(fault)} {numbers.percent(count / len(part.answers))}"
-        for fault, count in failed.most_common(MOST_FAULTS)
-    ]
-    return f"most failures of {part.versions}: {', '.join(said)}"
+    return _most(failed, len(part.answers), f"most failures of {part.versions}")
+
+
+def _evaluated(document: Document) -> list[str]:
+    """Of an evaluation: what is right, what several tries find, what is faster, and what fails."""
+    figures = document.overall.raw
+    if figures is None:
+        return ["no answer has a verdict"]
+    tries = [(f"pass@{k}", figure) for k, figure in figures.pass_at_k.items() if k != "1"][-1:]
+    shown = [("correct", figures.correct), *tries, ("proven faster", figures.speedup[EAGER].fast_1_proven)]
+    said = ", ".join(f"{name} {numbers.percent(figure.value)}{_ends(figure)}" for name, figure in shown)
+    asked = f"of {numbers.count(figures.samples, 'answer')} to {numbers.count(figures.problems, 'problem')}"
+    failed = Counter(sample.fault for sample in document.samples if not sample.correct)
+    return [f"{said} {asked}", _most(failed, figures.samples, "most failures")]
+
+
+def _ends(figure: Figure) -> str:
+    """A bootstrap of problems that are all alike knows no interval."""
+    return f" ({numbers.percent(figure.lo)} … {numbers.percent(figure.hi)})" if figure.lo < figure.hi else ""
+
+
+def _most(failed: Counter[str], answers: int, words: str) -> str:
+    said = [f"{_name(fault)} {numbers.percent(count / answers)}" for fault, count in failed.most_common(MOST_FAULTS)]
+    return f"{words}: {', '.join(said)}" if said else ""
 
 
 def _name(fault: str) -> str:

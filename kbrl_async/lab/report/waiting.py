@@ -10,11 +10,12 @@ Invariant: everything is of training rollouts, between the first that was asked 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from kbrl_async.lab.report.model import RunData, StageSpan
+from kbrl_async.runs.telemetry.system_metrics import busy_fractions
 from protocols.messages import Stage
 from protocols.rollout import STAGES
 
@@ -33,7 +34,8 @@ class StageWait(msgspec.Struct, frozen=True):
     worked: float
     """Seconds in it, likewise."""
     busy: float
-    """Share of training in which one of its workers had something in hand, mean over its workers."""
+    """Share of training in which its workers were at work, by their own word; mean over them. Without that: in which
+    they had something in hand."""
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -57,28 +59,37 @@ def waits(run: RunData) -> Waits | None:
         for span in turn.spans:
             by_stage[span.stage].append(span)
     updates = [StageSpan(Stage.TRAIN, u.start, u.at, "learner") for u in run.updates if u.start is not None]
-    found = [_of_stage(stage, by_stage[stage], len(turns), start, end) for stage in STAGES if by_stage[stage]]
+    said = _said(run, start, end)
+    found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
     whole = sum((turn.at or 0.0) - (turn.asked or 0.0) for turn in turns) / len(turns)
     longest = max(found, key=lambda stage: stage.waited, default=None)
     if longest is not None and longest.waited < NEGLIGIBLE * whole:
         longest = None
     if updates:
-        learner = _of_stage(Stage.TRAIN, updates, len(updates), start, end)
+        learner = _of_stage(Stage.TRAIN, updates, len(updates), start, end, said)
         found.append(learner)
         if learner.busy > max((stage.busy for stage in found[:-1]), default=0.0):
             longest = learner
     return Waits(tuple(found), whole, longest)
 
 
-def _of_stage(stage: str, spans: Sequence[StageSpan], rollouts: int, start: float, end: float) -> StageWait:
+def _said(run: RunData, start: float, end: float) -> dict[str, float]:
+    """Busy share of each stage, as its workers told the broker."""
+    stages = {name: worker.stages for sample in run.system for name, worker in sample.workers.items()}
+    busy = busy_fractions(run.system, start, end)
+    shares = {stage: [busy[name] for name in busy if stage in stages.get(name, ())] for stage in (*STAGES, Stage.TRAIN)}
+    return {stage: sum(each) / len(each) for stage, each in shares.items() if each}
+
+
+def _of_stage(
+    stage: str, spans: Sequence[StageSpan], rollouts: int, start: float, end: float, said: Mapping[str, float]
+) -> StageWait:
     workers: dict[str, list[StageSpan]] = defaultdict(list)
     for span in spans:
         workers[span.worker].append(span)
-    busy = sum(_covered(mine, start, end) for mine in workers.values()) / len(workers) / ((end - start) or 1.0)
-    waited, worked = (
-        sum(values) / rollouts for values in zip(*((s.waited, s.end - s.start) for s in spans), strict=True)
-    )
-    return StageWait(stage, len(spans), waited, worked, busy)
+    held = sum(_covered(mine, start, end) for mine in workers.values()) / len(workers) / ((end - start) or 1.0)
+    waited, worked = sum(s.waited for s in spans) / rollouts, sum(s.end - s.start for s in spans) / rollouts
+    return StageWait(stage, len(spans), waited, worked, said.get(stage, held))
 
 
 def _covered(spans: Iterable[StageSpan], start: float, end: float) -> float:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from kbrl_async.evaluation.metrics import Figure, Sample, by_problem, mean_over_problems, pass_at_k, sample_of, values_k
-from kbrl_async.evaluation.proportions import wilson
+from kbrl_async.evaluation.proportions import WORDS, wilson
 from kbrl_async.lab.report import differences, numbers
 from kbrl_async.lab.report.differences import Difference
 from kbrl_async.lab.report.layout import (
@@ -44,8 +44,8 @@ def make(run: RunData) -> Markup:
     first, last = numbers.count(len(before), "time"), numbers.count(len(after), "time")
     intro = (
         f"The same {problems}, which training never sees, answered {first} by the first policy and {last} by the last. "
-        "Dots are shares of the answers, bars their 95 % intervals for these problems (Wilson's). A difference has its "
-        "own interval, which allows for how differently problems change (Student's, paired)."
+        f"Dots are shares of the answers, bars their {WORDS} intervals for these problems (Wilson's). A difference has "
+        "an interval of its own, which allows for how differently problems change (Student's, paired)."
     )
     key = legend([("none", "before (above)"), ("correct", "after (below)")])
     charts = grid([_rates(before, after), _problems(before, after)], "grid two")
@@ -94,7 +94,7 @@ def _changes(before: Answers, after: Answers) -> Markup:
     for rate, words in RATES.items():
         found, _ = differences.paired(*(_by_problem(answers, SHARES[rate]) for answers in (before, after)))
         lines.append(element("tr", element("td", words), element("td", _told(found), class_="n")))
-    words = "95 % interval; bold: not chance"
+    words = f"{WORDS} interval; bold: not chance"
     head = element("tr", element("th", "after minus before"), element("th", words, class_="n"))
     return data_table(lines, head)
 
@@ -140,7 +140,7 @@ def _rounds(run: RunData) -> Markup:
         lines, label="held-out rates by policy version", y_format=numbers.percent, y_ends=(0.0, 1.0),
         x_ends=axis.ends, x_ticks=axis.ticks(),
     )  # fmt: skip
-    return figure("During training", "share of answers, by policy version, with 95 % intervals", chart)
+    return figure("During training", f"share of answers, by policy version, with {WORDS} intervals", chart)
 
 
 def _line(name: str, by_version: Mapping[int, Answers], flag: str, colour: str) -> Line:
@@ -172,13 +172,14 @@ def _chance(k: int) -> Callable[[Sequence[Sample]], float]:
 
 
 def pass_at_k_chart(series: Sequence[tuple[str, str, Mapping[int, Figure]]]) -> Markup:
-    """(name, colour, chance by k) of each series; nothing where nobody was asked twice."""
+    """(name, colour, chance by k) of each series; nothing where nobody was asked twice. Of many, the first one alone
+    has intervals: they would hide each other."""
     lines = [
         Line(
             name, [(float(k), one.value) for k, one in found.items()], colour, dots=True,
-            whiskers=[(float(k), one.lo, one.hi) for k, one in found.items()],
+            whiskers=[(float(k), one.lo, one.hi) for k, one in found.items() if number == 0 or len(series) == 2],
         )
-        for name, colour, found in series
+        for number, (name, colour, found) in enumerate(series)
         if len(found) > 1
     ]  # fmt: skip
     if not lines:
@@ -193,4 +194,4 @@ def pass_at_k_chart(series: Sequence[tuple[str, str, Mapping[int, Figure]]]) -> 
         x_ticks=ticks,
         labels="names",
     )
-    return figure("pass@k", "problems of which one of k answers is correct, with 95 % bootstrap intervals", chart)
+    return figure("pass@k", f"problems of which one of k answers is correct, with {WORDS} bootstrap intervals", chart)

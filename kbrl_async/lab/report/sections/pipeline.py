@@ -68,7 +68,7 @@ def _waits(run: RunData) -> Markup:
         [
             figure("Where rollouts wait", note,
                    rows([*made, axis_row(axis)], label="where rollouts wait", kind="bars")),
-            figure("How busy each stage was", "share of training in which a worker of it had something in hand",
+            figure("How busy each stage was", "share of training in which its workers were at work",
                    rows(busy, label="how busy each stage was", kind="bars")),
         ],
         "grid two",

@@ -82,7 +82,7 @@ def looks(run: RunData, run_folder: Path, tmp_path_factory: pytest.TempPathFacto
     report, compared, sorted_page = folder / "report.html", folder / "compared.html", folder / "sorted.html"
     report.write_text(report_page(run), encoding="utf-8")
     runs = {"one": run_folder, "two": run_folder}
-    compared.write_text(compare_page(runs, comparing.summaries(runs)), encoding="utf-8")
+    compared.write_text(compare_page(runs, comparing.read(runs)), encoding="utf-8")
     found: dict[str, Look] = {}
     with browser.Browser(folder) as opened:
         if not opened.answers():
