@@ -43,19 +43,30 @@ class RunJournal(EntryJournal[Command]):
         if self.is_due:
             self.compact(_encode(state.snapshot()))
 
-    def answers(self) -> Answers:
-        """The numbers of all training rollouts, turn by turn, and which of their groups lack some."""
+    def tally(self) -> Tally:
+        """Of all training rollouts, turn by turn, and of which of their groups lack some."""
         tally = Tally()
         for entry in self.history():
-            match entry:
-                case Admitted():
-                    tally.admitted(entry.group_id, entry.rollouts, entry.version)
-                case RolloutEnded() | TurnTaken() if not is_evaluation(entry.group_id):
-                    tally.answered(entry.group_id, entry.stats)
-                case RolloutScored():
-                    tally.ended(entry.group_id)
-                case Lost():
-                    tally.ended(entry.group_id, entry.reason)
-                case Swept():
-                    tally.swept(entry.group_ids)
-        return tally.answers()
+            count(tally, entry)
+        return tally
+
+    def answers(self) -> Answers:
+        """What the tally says."""
+        return self.tally().answers()
+
+
+def count(tally: Tally, command: Command) -> None:
+    """What a command says of training answers."""
+    match command:
+        case Admitted():
+            tally.admitted(command.group_id, command.rollouts, command.version)
+        case RolloutEnded() | TurnTaken() if not is_evaluation(command.group_id):
+            tally.answered(command.group_id, command.stats)
+        case RolloutScored():
+            tally.ended(command.group_id)
+        case Lost():
+            tally.ended(command.group_id, command.reason)
+        case Swept():
+            tally.swept(command.group_ids)
+        case _:
+            pass

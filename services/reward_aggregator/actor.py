@@ -120,6 +120,7 @@ class Aggregator(RolloutActor[Command, Effect]):
     def do(self, *commands: Command) -> list[Effect]:
         if any(isinstance(command, Finished) for command in commands) and not self._state.has_all_updates:
             self._log.info("time is up", minutes=self._config.max_minutes)
+        self._metrics.count(commands)
         return super().do(*commands)
 
     def _ended_groups(self, effects: Sequence[Effect]) -> list[str]:

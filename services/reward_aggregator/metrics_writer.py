@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
+from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs import summary
+from kbrl_async.runs import run_journal, summary
+from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import system_metrics, training_metrics
-from kbrl_async.runs.telemetry.by_version import Answers
+from kbrl_async.runs.telemetry import system_metrics, training_metrics, version_curve
+from kbrl_async.runs.telemetry.by_version import Answers, Tally
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
+from kbrl_async.runs.telemetry.version_curve import VersionCurve, with_overview
 from protocols.records import UpdateReport
 from protocols.rollout import Record
 from services.runtime.service import Service
@@ -37,7 +41,8 @@ CHEATING_TOLD = 0.1
 class MetricsWriter:
     """Reads the run's state, never changes it."""
 
-    def __init__(self, service: Service, state: RunState) -> None:
+    def __init__(self, service: Service, state: RunState, tally: Tally) -> None:
+        """:param tally: of the answers so far; it goes on here."""
         self._service = service
         self._state = state
         settings = service.config.tensorboard
@@ -52,6 +57,8 @@ class MetricsWriter:
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
+        self._versions = VersionCurve(tally)
+        self._last_update: tuple[float, int] | None = None
         self._best = dict(state.fastest)
         for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
@@ -71,6 +78,11 @@ class MetricsWriter:
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
+
+    def count(self, commands: Sequence[Command]) -> None:
+        """What is told of versions once all of their answers are in."""
+        for command in commands:
+            run_journal.count(self._versions.tally, command)
 
     def trace(self, record: Record, scored: ScoredTurn | None) -> None:
         """The way of one turn, if the run is traced."""
@@ -96,15 +108,36 @@ class MetricsWriter:
             | training_metrics.policy_scalars(report.metrics)
             | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
             | {f"alarm/{name}": float(level) for name, level in self._state.alarm_levels.items()}
+            | self._progress(report, counters)
         )
         self._tell(rates, max(ages, default=0), step, scalars)
         if self._training is None:
             return
-        self._training.scalars(scalars, step)
+        self._training.scalars(with_overview(scalars), step)
+        self._write_versions(step)
         if step % settings.histograms_every == 0:
             for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
                 self._training.histogram(f"histogram/{tag}", values, step)
         self._training.flush()
+
+    def _progress(self, report: UpdateReport, counters: RunCounters) -> dict[str, float]:
+        """How far the run is, and what the update took; rates are since the update before, if that was seen."""
+        now = (report.finished_at, counters.rollouts)
+        before, self._last_update = self._last_update, now
+        return training_metrics.progress(
+            counters.updates,
+            self._service.config.max_steps,
+            train_s=report.finished_at - report.started_at,
+            since=None if before is None else (now[0] - before[0], now[1] - before[1]),
+        )
+
+    def _write_versions(self, newest: int | None) -> None:
+        """Versions all of whose answers are in by now, each at its own step; at first, held-out problems before."""
+        assert self._training is not None
+        for part in self._versions.ended(newest):
+            self._training.scalars(with_overview(version_curve.scalars(part)), part.last)
+            if part.first == 0:
+                self._training.scalars(with_overview(heldout_scalars(self._state.heldout(BEFORE))), 0)
 
     def _tell_of_cheating(self, share: float, caught: list[RolloutStats]) -> None:
         problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
@@ -133,7 +166,7 @@ class MetricsWriter:
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
         self._service.log.info("evaluated", policy_version=done.version, **shown)
         if self._training is not None:
-            self._training.scalars(figures, done.version)
+            self._training.scalars(with_overview(figures), done.version)
             self._training.flush()
 
     def tick(self) -> None:
@@ -155,6 +188,9 @@ class MetricsWriter:
         """
         self.tick()
         state = self._state
+        if self._training is not None:
+            self._write_versions(None)
+            self._training.scalars(with_overview(heldout_scalars(state.heldout(AFTER))), state.version)
         ended = time.time() - max(0.0, seconds - state.last_update)
         begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))
         content = summary.build(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -295,12 +295,23 @@ class Tally:
         self._admitted: dict[str, int] = {}
         self._dropped: set[str] = set()
         self._lost: Counter[str] = Counter()
+        self.behind = 0
+        """How many versions older than its group's admission any answer was: a sampler may be behind the learner."""
 
     def admitted(self, group_id: str, rollouts: int, version: int) -> None:
         self._awaited[group_id], self._admitted[group_id] = rollouts, version
 
     def answered(self, group_id: str, stats: RolloutStats) -> None:
         self._listed.append(Answer(group_id, stats))
+        self.behind = max(self.behind, self._admitted.get(group_id, 0) - stats.policy_version)
+
+    def forget(self, rollouts: Container[str]) -> None:
+        """These, of which nobody asks any more, and those of groups that were dropped."""
+        self._listed = [
+            answer
+            for answer in self._listed
+            if answer.stats.rollout_id not in rollouts and answer.group_id not in self._dropped
+        ]
 
     def ended(self, group_id: str, lost: str = "") -> None:
         """A rollout of the group; `lost`: why it has no reward."""
@@ -315,8 +326,6 @@ class Tally:
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:
-        """A group's answers may be older than its admission, where a sampler was behind the learner; what a group lacks
-        is taken to be as much older as any answer of the run was."""
-        behind = max((self._admitted[g] - s.policy_version for g, s in self._listed if g in self._admitted), default=0)
-        oldest = {group_id: self._admitted.get(group_id, 0) - max(0, behind) for group_id in self._awaited}
+        """What a group lacks is taken to be as much older than its admission as any answer of the run was."""
+        oldest = {group_id: self._admitted.get(group_id, 0) - self.behind for group_id in self._awaited}
         return Answers(self._listed, oldest, frozenset(self._dropped), dict(self._lost))

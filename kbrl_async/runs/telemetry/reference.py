@@ -32,7 +32,7 @@ _BY_UPDATE = {
     "rate/fast_1_proven": "share that was correct and whose whole interval of the speedup lies above 1",
     "rate/cheat": "share that was caught cheating",
     "rate/replayed": "share of the correct ones whose recorded work a trusted process did again",
-    "rate/completion": "share of answers that ended by themselves, not at `max_tokens`",
+    "rate/truncated": "share of answers that were cut at `max_tokens`",
     "tokens/answer_mean": "mean length of an answer, tokens",
     "speedup/mean": "arithmetic mean of the speedups of correct kernels",
     "speedup/geometric_mean": "their geometric mean",
@@ -41,6 +41,13 @@ _BY_UPDATE = {
     "staleness/versions_max": "the same, largest",
     "staleness/at_{stage}_mean": "versions that a rollout was old at the end of that stage, mean",
     "time/{phase}_s": "mean seconds of a rollout in generate, compile, bench, and waiting (queue)",
+    "time/rollout_s": "mean seconds of a rollout in all of these together",
+    "time/train_s": "seconds of the learner's update, its checkpoint and publishing included",
+    "time/checkpoint_s": "of these, seconds of the checkpoint (`learner.checkpoint_every`)",
+    "time/total_s": "seconds since the update before",
+    "progress/batch": "updates since the run began",
+    "progress/done_frac": "of `max_steps`, share that is done",
+    "_overview/5_rollouts_per_s": "rollouts scored a second since the update before",
     "groups/groups_admitted": "groups admitted since the run began",
     "groups/groups_trained": "of these, trained on",
     "groups/groups_filtered": "of these, dropped because all rewards were alike",
@@ -102,12 +109,24 @@ _BROKEN_DOWN = {f"level{{level}}/{name}": f"{words}, of this level" for name, wo
     f"turn_{{turn}}/{name}": f"{words}, of this turn" for name, words in _RATES.items()
 }
 _TURNS = {
-    "trajectory/success_rate": "share of rollouts with a correct turn",
-    "trajectory/avg_turns": "turns of a rollout, mean",
-    "trajectory/max_correct_per_trajectory": "correct turns of the rollout that has most",
-    "trajectory/best_reward": "best reward of a rollout, mean",
-    "trajectory/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
+    "multiturn/success_rate": "share of rollouts with a correct turn",
+    "multiturn/avg_turns": "turns of a rollout, mean",
+    "multiturn/format_rate": "share of all turns from which a kernel could be extracted",
+    "multiturn/compile_rate": "share of all turns that compiled",
+    "multiturn/correct_rate": "share of all turns that were correct",
+    "multiturn/correct_turns_max": "correct turns of the rollout that has most",
+    "multiturn/best_reward": "best reward of a rollout, mean",
+    "multiturn/best_speedup_mean": "best speedup of a rollout that has a correct turn, mean",
+    "multiturn/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
     "role_{role}/reward_mean": "mean reward of solver, verifier and corrector (`mode=agents`)",
+}
+_VERSIONS = {
+    **{f"version/{name}": words for name, words in _RATES.items() if name not in ("format_rate", "cheat_rate")},
+    "version/{figure}_{end}": "ends of its interval, lo and hi",
+    "_overview/2_correct": "`version/correct_rate`, where TensorBoard shows it first",
+    "_overview/3_reward": "`version/reward_mean`, likewise",
+    "_overview/4_speedup": "`version/speedup_mean`, likewise",
+    "_overview/1_heldout_correct": "`eval/correct_rate`, likewise",
 }
 _EVALUATION = {
     "{eval}/compile_rate": "share of samples that compiled",
@@ -123,9 +142,9 @@ _EVALUATION = {
     "{eval}/speedup_geometric_mean_vs_{baseline}": "the same against torch.compile",
     "{eval}/speedup_median": "their median (`kbrl eval` only)",
     "{eval}/speedup_median_vs_{baseline}": "the same against torch.compile",
-    "eval/reward_mean": "mean reward (`eval_every` only)",
-    "eval/solved_rate": "share of problems with a correct sample (`eval_every` only)",
-    "eval/policy_version_mean": "mean version that really wrote the answers (`eval_every` only)",
+    "eval/reward_mean": "mean reward (of a run only)",
+    "eval/solved_rate": "share of problems with a correct sample (of a run only)",
+    "eval/policy_version_mean": "mean version that really wrote the answers (of a run only)",
 }
 _SYSTEM = {
     "queue/{stage}": "tasks that wait at a stage",
@@ -149,6 +168,7 @@ TAGS: Mapping[str, Mapping[str, str]] = {
     "By update: rollouts": _BY_UPDATE,
     "By update: learner": _LEARNER,
     "By update: levels and turns": _BROKEN_DOWN | _TURNS,
+    "By policy version: training answers": _VERSIONS,
     "By policy version: evaluation": _EVALUATION,
     "By second: the system": _SYSTEM,
 }
@@ -156,7 +176,10 @@ TAGS: Mapping[str, Mapping[str, str]] = {
 _NOTES = {
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
     " without those whose rewards were all alike. `kbrl report` goes by policy version.",
-    "By policy version: evaluation": "`{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
+    "By policy version: training answers": "Of all answers that a version wrote, with the interval over groups; written"
+    " once all of them are in, a few updates later. `kbrl report` and `kbrl compare` show the same.",
+    "By policy version: evaluation": "Of a run: before training (version 0), after it, and with `eval_every` between."
+    " `{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",
     "By second: the system": "Written by the broker once a second into `metrics/system.jsonl`, from there here.",
 }

@@ -26,6 +26,17 @@ PARTS = ("training", "system")
 """A run's two series: by update (policy version), and by seconds since the run began."""
 
 DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "Overview": {
+        "held-out problems": ["eval/(compile_rate|correct_rate|fast_1_proven)", "_overview/1_heldout_correct"],
+        "correct, by the version that wrote it": ["version/correct_rate.*", "_overview/2_correct"],
+        "reward, by version": ["version/reward_mean.*", "_overview/3_reward"],
+        "speedup of correct kernels, by version": ["version/speedup_mean.*", "_overview/4_speedup"],
+        "rollouts a second": ["throughput/rollouts_per_s", "_overview/5_rollouts_per_s"],
+        "compiles, fast_1 and fast_1_proven, by version": ["version/(compile_rate|fast_1.*)"],
+        "how far the run is": ["progress/done_frac"],
+        "updates so far": ["progress/batch"],
+        "seconds of an update": ["time/(total|train|rollout|checkpoint)_s"],
+    },
     "Reward": {
         "mean, min and max": ["reward/(mean|min|max)"],
         "spread": ["reward/std"],
@@ -33,7 +44,7 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Rates": {
         "stages passed": ["rate/(format|compile|correct|fast_1.*)"],
         "cheating": ["rate/cheat"],
-        "answers finished": ["rate/completion"],
+        "answers cut at max_tokens": ["rate/truncated"],
         "length of answers, tokens": ["tokens/answer_mean"],
         "groups by outcome": ["groups/groups_.*"],
     },
@@ -64,10 +75,12 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "correct by turn": [r"turn_\d+/correct_rate"],
         "reward by turn": [r"turn_\d+/reward_mean"],
         "compiles by turn": [r"turn_\d+/compile_rate"],
-        "rollouts with a correct turn": ["trajectory/success_rate"],
-        "turns of a rollout": ["trajectory/avg_turns"],
-        "correct turns and best reward": ["trajectory/(max_correct_per_trajectory|best_reward)"],
-        "compile errors repaired": ["trajectory/compile_fix_rate"],
+        "rollouts with a correct turn": ["multiturn/success_rate"],
+        "turns of a rollout": ["multiturn/avg_turns"],
+        "all turns": ["multiturn/(format|compile|correct)_rate"],
+        "correct turns of the best rollout": ["multiturn/correct_turns_max"],
+        "best turn of a rollout": ["multiturn/best_(reward|speedup_mean)"],
+        "compile errors repaired": ["multiturn/compile_fix_rate"],
         "reward by role": ["role_.*/reward_mean"],
     },
     "Evaluation": {

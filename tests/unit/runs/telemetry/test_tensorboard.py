@@ -105,9 +105,9 @@ def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
                      fault="" if turn else "compile_error")
         for turn in range(3)
     ]  # fmt: skip
-    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("trajectory/")]
+    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("multiturn/")]
     made += [f"turn_{turn}/{rate}" for turn in (1, 2, 3) for rate in ("correct_rate", "reward_mean", "compile_rate")]
-    assert len(made) == 5 + 9
+    assert len(made) == 8 + 9
     assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Turns"))] == []
 
 
