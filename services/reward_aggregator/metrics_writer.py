@@ -125,7 +125,7 @@ class MetricsWriter:
         now = (report.finished_at, counters.rollouts)
         before, self._last_update = self._last_update, now
         return training_metrics.progress(
-            counters.updates,
+            report.policy_version,
             self._service.config.max_steps,
             train_s=report.finished_at - report.started_at,
             since=None if before is None else (now[0] - before[0], now[1] - before[1]),
