@@ -55,6 +55,12 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
         check_combination(config.loss, config.corrections)
     except ConfigError as error:
         yield "corrections", error.cause, error.cure
+    for text in learner.constants:
+        name, dot, rest = text.rpartition("=")[0].rpartition(".")
+        if not dot or not rest or name not in (config.loss, *config.corrections):
+            used = ", ".join((config.loss, *config.corrections))
+            cause = f"learner.constants={text} is no constant of {used}"
+            yield "learner.constants", cause, f"Write it as {config.loss}.cap=2, see docs/learning.md"
     if (learner.kl == "none") != (learner.kl_weight == 0):
         cause = f"learner.kl={learner.kl} and learner.kl_weight={learner.kl_weight:g} do not go together"
         yield "learner.kl", cause, "Set both, such as learner.kl=k3 learner.kl_weight=0.01, or neither"
