@@ -270,6 +270,12 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     """Weight of the plan tokens' advantage beside 1 of the kernel's; 0: all tokens share `advantage`."""
     plan_advantage: float = 0.0
     """Of the plan's tokens, its weight included."""
+    reward_spread: float = 0.0
+    """How much more it would have earned at the upper end of its speedup's interval."""
+    source: str = ""
+    """Digest of its kernel: equal ones in a group are one kernel, measured several times."""
+    truncated: bool = False
+    """Cut at max_tokens."""
 
     @property
     def has_plan(self) -> bool:

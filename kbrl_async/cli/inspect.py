@@ -140,7 +140,7 @@ def _presets(config: Config | None) -> list[tuple[str, Preset]]:
     """Those that may have paid: the run's own, or each stage of reward.preset=auto."""
     if config is None:
         return []
-    found = find_presets(config.reward)
+    found = find_presets(config.reward, overlong=config.punishes_overlong)
     names = STAGES if len(found) > 1 else (config.reward.preset,)
     return list(zip(names, found, strict=True))
 

@@ -34,7 +34,7 @@ Correction = Callable[..., torch.Tensor]
 
 
 def over_batch(correction: Correction) -> Correction:
-    """Marks a correction that compares tokens of different sequences. It sees a whole batch at once, so that it does not
+    """Marks a correction that compares tokens of different sequences. It sees a whole batch, so that it does not
     depend on how microbatches are packed; that needs π_p, which costs a forward pass over the batch."""
     correction.over_batch = True  # type: ignore[attr-defined]
     return correction

@@ -87,6 +87,8 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over all tokens of a minibatch, over sequences, or over sequences by a constant length (max_tokens)."""
     scale_advantages: bool = True
     """Divide a batch's advantages by their root mean square."""
+    truncated: Literal["negative", "mask", "penalise"] = "negative"
+    """Answers cut at max_tokens: paid like others, not learned from, or up to 1 off from 4/5 of max_tokens on."""
     kl: Literal["none", "k1", "k2", "k3", "k1+", "k3+"] = "none"
     """Estimator of the divergence from the policy that training started from; k1+, k3+: its value, k2's gradient."""
     kl_weight: NonNegative = 0.0

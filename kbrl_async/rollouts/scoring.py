@@ -5,6 +5,7 @@ This is the only place where a reward is computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards import parts
 from kbrl_async.rollouts.rewards.parts import part_of
-from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
+from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of, spread_of
 from kbrl_async.rollouts.stats import RolloutStats, steps_of
 from kbrl_async.rollouts.turns import TurnScore
 from protocols.records import Candidate, Fault, Timing, TrainSample
@@ -45,7 +46,7 @@ def score(record: Record, preset: Preset) -> ScoredTurn | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
     if not parts.earns(record):
         return None
-    sample, fault = _sample(record, reward_of(record, preset)), record.fault
+    sample, fault = _sample(record, reward_of(record, preset), spread_of(record, preset)), record.fault
     if preset.plan_weight:
         sample = _with_classes(sample, record, preset)
     passed = {name: part_of(record, name) > 0 for name in ("format", "compile", "correct")}
@@ -62,7 +63,7 @@ def score_prediction(record: Record, actual: str) -> ScoredTurn | None:
     return ScoredTurn(sample, stats, Fault.OK, None, None)
 
 
-def _sample(record: Record, reward: float) -> TrainSample:
+def _sample(record: Record, reward: float, spread: float = 0.0) -> TrainSample:
     request, generation = record.request, record.generation
     assert generation is not None, "what is scored was written"
     return TrainSample(
@@ -75,6 +76,9 @@ def _sample(record: Record, reward: float) -> TrainSample:
         generation.policy_version,
         request.turn,
         request.role,
+        reward_spread=spread,
+        source=hashlib.sha256(record.source.encode()).hexdigest()[:16] if record.source else "",
+        truncated=generation.finish_reason == "length",
     )
 
 
