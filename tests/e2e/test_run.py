@@ -31,7 +31,7 @@ def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> N
     assert summary["max_staleness"] <= 2
     assert summary["rollouts"] >= 24
     assert set(summary["busy"]) >= {"broker", *(f"{name}.1" for name in SERVICES if name != "broker")}
-    for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean"):
+    for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "fast_1_proven", "speedup_mean"):
         assert {f"{name}_first", f"{name}_last"} <= set(summary)
     assert summary["versions_first"] == [0, 0]
     assert summary["answers_left_out"] == 0, "every group of the run ended by itself"

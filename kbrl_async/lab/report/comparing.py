@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from kbrl_async.errors import UserError
+from kbrl_async.evaluation.proportions import KEY
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.markup import Markup
@@ -24,8 +25,8 @@ MOST_POINTS, LEAST_A_POINT = 160, 16
 SOLVED = "success_rate"
 """Rollouts of several turns with a correct one."""
 
-_FIGURES = ("reward_mean", "compile_rate", "correct_rate", "success_rate", "fast_1", "speedup_mean")
-_HELDOUT = ("compile_rate", "correct_rate", "fast_1", "speedup_mean")
+_FIGURES = ("reward_mean", "compile_rate", "correct_rate", "success_rate", "fast_1", "fast_1_proven", "speedup_mean")
+_HELDOUT = ("compile_rate", "correct_rate", "fast_1", "fast_1_proven", "speedup_mean")
 ROWS = (
     *("method", "preset", "seed", "updates", "rollouts", "lessons", "wall_s", "updates_per_hour"),
     *(f"{what}_{end}" for what in ("versions", "answers", *_FIGURES) for end in ("first", "last")),
@@ -59,7 +60,7 @@ def told(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _said(run: Mapping[str, Any], field: str) -> str:
-    interval = run.get(f"{field}_95")
+    interval = run.get(f"{field}{KEY}")
     return shown(_field(run, field)) + (f" ({shown(interval[0])} … {shown(interval[1])})" if interval else "")
 
 

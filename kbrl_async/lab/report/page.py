@@ -46,7 +46,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Markup]], ...] = (
 
 COMPARED = (
     ("version/reward_mean", "Reward"), ("version/compile_rate", "Compiles"), ("version/correct_rate", "Correct"),
-    ("version/fast_1", "Faster"), ("version/speedup_mean", "Speedup"), ("version/success_rate", "Solved in a rollout"),
+    ("version/fast_1", "Faster"), ("version/fast_1_proven", "Proven faster"), ("version/speedup_mean", "Speedup"),
+    ("version/success_rate", "Solved in a rollout"),
     ("staleness/versions_mean", "Staleness"), ("policy/entropy", "Entropy"), ("policy/loss", "Loss"),
     ("policy/grad_norm", "Gradient norm"),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def make(run: RunData) -> Markup:
 
 
 def _funnel(run: RunData) -> Markup:
-    steps = funnel(turn.stats.funnel for turn in run.training) or run.summary.get("funnel") or {}
+    steps = funnel(turn.stats for turn in run.training) or run.summary.get("funnel") or {}
     if not steps:
         return Markup("")
     whole = max(step["entered"] for step in steps.values()) or 1
@@ -67,10 +67,10 @@ def _funnel(run: RunData) -> Markup:
 
 
 def outcome(stats: RolloutStats) -> int:
-    """Index into `OUTCOMES`."""
+    """Index into `OUTCOMES`. Code that is no Python, or no `ModelNew`, fails the static check, as in the funnel."""
     if stats.fault in FAULTS:
-        return FAULTS[stats.fault]
-    return 0 if stats.fast else 1 if stats.correct else 2
+        return FAULTS["static_violation" if stats.fault == "format_error" and stats.format else stats.fault]
+    return 0 if stats.fast_1_proven else 1 if stats.correct else 2
 
 
 def _by_version(run: RunData) -> Markup:

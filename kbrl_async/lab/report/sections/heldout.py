@@ -13,7 +13,7 @@ from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
-RATES = (("compile_rate", "compiles"), ("correct_rate", "correct"), ("fast_1", "faster"))
+RATES = (("compile_rate", "compiles"), ("correct_rate", "correct"), ("fast_1_proven", "proven"))
 AXIS = ((0.0, "0"), (50.0, "50"), (100.0, "100 %"))
 MOST = 40
 

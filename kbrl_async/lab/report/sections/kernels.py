@@ -9,7 +9,9 @@ from kbrl_async.lab.report.layout import Bar, Mark, axis_row, data_table, figure
 from kbrl_async.lab.report.markup import Content, Markup, element, join, source
 from kbrl_async.lab.report.model import BestKernel, RunData
 from kbrl_async.lab.report.scales import Scale
+from protocols.records import TIMING_CONFIDENCE
 
+CONFIDENCE = f"{100 * TIMING_CONFIDENCE:.0f}\u00a0%"
 MOST_INTERVALS, MOST_ROWS, MOST_SOURCES = 60, 300, 24
 WIDEST = 2.0
 """Factor by which the axis goes beyond the slowest and the fastest kernel; intervals are cut there."""
@@ -21,9 +23,15 @@ def make(run: RunData) -> Markup:
     faster = sum(kernel.lo > 1 for kernel in run.kernels)
     intro = (
         f"The best correct kernel of each of {numbers.count(len(run.kernels), 'problem')}, ranked by the lower end of "
-        f"its speedup's 95\u00a0% interval. Faster than the reference, the whole interval above 1×: {faster or 'none'}."
+        f"its speedup's {CONFIDENCE} interval. Faster than the reference, the whole interval above 1×: "
+        f"{faster or 'none'}.{_disturbed(run)}"
     )
     return section("kernels", "Kernels", intro, _forest(run.kernels), _table(run), _sources(run.kernels))
+
+
+def _disturbed(run: RunData) -> str:
+    count = sum(turn.stats.is_disturbed for turn in run.turns)
+    return f" Measurements that were disturbed, and rank nowhere: {count:,}." if count else ""
 
 
 def _forest(kernels: Sequence[BestKernel]) -> Markup:
@@ -33,7 +41,7 @@ def _forest(kernels: Sequence[BestKernel]) -> Markup:
     made = [_interval(kernel, scale, one) for kernel in shown]
     axis = [(scale.percent(tick), f"{tick:g}×") for tick in scale.ticks()]
     left = f" The first {MOST_INTERVALS} of {len(kernels)}." if len(kernels) > MOST_INTERVALS else ""
-    note = f"median of paired runs over the reference, and its 95 % interval; logarithmic.{left}"
+    note = f"median of paired runs over the reference, and its {CONFIDENCE} interval; logarithmic.{left}"
     return figure("Speedups", note, rows([*made, axis_row(axis)], label="speedup intervals", kind="bare thin forest"))
 
 
@@ -58,7 +66,7 @@ def _between(kernel: BestKernel) -> str:
 def _table(run: RunData) -> Markup:
     baselines = sorted({name for kernel in run.kernels for name in kernel.baselines})
     has_times = any(kernel.candidate_ms is not None for kernel in run.kernels)
-    heads = [("problem", ""), ("speedup", "n"), ("95 % interval", "n")]
+    heads = [("problem", ""), ("speedup", "n"), (f"{CONFIDENCE} interval", "n")]
     heads += [("kernel", "n"), ("reference", "n")] if has_times else []
     heads += [(f"over {name}", "n") for name in baselines] + [("policy", "n"), ("found at", "n"), ("rollout", "")]
     head = element(

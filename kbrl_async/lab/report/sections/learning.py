@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kbrl_async.evaluation.proportions import WORDS
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import figure, grid, section, version_ticks
 from kbrl_async.lab.report.markup import Markup
@@ -48,16 +49,20 @@ def _reward(parts: Sequence[Part]) -> Markup:
     if not parts:
         return Markup("")
     line = _line("mean", parts, "reward_mean", "c1", band=True)
-    return figure("Reward", "mean, with its 95 % interval", _chart([line], parts, "reward", numbers.plain))
+    return figure("Reward", f"mean, with its {WORDS} interval", _chart([line], parts, "reward", numbers.plain))
 
 
 def _rates(parts: Sequence[Part]) -> Markup:
     if not parts:
         return Markup("")
-    wanted = (("compiles", "compile_rate", "compile"), ("correct", "correct_rate", "c3"), ("faster", "fast_1", "c4"))
+    wanted = (
+        ("compiles", "compile_rate", "compile"),
+        ("correct", "correct_rate", "c3"),
+        ("proven", "fast_1_proven", "c4"),
+    )
     lines = [_line(name, parts, rate, colour, band=name == "correct") for name, rate, colour in wanted]
     chart = _chart(lines, parts, "rates", numbers.percent, (0.0, 1.0))
-    return figure("Rates", "share of the answers; faster than the reference; the band: 95 % interval of correct", chart)
+    return figure("Rates", f"share of the answers; proven: fast_1_proven; the band: {WORDS} interval of correct", chart)
 
 
 def _speed(parts: Sequence[Part]) -> Markup:

@@ -44,7 +44,7 @@ def _tiles(run: RunData, two: Ends) -> Markup:
     best = run.kernels[0] if run.kernels else None
     tiles = [
         _compared("correct", two, "correct_rate", numbers.percent),
-        _compared("faster than reference", two, "fast_1", numbers.percent),
+        _compared("fast_1_proven", two, "fast_1_proven", numbers.percent),
         _compared("reward", two, "reward_mean", numbers.plain),
         _tile(
             "best kernel",

@@ -28,7 +28,7 @@ def make(run: RunData) -> Markup:
         return Markup("")
     views = [
         ("correct", _heat(parts, by_problem, HeatView("correct", "correct", lambda s: s.correct))),
-        ("faster than the reference", _heat(parts, by_problem, HeatView("fast", "faster", lambda s: s.fast))),
+        ("faster than the reference", _heat(parts, by_problem, HeatView("fast", "faster", lambda s: s.fast_1_proven))),
         ("compiles", _heat(parts, by_problem, HeatView("compile", "compile", lambda s: s.compiled))),
     ]
     left = f" The {MOST} with most answers are shown." if len(by_problem) > MOST else ""
