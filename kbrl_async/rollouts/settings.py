@@ -83,6 +83,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
     index: str | None = None
     """prompt.option=raicl: folder of an index made by 'kbrl index build'."""
+    embedder: str | None = None
+    """prompt.option=raicl: embedder that the index may load; null: only lexical, recommended and installed ones."""
     examples: Annotated[int, Meta(ge=1, le=32)] = 3
     """prompt.option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
     max_tokens: AtLeastOne | None = None

@@ -20,6 +20,7 @@ from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
 from kbrl_async.rollouts.retrieval.corpora import folders
 from kbrl_async.rollouts.retrieval.store import MANIFEST
+from kbrl_async.rollouts.settings import Prompt
 from kbrl_async.runs import publishing, targets
 from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
 from kbrl_async.sampling.engine import Engine
@@ -124,14 +125,14 @@ def _device(config: Config) -> str:
 # ── worked examples ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def examples(place: str, problem: Problem, backend: str, k: int) -> list[Hit]:
+def examples(place: str, problem: Problem, backend: str, prompt: Prompt) -> list[Hit]:
     """Worked examples for the prompt, from an index, or from what an index can be made of (a run, a folder)."""
     path = Path(place).expanduser()
     if not path.is_dir():
         raise UserError(f"--examples {place} is no folder", "Give an index, a run folder, or a folder of kernels")
-    query = Query(problem.source, "", backend, True, k)
+    query = Query(problem.source, "", backend, True, prompt.examples)
     if (path / MANIFEST).is_file():
-        return Retriever.open(path).retrieve(query).hits
+        return Retriever.open(path, embedder=prompt.embedder or "").retrieve(query).hits
     with tempfile.TemporaryDirectory(prefix="kbrl-index-") as folder:
         source = open_source(str(path), SourceOptions(), _sources)
         build_index([source], Path(folder) / "index", IndexOptions(embedder="lexical"), lambda *_: None)

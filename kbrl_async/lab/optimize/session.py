@@ -91,7 +91,7 @@ def _driver(
 ) -> tuple[SearchDriver, tuple[str, ...]]:
     """Ready to run, and the names of the examples in its prompt."""
     place, shown, backend = wanted.examples, target.shown, config.backend
-    hits = engine.examples(place, shown, backend, config.prompt.examples) if place else []
+    hits = engine.examples(place, shown, backend, config.prompt) if place else []
     room = opened.positions - config.max_tokens
     prompts = PromptMaker(config.prompt_option, shown, backend, hits, opened.count_tokens, room)
     state = Search(SearchOptions(wanted.budget, wanted.turns), random.Random(config.seed), time.monotonic())
