@@ -226,6 +226,16 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
         """A speedup counts only when its whole interval lies above 1."""
         return self.lo > 1.0
 
+    @property
+    def is_slower(self) -> bool:
+        """The same below 1. Where others had the core most of the time, nothing is proven either way."""
+        return self.hi < 1.0 and self.stopped != "disturbed"
+
+    @property
+    def claim(self) -> str:
+        """What the interval proves, in words."""
+        return "proven faster" if self.is_faster else "proven slower" if self.is_slower else "not shown to be faster"
+
 
 class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     """Frame 3: verdict, and timing of a correct candidate."""

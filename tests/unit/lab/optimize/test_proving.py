@@ -189,12 +189,14 @@ def test_the_author_of_what_was_written_is_named_in_the_file_and_in_the_evidence
     search.tree.ask(None, 0.0)
     authors = [evidence.author(search, number, "small") for number in range(3)]
     assert authors == [
-        "L1/01_tanh of runs/one, as it was found there",
-        "small, beginning with L1/01_tanh of runs/one",
+        "L1/01_tanh of runs/one, and taken as it was found there",
+        "small, beginning with what was written by L1/01_tanh of runs/one",
         "small",
     ]
     for number, author in enumerate(authors):
         found = SearchResult(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(number, result(), "")))
         assert evidence.document(found)["written"]["author"] == author
         assert f"| written by | {author} |" in evidence.markdown(found)
-        assert f"\nWritten by {author}.\n" in proving.render(TARGET, "", "x.py", "c", author, "1.0")
+        assert f"\nWritten by {author}: every line of code but those of the last part, " in proving.render(
+            TARGET, "", "x.py", "c", author, "1.0"
+        )
