@@ -1,6 +1,7 @@
 """`kbrl verify`: one candidate through the whole funnel, or every candidate of a KernelBench run folder.
 
-Exit codes: 0 the candidate is correct · 1 it is not · 2 wrong usage · 3 our fault: the host or the problem failed.
+Exit codes: 0 the candidate is correct · 1 it is not · 2 wrong usage · 3 our fault: the host or the problem failed ·
+130 stopped by Ctrl-C.
 With `--run`: 0 every candidate has its verdict, whatever it is · 3 some have none, and why is in `kbrl_results.json`.
 """
 
