@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,11 @@ CODES = table("docs/verify.md")
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["verify", "--example", "c"]) == 0
     (tmp_path / "kernel.c").write_text("void f(float *x) {}\n")
-    yield tmp_path
+    return tmp_path
 
 
 def change(file: str, old: str, new: str) -> Callable[[Path], None]:
