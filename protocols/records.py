@@ -254,6 +254,16 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
         """It can't be compared with other kernels' times: others had the core, or its pairs disagree."""
         return self.stopped == DISTURBED or says_nothing(self.lo, self.hi)
 
+    @property
+    def is_slower(self) -> bool:
+        """The same below 1. Where others had the core most of the time, nothing is proven either way."""
+        return self.hi < 1.0 and not self.is_disturbed
+
+    @property
+    def claim(self) -> str:
+        """What the interval proves, in words."""
+        return "proven faster" if self.is_faster else "proven slower" if self.is_slower else "not shown to be faster"
+
 
 class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     """Frame 3: verdict, and timing of a correct candidate."""
