@@ -7,14 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kbrl_async.cli.shared import find, say
+from kbrl_async.cli.shared import check_suffix, completed, find, run_names, say
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.runs.folder import SUMMARY_FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folders or names of runs")
+    runs = parser.add_argument("runs", metavar="RUN", nargs="+", help="folders or names of runs")
+    completed(runs, run_names)
     parser.add_argument("--output", metavar="FILE.html", type=Path, help="write a page with the table and all charts")
     parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="write a chart of one metric of all runs")
     parser.add_argument(
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_suffix(args.output, ".html", "--output", "Write --output FILE.html; --plot FILE.svg writes a picture")
+    check_suffix(args.plot, ".svg", "--plot", "Write --plot FILE.svg")
     from kbrl_async.lab.report import compare_page, comparing, curves
 
     named = curves.named([find(wanted) for wanted in args.runs])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.evaluation.heldout import is_evaluation
-from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, Swept
+from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, StragglersCut, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
 from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
@@ -66,7 +66,7 @@ def count(tally: Tally, command: Command) -> None:
             tally.ended(command.group_id)
         case Lost():
             tally.ended(command.group_id, command.reason)
-        case Swept():
+        case Swept() | StragglersCut():
             tally.swept(command.group_ids)
         case _:
             pass
