@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 
 from kbrl_async.evaluation.heldout import is_evaluation
-from kbrl_async.rollouts.buffer.events import Admitted, Lost, RolloutScored, Swept
+from kbrl_async.rollouts.buffer.events import Admitted, Lost, RolloutScored, StragglersCut, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.commands import Command, RolloutEnded
 from kbrl_async.runs.telemetry.by_version import Part, Tally, settled
@@ -63,7 +63,7 @@ def note(tally: Tally, command: Command) -> None:
             tally.ended(command.group_id)
         case Lost():
             tally.ended(command.group_id, command.reason)
-        case Swept():
+        case Swept() | StragglersCut():
             tally.swept(command.group_ids)
         case _:
             pass

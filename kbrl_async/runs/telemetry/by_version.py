@@ -314,7 +314,7 @@ class Tally:
             del self._awaited[group_id]
 
     def swept(self, group_ids: Iterable[str]) -> None:
-        """Dropped as too old."""
+        """Dropped as too old, or gone on without some of their answers."""
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:
