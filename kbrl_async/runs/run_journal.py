@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.evaluation.heldout import is_evaluation
-from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, StragglersCut, Swept
-from kbrl_async.rollouts.trajectories import TurnTaken
+from kbrl_async.rollouts.buffer.events import Closed
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
-from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
+from kbrl_async.runs.commands import Command, group_of, without_tokens
 from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
+from kbrl_async.runs.settling import note
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
 
 FILE = "aggregator.sqlite"
@@ -43,30 +42,9 @@ class RunJournal(EntryJournal[Command]):
         if self.is_due:
             self.compact(_encode(state.snapshot()))
 
-    def tally(self) -> Tally:
-        """Of all training rollouts, turn by turn, and of which of their groups lack some."""
+    def answers(self) -> Answers:
+        """The numbers of all training rollouts, turn by turn, and which of their groups lack some."""
         tally = Tally()
         for entry in self.history():
-            count(tally, entry)
-        return tally
-
-    def answers(self) -> Answers:
-        """What the tally says."""
-        return self.tally().answers()
-
-
-def count(tally: Tally, command: Command) -> None:
-    """What a command says of training answers."""
-    match command:
-        case Admitted():
-            tally.admitted(command.group_id, command.rollouts, command.version)
-        case RolloutEnded() | TurnTaken() if not is_evaluation(command.group_id):
-            tally.answered(command.group_id, command.stats)
-        case RolloutScored():
-            tally.ended(command.group_id)
-        case Lost():
-            tally.ended(command.group_id, command.reason)
-        case Swept() | StragglersCut():
-            tally.swept(command.group_ids)
-        case _:
-            pass
+            note(tally, entry)
+        return tally.answers()

@@ -30,7 +30,6 @@ from kbrl_async.kernels.kernelbench.files import (
 from kbrl_async.runs.config import Config, config_hash
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.telemetry.tensorboard import Writer
-from kbrl_async.runs.telemetry.version_curve import with_overview
 from protocols.records import Problem
 
 KERNELBENCH = "kernelbench"
@@ -51,7 +50,7 @@ def write_all(run_dir: Path, config: Config, course: Course, policy: dict[str, A
     folder = Path(settings.tensorboard_log_dir) if settings.tensorboard_log_dir else run_dir / "tensorboard" / "eval"
     step = settings.tensorboard_step
     with Writer(folder) as writer:  # all figures at one step, so that evaluations of several versions make a curve
-        writer.scalars(with_overview(show.scalars(made)), step if step is not None else int(policy.get("version") or 0))
+        writer.scalars(show.scalars(made), step if step is not None else int(policy.get("version") or 0))
         writer.flush()
     summary = {
         "kind": made.kind,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -13,22 +14,23 @@ from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
+from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs import run_journal, summary
+from kbrl_async.runs import summary
 from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
+from kbrl_async.runs.settling import SettledVersions
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import system_metrics, training_metrics, version_curve
-from kbrl_async.runs.telemetry.by_version import Answers, Tally
+from kbrl_async.runs.telemetry import by_version, system_metrics, training_metrics
+from kbrl_async.runs.telemetry.by_version import Answers, Part
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
-from kbrl_async.runs.telemetry.version_curve import VersionCurve, with_overview
 from protocols.records import UpdateReport
 from protocols.rollout import Record
 from services.runtime.service import Service
@@ -41,8 +43,8 @@ CHEATING_TOLD = 0.1
 class MetricsWriter:
     """Reads the run's state, never changes it."""
 
-    def __init__(self, service: Service, state: RunState, tally: Tally) -> None:
-        """:param tally: of the answers so far; it goes on here."""
+    def __init__(self, service: Service, state: RunState, history: Iterable[Command] = ()) -> None:
+        """`history`: the commands of a run that is continued; their versions have been told."""
         self._service = service
         self._state = state
         settings = service.config.tensorboard
@@ -57,8 +59,10 @@ class MetricsWriter:
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
-        self._versions = VersionCurve(tally)
+        self._versions = SettledVersions()
+        self._versions.note(history)
         self._last_update: tuple[float, int] | None = None
+        self._newest: Part | None = next(reversed(self._versions.new(state.version)), None)
         self._best = dict(state.fastest)
         for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
@@ -79,29 +83,41 @@ class MetricsWriter:
         write_atomically(path, scored.candidate.source)
         return msgspec.structs.replace(stats, file=name)
 
-    def count(self, commands: Sequence[Command]) -> None:
-        """What is told of versions once all of their answers are in."""
-        for command in commands:
-            run_journal.count(self._versions.tally, command)
-
     def trace(self, record: Record, scored: ScoredTurn | None) -> None:
         """The way of one turn, if the run is traced."""
         if self._traces is not None:
             self._traces.add(record, scored.sample.reward if scored else None)
 
+    def note(self, commands: Sequence[Command]) -> None:
+        """What was done; a version whose last answers have come in is told."""
+        self._versions.note(commands)
+        if any(isinstance(command, BatchTrained) for command in commands):
+            self._tell_versions(self._state.version)
+
+    def _tell_versions(self, newest: float) -> None:
+        for part in self._versions.new(newest):
+            self._newest = part
+            if self._training is not None:
+                self._training.scalars(by_version.scalars(part), part.last)
+
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
-        """One update: a line on the terminal, and everything of it in TensorBoard."""
-        rates = training_metrics.outcome_rates(rollouts)
-        told = {
-            name: value for name, value in rates.items() if name != "format_rate" and (value or name != "cheat_rate")
-        }
-        shown = {name: round(value, 3) for name, value in told.items()}
+        """One update: a line on the terminal, and everything of it in TensorBoard.
+
+        What the line says of answers is of the newest version all of whose answers are in. Those that cheat are told of
+        at once.
+        """
+        caught = training_metrics.outcome_rates(rollouts).get("cheat_rate", 0.0)
+        rates = training_metrics.outcome_rates(self._newest.stats) if self._newest else {}
+        told = {name: value for name, value in rates.items() if name not in ("format_rate", "cheat_rate")}
+        told |= {"cheat_rate": caught} if caught else {}
+        shown: dict[str, float] = {"answers_of": self._newest.last} if self._newest else {}
+        shown |= {name: round(value, 3) for name, value in told.items()}
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
-        if rates.get("cheat_rate", 0.0) > CHEATING_TOLD:
-            self._tell_of_cheating(rates["cheat_rate"], [r for r in rollouts if r.cheated])
+        if caught > CHEATING_TOLD:
+            self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
             training_metrics.scalars(rollouts, per_level=settings.per_level)
@@ -113,8 +129,9 @@ class MetricsWriter:
         self._tell(rates, max(ages, default=0), step, scalars)
         if self._training is None:
             return
-        self._training.scalars(with_overview(scalars), step)
-        self._write_versions(step)
+        self._training.scalars(scalars, step)
+        if step == 1:
+            self._tell_heldout(BEFORE, 0)
         if step % settings.histograms_every == 0:
             for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
                 self._training.histogram(f"histogram/{tag}", values, step)
@@ -131,13 +148,10 @@ class MetricsWriter:
             since=None if before is None else (now[0] - before[0], now[1] - before[1]),
         )
 
-    def _write_versions(self, newest: int | None) -> None:
-        """Versions all of whose answers are in by now, each at its own step; at first, held-out problems before."""
-        assert self._training is not None
-        for part in self._versions.ended(newest):
-            self._training.scalars(with_overview(version_curve.scalars(part)), part.last)
-            if part.first == 0:
-                self._training.scalars(with_overview(heldout_scalars(self._state.heldout(BEFORE))), 0)
+    def _tell_heldout(self, phase: str, version: int) -> None:
+        """What the evaluation before or after training says of its version."""
+        if self._training is not None:
+            self._training.scalars(heldout_scalars(self._state.heldout(phase)), version)
 
     def _tell_of_cheating(self, share: float, caught: list[RolloutStats]) -> None:
         problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
@@ -153,6 +167,9 @@ class MetricsWriter:
         config = self._service.config
         limits = {"max_steps": config.max_steps, "max_staleness": config.max_staleness}
         shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
+        if self._newest is not None:
+            shown["answers_of"] = self._newest.last
+            scalars = scalars | training_metrics.version_scalars(self._newest.stats)
         self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
 
     def round_begun(self, version: int) -> None:
@@ -166,7 +183,7 @@ class MetricsWriter:
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
         self._service.log.info("evaluated", policy_version=done.version, **shown)
         if self._training is not None:
-            self._training.scalars(with_overview(figures), done.version)
+            self._training.scalars(figures, done.version)
             self._training.flush()
 
     def tick(self) -> None:
@@ -187,10 +204,9 @@ class MetricsWriter:
         :param answers: all of training.
         """
         self.tick()
+        self._tell_versions(math.inf)
+        self._tell_heldout(AFTER, self._state.version)
         state = self._state
-        if self._training is not None:
-            self._write_versions(None)
-            self._training.scalars(with_overview(heldout_scalars(state.heldout(AFTER))), state.version)
         ended = time.time() - max(0.0, seconds - state.last_update)
         begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))
         content = summary.build(

@@ -20,14 +20,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kbrl_async.evaluation.proportions import KEY, clustered_mean, clustered_share
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, speedups, turn_summary
+from kbrl_async.runs.telemetry.training_metrics import (
+    geometric_mean,
+    kernels,
+    mean,
+    speedups,
+    turn_summary,
+    version_scalars,
+)
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
@@ -114,6 +121,15 @@ def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, flo
     logs = [[math.log(speedup) for speedup in speedups(group)] for group in groups]
     interval = clustered_mean([group for group in logs if group])
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+
+
+def scalars(part: Part) -> dict[str, float]:
+    """TensorBoard tag → value of one version, with the ends of the intervals."""
+    values = version_scalars(part.stats)
+    for name, figure in part.figures().items():
+        if figure.interval is not None:
+            values[f"version/{name}_lo"], values[f"version/{name}_hi"] = figure.interval
+    return values
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -293,25 +309,17 @@ class Tally:
         self._listed: list[Answer] = []
         self._awaited: dict[str, int] = {}
         self._admitted: dict[str, int] = {}
+        self._behind = 0
+        """Most versions that a sampler was behind the learner when a group was admitted."""
         self._dropped: set[str] = set()
         self._lost: Counter[str] = Counter()
-        self.behind = 0
-        """How many versions older than its group's admission any answer was: a sampler may be behind the learner."""
 
     def admitted(self, group_id: str, rollouts: int, version: int) -> None:
         self._awaited[group_id], self._admitted[group_id] = rollouts, version
 
     def answered(self, group_id: str, stats: RolloutStats) -> None:
         self._listed.append(Answer(group_id, stats))
-        self.behind = max(self.behind, self._admitted.get(group_id, 0) - stats.policy_version)
-
-    def forget(self, rollouts: Container[str]) -> None:
-        """These, of which nobody asks any more, and those of groups that were dropped."""
-        self._listed = [
-            answer
-            for answer in self._listed
-            if answer.stats.rollout_id not in rollouts and answer.group_id not in self._dropped
-        ]
+        self._behind = max(self._behind, self._admitted.get(group_id, 0) - stats.policy_version)
 
     def ended(self, group_id: str, lost: str = "") -> None:
         """A rollout of the group; `lost`: why it has no reward."""
@@ -326,6 +334,19 @@ class Tally:
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:
-        """What a group lacks is taken to be as much older than its admission as any answer of the run was."""
-        oldest = {group_id: self._admitted.get(group_id, 0) - self.behind for group_id in self._awaited}
+        """A group's answers may be older than its admission, where a sampler was behind the learner; what a group lacks
+        is taken to be as much older as any answer of the run was."""
+        oldest = {group_id: self._admitted.get(group_id, 0) - self._behind for group_id in self._awaited}
         return Answers(self._listed, oldest, frozenset(self._dropped), dict(self._lost))
+
+    def horizon(self, newest: float) -> float:
+        """The first version that an open group may still write in, or one that is admitted at `newest` or later."""
+        return min([newest, *(self._admitted.get(group_id, 0) for group_id in self._awaited)]) - self._behind
+
+    def forget(self, horizon: float) -> None:
+        """Answers that count for versions before, and groups that nothing is awaited of any more."""
+        version = _versions(self._listed)
+        self._listed = [a for a in self._listed if version(a) >= horizon or a.group_id in self._awaited]
+        left = {answer.group_id for answer in self._listed} | self._awaited.keys()
+        self._admitted = {group_id: version for group_id, version in self._admitted.items() if group_id in left}
+        self._dropped &= left

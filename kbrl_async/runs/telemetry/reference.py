@@ -47,7 +47,7 @@ _BY_UPDATE = {
     "time/total_s": "seconds since the update before",
     "progress/batch": "updates since the run began",
     "progress/done_frac": "of `max_steps`, share that is done",
-    "_overview/5_rollouts_per_s": "rollouts scored a second since the update before",
+    "_overview/5_rollouts_per_s": "rollouts scored a second since the update before; also `throughput/rollouts_per_s`",
     "groups/groups_admitted": "groups admitted since the run began",
     "groups/groups_trained": "of these, trained on",
     "groups/groups_filtered": "of these, dropped because all rewards were alike",
@@ -105,6 +105,16 @@ _RATES = {
     "fast_1_proven": "share that was correct and whose whole interval lies above 1",
     "speedup_mean": "geometric mean of the speedups of correct kernels",
 }
+_VERSIONS = {
+    f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
+} | {
+    "version/success_rate": "share of its rollouts with a correct turn, where they take several",
+    "version/{figure}_{end}": "ends of its 95 % interval over groups, lo and hi",
+    "_overview/1_heldout_correct": "`eval/correct_rate`, where TensorBoard shows it first",
+    "_overview/2_correct": "`version/correct_rate`, likewise",
+    "_overview/3_reward": "`version/reward_mean`, likewise",
+    "_overview/4_speedup": "`version/speedup_mean`, likewise",
+}
 _BROKEN_DOWN = {f"level{{level}}/{name}": f"{words}, of this level" for name, words in _RATES.items()} | {
     f"turn_{{turn}}/{name}": f"{words}, of this turn" for name, words in _RATES.items()
 }
@@ -119,14 +129,6 @@ _TURNS = {
     "multiturn/best_speedup_mean": "best speedup of a rollout that has a correct turn, mean",
     "multiturn/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
     "role_{role}/reward_mean": "mean reward of solver, verifier and corrector (`mode=agents`)",
-}
-_VERSIONS = {
-    **{f"version/{name}": words for name, words in _RATES.items() if name not in ("format_rate", "cheat_rate")},
-    "version/{figure}_{end}": "ends of its interval, lo and hi",
-    "_overview/2_correct": "`version/correct_rate`, where TensorBoard shows it first",
-    "_overview/3_reward": "`version/reward_mean`, likewise",
-    "_overview/4_speedup": "`version/speedup_mean`, likewise",
-    "_overview/1_heldout_correct": "`eval/correct_rate`, likewise",
 }
 _EVALUATION = {
     "{eval}/compile_rate": "share of samples that compiled",
@@ -165,19 +167,19 @@ _SYSTEM = {
     "throughput/updates_per_h": "updates an hour",
 }
 TAGS: Mapping[str, Mapping[str, str]] = {
+    "By policy version: training": _VERSIONS,
     "By update: rollouts": _BY_UPDATE,
     "By update: learner": _LEARNER,
     "By update: levels and turns": _BROKEN_DOWN | _TURNS,
-    "By policy version: training answers": _VERSIONS,
     "By policy version: evaluation": _EVALUATION,
     "By second: the system": _SYSTEM,
 }
 """Chapter → tag → what it is."""
 _NOTES = {
+    "By policy version: training": "At the version that wrote the answers, whenever they were scored, once all of them"
+    " are in: a few updates later. What the run's end cut off is in none.",
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
-    " without those whose rewards were all alike. `kbrl report` goes by policy version.",
-    "By policy version: training answers": "Of all answers that a version wrote, with the interval over groups; written"
-    " once all of them are in, a few updates later. `kbrl report` and `kbrl compare` show the same.",
+    " of several policy versions, without those whose rewards were all alike. No measure of a policy.",
     "By policy version: evaluation": "Of a run: before training (version 0), after it, and with `eval_every` between."
     " `{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",

@@ -19,10 +19,9 @@ from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, Reward
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics, version_curve
+from kbrl_async.runs.telemetry import by_version, reference, system_metrics, tensorboard, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answer, Part
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from kbrl_async.runs.telemetry.version_curve import with_overview
 from protocols.records import REPLAYED, SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
 from tests.records import record
@@ -44,14 +43,16 @@ def written_tags() -> Iterator[str]:
     yield from training_metrics.scalars(
         [*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)], per_level=True
     )
+    yield from training_metrics.version_scalars(rollouts())
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
     yield from (f"alarm/{rule.name}" for rule in rules_of(Alarms(entropy_below=0.1)))
-    yield from with_overview(heldout_scalars(rollouts()))
-    yield from with_overview(training_metrics.progress(1, 2, train_s=1.0, since=(1.0, 8)))
+    yield from heldout_scalars(rollouts())
+    yield from training_metrics.progress(1, 2, train_s=1.0, since=(1.0, 8))
+    yield from tensorboard.FIRST
     answers = [Answer(f"g{group}", stats) for group in range(2) for stats in rollouts()]
-    yield from with_overview(version_curve.scalars(Part(0, 0, answers)))
+    yield from by_version.scalars(Part(0, 0, answers))
     yield from show.scalars(evaluation())
     worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
     before, after = (SystemSample(t=t, workers={"w": worker}, **queues()) for t in (0.0, 1.0))

@@ -18,7 +18,6 @@ from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoint
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
-from kbrl_async.runs.telemetry.by_version import Tally
 from services.evaluator.actor import Evaluator
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.metrics_writer import MetricsWriter
@@ -54,7 +53,7 @@ def aggregator(
     """With templates for prompts; it asks and tells as in a run."""
     outside = Outside(frame, journal, broker, recorder)  # type: ignore[arg-type]
     prompts = FirstPrompts(frame.config.prompt_option, frame.config.backend)
-    return Aggregator(outside, state, journal, metrics or MetricsWriter(frame, state, Tally()), prompts)  # type: ignore[arg-type]
+    return Aggregator(outside, state, journal, metrics or MetricsWriter(frame, state), prompts)  # type: ignore[arg-type]
 
 
 class Welcomes:

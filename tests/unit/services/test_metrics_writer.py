@@ -11,7 +11,6 @@ from kbrl_async.rollouts.scoring import score
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
-from kbrl_async.runs.telemetry.by_version import Tally
 from protocols.records import BenchReport, Fault, Timing, UpdateReport, Verdict
 from services.reward_aggregator.metrics_writer import MetricsWriter
 from tests.records import record
@@ -28,7 +27,7 @@ def rollout(number: int, *, cheated: bool = False) -> RolloutStats:
 def told(folder: Path, rollouts: list[RolloutStats]) -> list[Line]:
     config = settings()
     frame, state = service("reward_aggregator", folder, config), RunState(plan_of(config))
-    MetricsWriter(frame, state, Tally()).updated(UpdateReport("b", 3, {}), rollouts, state.counters())
+    MetricsWriter(frame, state).updated(UpdateReport("b", 3, {}), rollouts, state.counters())
     assert isinstance(frame.log, Log)
     return frame.log.lines
 
@@ -36,7 +35,7 @@ def told(folder: Path, rollouts: list[RolloutStats]) -> list[Line]:
 def test_a_kernel_whose_time_was_disturbed_is_not_kept_as_the_fastest(tmp_path: Path) -> None:
     config = settings()
     frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
-    writer = MetricsWriter(frame, state, Tally())
+    writer = MetricsWriter(frame, state)
     wide = Timing(2, 9.0, 1.2, 7e11, 1.0, 9.0)
     for timing, kept in ((wide, ""), (Timing(9, 1.2, 1.1, 1.3, 1.0, 1.2), "kernels/L1_07_relu.py")):
         scored = score(record(bench=BenchReport(Verdict(Fault.OK, 4, 4), timing)), STAGE3)
@@ -66,7 +65,7 @@ def test_many_are_warned_of_with_one_to_look_at(tmp_path: Path) -> None:
 def test_an_update_says_how_far_the_run_is_and_what_it_took(tmp_path: Path) -> None:
     config = settings(max_steps=8, **{"tensorboard.enabled": "true"})
     frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
-    writer = MetricsWriter(frame, state, Tally())
+    writer = MetricsWriter(frame, state)
     for version, at in ((1, 100.0), (2, 130.0)):
         report = UpdateReport("b", version, {"time/checkpoint_s": 0.5}, at - 4, at)
         writer.updated(report, [rollout(version)], state.counters())

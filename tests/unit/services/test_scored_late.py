@@ -16,7 +16,6 @@ from kbrl_async.runs.config import Config
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
-from kbrl_async.runs.telemetry.by_version import Tally
 from protocols.messages import Stage, Task
 from services.reward_aggregator import actor as aggregating
 from services.reward_aggregator.actor import Aggregator
@@ -82,7 +81,7 @@ def test_the_system_is_looked_at_though_results_never_cease(tmp_path: Path, monk
 
     async def busy() -> None:
         with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(config.archive, tmp_path) as recorder:
-            metrics = MetricsWriter(frame, state, Tally())
+            metrics = MetricsWriter(frame, state)
             monkeypatch.setattr(metrics, "tick", lambda: looks.append(1))
             actor = aggregator(frame, state, journal, Silent(), recorder, metrics)
             pumping = asyncio.ensure_future(actor.pump())

@@ -30,6 +30,15 @@ def test_scalars_are_read_back_with_step_and_time(tmp_path: Path) -> None:
     assert [(e.step, e.wall_time, e.value) for e in events] == [(3, 1000.0, 0.25), (4, 1001.0, 0.5)]
 
 
+def test_what_matters_first_is_written_where_tensorboard_opens(tmp_path: Path) -> None:
+    with tensorboard.Writer(tmp_path) as board:
+        board.scalars({"version/correct_rate": 0.25, "alarm/ess": 0.0}, step=3)
+    tags = read(tmp_path).Tags()["scalars"]
+    assert set(tags) == {"version/correct_rate", "alarm/ess", "_overview/2_correct"}
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("_overview/2_correct")] == [(3, 0.25)]
+    assert next(iter(tensorboard.DASHBOARDS)) == "Overview"
+
+
 def test_what_was_flushed_is_there_before_the_end(tmp_path: Path) -> None:
     board = tensorboard.Writer(tmp_path)
     board.scalars({"a": 1.0}, step=1)
