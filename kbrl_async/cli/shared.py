@@ -76,10 +76,7 @@ def find(wanted: str) -> Path:
     """
     root = log_path()
     if wanted == LATEST:
-        newest = latest(root)
-        if newest is None:
-            raise no_runs(root)
-        return newest
+        return newest(root)
     for path in (Path(wanted), root / wanted, root / EVALUATIONS / wanted):
         if path.is_dir():
             return path.resolve()
@@ -89,6 +86,17 @@ def find(wanted: str) -> Path:
     near = difflib.get_close_matches(Path(wanted).name, names, 1)
     cure = f"Did you mean {near[0]}?" if near else f"There is {', '.join(names[:SHOWN])}; 'kbrl runs' lists all"
     raise UserError(f"there is no run {wanted}", cure)
+
+
+def newest(root: Path) -> Path:
+    """The newest run of `root`.
+
+    :raises UserError: there is none.
+    """
+    found = latest(root)
+    if found is None:
+        raise no_runs(root)
+    return found
 
 
 def no_runs(root: Path) -> UserError:
