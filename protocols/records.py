@@ -254,6 +254,16 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
         """It can't be compared with other kernels' times: others had the core, or its pairs disagree."""
         return self.stopped == DISTURBED or says_nothing(self.lo, self.hi)
 
+    @property
+    def is_slower(self) -> bool:
+        """The same below 1. Where others had the core most of the time, nothing is proven either way."""
+        return self.hi < 1.0 and not self.is_disturbed
+
+    @property
+    def claim(self) -> str:
+        """What the interval proves, in words."""
+        return "proven faster" if self.is_faster else "proven slower" if self.is_slower else "not shown to be faster"
+
 
 class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     """Frame 3: verdict, and timing of a correct candidate."""
@@ -288,6 +298,12 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     """Weight of the plan tokens' advantage beside 1 of the kernel's; 0: all tokens share `advantage`."""
     plan_advantage: float = 0.0
     """Of the plan's tokens, its weight included."""
+    reward_spread: float = 0.0
+    """How much more it would have earned at the upper end of its speedup's interval."""
+    source: str = ""
+    """Digest of its kernel: equal ones in a group are one kernel, measured several times."""
+    truncated: bool = False
+    """Cut at max_tokens."""
 
     @property
     def has_plan(self) -> bool:

@@ -138,7 +138,7 @@ def _presets(config: Config | None) -> list[tuple[str, Preset]]:
     """Those that may have paid: the run's own, or each stage of reward.preset=auto."""
     if config is None:
         return []
-    found = find_presets(config.reward)
+    found = find_presets(config.reward, overlong=config.punishes_overlong)
     names = STAGES if len(found) > 1 else (config.reward.preset,)
     return list(zip(names, found, strict=True))
 
@@ -242,7 +242,7 @@ def _of_verdict(verdict: Verdict) -> Iterable[tuple[str, str]]:
 
 def _of_timing(timing: Timing) -> Iterable[tuple[str, str]]:
     share = f"{timing.confidence:.0%} interval {timing.lo:.3f} … {timing.hi:.3f}"
-    yield "speedup", f"{timing.speedup:.3f}, {share}{'' if timing.is_faster else ': not proven faster'}"
+    yield "speedup", f"{timing.speedup:.3f}, {share}: {timing.claim}"
     yield "times", f"{timing.candidate_ms:.4g} ms against {timing.reference_ms:.4g} ms, {timing.n} pairs"
     yield "stopped", f"{timing.stopped} ({timing.method})"
     for name, (speedup, lo, hi) in timing.baselines.items():

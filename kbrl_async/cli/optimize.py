@@ -154,6 +154,7 @@ def _conclude(args: argparse.Namespace, output: Path, found: SearchResult) -> in
     if found.proof is not None:
         console.print(facts(evidence.proof_rows(found)))
     else:
+        say(f"asked: {found.facts.engine}", console)
         _explain(console, found)
     for line in evidence.tree_lines(found.search, most=12):
         say("  " + line, console)

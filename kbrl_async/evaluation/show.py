@@ -30,8 +30,8 @@ def _figures_table(document: Document) -> Table:
     table.add_column("")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
-    shown = [dict(_rows(found)) if found else {} for _, found in columns]
-    for name in dict(_rows(overall.raw)) if overall.raw else {}:
+    shown = [dict(figure_rows(found)) if found else {} for _, found in columns]
+    for name in dict(figure_rows(overall.raw)) if overall.raw else {}:
         table.add_row(name, *(rows.get(name, "–") for rows in shown))
     table.caption = _caption(document)
     table.caption_justify = "left"
@@ -51,7 +51,7 @@ def _caption(document: Document) -> str:
     return "; ".join(words)
 
 
-def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+def figure_rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "problems × samples", f"{figures.problems} × {figures.samples / figures.problems:g}"
     yield "compiled", _share(figures.compiled)
     yield "correct", _share(figures.correct)

@@ -5,13 +5,14 @@ This is the only place where a reward is computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards.parts import earns, has_format, is_built, is_correct
-from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
+from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of, spread_of
 from kbrl_async.rollouts.stats import RolloutStats, steps_of
 from kbrl_async.rollouts.turns import TurnScore
 from protocols.records import DISTURBED, Candidate, Fault, Timing, TrainSample
@@ -44,7 +45,7 @@ def score(record: Record, preset: Preset) -> ScoredTurn | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
     if not earns(record):
         return None
-    sample, fault = _sample(record, reward_of(record, preset)), record.fault
+    sample, fault = _sample(record, reward_of(record, preset), spread_of(record, preset)), record.fault
     if preset.plan_weight:
         sample = _with_classes(sample, record, preset)
     passed = {"format": has_format(record), "compile": is_built(record), "correct": is_correct(record)}
@@ -61,7 +62,7 @@ def score_prediction(record: Record, actual: str) -> ScoredTurn | None:
     return ScoredTurn(sample, stats, Fault.OK, None, None)
 
 
-def _sample(record: Record, reward: float) -> TrainSample:
+def _sample(record: Record, reward: float, spread: float = 0.0) -> TrainSample:
     request, generation = record.request, record.generation
     assert generation is not None, "what is scored was written"
     return TrainSample(
@@ -74,6 +75,9 @@ def _sample(record: Record, reward: float) -> TrainSample:
         generation.policy_version,
         request.turn,
         request.role,
+        reward_spread=spread,
+        source=hashlib.sha256(record.source.encode()).hexdigest()[:16] if record.source else "",
+        truncated=generation.finish_reason == "length",
     )
 
 

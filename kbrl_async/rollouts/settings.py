@@ -37,6 +37,9 @@ REWARD_PRESETS = Door(
         "kevin": f"{_REWARDS}.presets:KEVIN",
         "kevin_offset": f"{_REWARDS}.presets:KEVIN_OFFSET",
         "hierarchical": f"{_REWARDS}.presets:HIERARCHICAL",
+        "hierarchical_raw": f"{_REWARDS}.presets:HIERARCHICAL_RAW",
+        "correct": f"{_REWARDS}.presets:CORRECT",
+        "best_of_n": f"{_REWARDS}.presets:BEST_OF_N",
         "plan_code": f"{_REWARDS}.presets:PLAN_CODE",
         "funnel": f"{_REWARDS}.presets:FUNNEL",
         "fork": f"{_REWARDS}.presets:FORK",
@@ -126,6 +129,15 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
         parts = ("format", "compile", "correctness", "speed")
         given = {part: getattr(self, f"{part}_weight") for part in parts}
         return {part: weight for part, weight in given.items() if weight is not None}
+
+
+class BestOfN(msgspec.Struct, frozen=True, kw_only=True):
+    """What advantage=best_of_n imitates."""
+
+    keep: AtLeastOne = 3
+    """Best samples of a group that are imitated."""
+    above: float = 0.5
+    """A sample is imitated only where its reward is above this."""
 
 
 class Curriculum(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +30,7 @@ from kbrl_async.evaluation.proportions import KEY, wilson
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import by_version
-from kbrl_async.runs.telemetry.by_version import FIELDS, SHARES, Answers
+from kbrl_async.runs.telemetry.by_version import FIELDS, SHARES, Answers, speed_interval
 from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
 from protocols.records import TIMING_CONFIDENCE
 
@@ -76,7 +77,7 @@ def build(
     """The content of `summary.json`.
 
     :param answers: scored training answers, and which of their groups lack some.
-    :param wall_s: seconds of training, from the first admission to the last update.
+    :param wall_s: seconds from the first result, of a held-out answer or one of training, to the last update.
     :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
     :param extra: more fields, such as the run's name, seed and config hash.
     """
@@ -114,12 +115,17 @@ def by_versions(summary: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
-    """Rates, and of each share `[lo, hi]` under its name and `KEY`; null of none."""
+    """Rates with their intervals `[lo, hi]` under their names and `KEY`, null of none, and of how many answers."""
     answers = kernels(rollouts)
     hits = {name: sum(getattr(r, flag) for r in answers) for name, flag in SHARES.items()}
     intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
+    problems: dict[str, list[RolloutStats]] = defaultdict(list)
+    for answer in answers:
+        problems[answer.problem_id].append(answer)
+    intervals["speedup_mean"] = speed_interval(problems.values())
     rates = outcome_rates(answers)
     return {
+        f"{prefix}answers{suffix}": len(answers),
         **{f"{prefix}{name}{suffix}": rates.get(name) for name in HELDOUT_FIELDS},
         **{f"{prefix}{name}{suffix}{KEY}": interval for name, interval in intervals.items()},
     }
@@ -220,7 +226,10 @@ def told(summary: Mapping[str, Any]) -> str:
 
 
 def _add_heldout(table: Table, summary: Mapping[str, Any], title: str, prefix: str) -> None:
-    table.add_row(title, "before", "after", style="bold")
+    heads = [(when, summary.get(f"{prefix}answers_{when}")) for when in ("before", "after")]
+    table.add_row(
+        title, *(when if count is None else f"{when}: {count} answers" for when, count in heads), style="bold"
+    )
     for name in HELDOUT_FIELDS:
         table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
 

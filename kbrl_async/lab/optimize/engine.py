@@ -70,6 +70,16 @@ def resolve(
     return found, load([*inherited, *files], words, env)
 
 
+def in_words(policy: targets.Target) -> str:
+    """Who writes, as the written file, the evidence and the screen name it."""
+    if policy.kind in ("policy", "checkpoint"):
+        whose = f"policy {Path(policy.run).name}" if policy.run else f"policy {Path(policy.name).parent.name}"
+        return f"{whose} at version {policy.version}"
+    if policy.name == targets.SMALL:
+        return "policy small at version 0, before any training with rewards"
+    return f"{policy.kind} {policy.name}"
+
+
 @contextlib.asynccontextmanager
 async def open_engine(policy: targets.Target, config: Config, threads: int, told: Told) -> AsyncIterator[Opened]:
     """Loads the policy, making the small one first where need be; minutes then.
@@ -98,7 +108,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
             def count(text: str) -> int:
                 return len(tokenizer.encode(text, add_special_tokens=False))
 
-            yield Opened(engine, policy.label, count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
+            yield Opened(engine, in_words(policy), count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
         finally:
             await engine.close()
 

@@ -99,7 +99,7 @@ def _driver(
     driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
     # won by a run for a similar module: tried before the policy is asked
     for entry in engine.similar_kernels(place, shown, backend) if place else ():
-        driver.plant(entry.kernel, f"{entry.problem_id} of {place}")
+        driver.plant(entry.kernel, f"a policy of run {entry.origin}, for {entry.problem_id}")
     return driver, tuple(hits[number].entry.uid for number in prompts.shown)
 
 

@@ -150,7 +150,7 @@ def _guessed(row: Row) -> str:
 
 
 def _timed(turn: ScoredTurn, row: Row) -> ScoredTurn:
-    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
+    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker, s.waited) for s in row.spans if s.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 

@@ -54,7 +54,7 @@ def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
     assert stats.speedup is not None
     assert stats.speedup_lo is not None
     hi = stats.speedup_hi or stats.speedup
-    known = {"file": stats.file, **found}
+    known = {"file": stats.file, "task_id": turn.task_id, **found}
     made = BestKernel(stats.problem_id, stats.speedup, stats.speedup_lo, hi, rollout_id=stats.rollout_id, at=turn.at)
     return msgspec.structs.replace(made, policy_version=stats.policy_version, turn=stats.turn, **known)
 

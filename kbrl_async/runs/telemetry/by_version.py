@@ -27,7 +27,7 @@ import msgspec
 
 from kbrl_async.evaluation.proportions import KEY, clustered_mean, clustered_share
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, turn_summary
+from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, speedups, turn_summary
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
@@ -103,13 +103,17 @@ class Part(msgspec.Struct, frozen=True):
         for name, flag in SHARES.items():
             hits = [[bool(getattr(s, flag)) for s in group] for group in members]
             found[name] = Figure(_mean(hits), clustered_share(hits))
-        timed = [[s.speedup for s in group if s.correct and s.speedup] for group in members]
-        logs = [[math.log(speedup) for speedup in group] for group in timed if group]
-        if logs:
-            interval = clustered_mean(logs)
-            ends = None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
-            found["speedup_mean"] = Figure(geometric_mean(x for group in timed for x in group) or 0.0, ends)
-        return found
+        mean_speedup = geometric_mean(speedups(self.stats))
+        return (
+            found if mean_speedup is None else {**found, "speedup_mean": Figure(mean_speedup, speed_interval(members))}
+        )
+
+
+def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, float] | None:
+    """Of the geometric mean of correct kernels' speedups; None where fewer than two groups have any."""
+    logs = [[math.log(speedup) for speedup in speedups(group)] for group in groups]
+    interval = clustered_mean([group for group in logs if group])
+    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -307,7 +311,7 @@ class Tally:
             del self._awaited[group_id]
 
     def swept(self, group_ids: Iterable[str]) -> None:
-        """Dropped as too old."""
+        """Dropped as too old, or gone on without some of their answers."""
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:
