@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kbrl_async.cli import preflight
 from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
-from kbrl_async.cli.shared import EVALUATIONS, add_settings, newest
+from kbrl_async.cli.shared import EVALUATIONS, add_settings, completed, newest, runs_and_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
 from kbrl_async.runs.config.loading import gather
@@ -71,7 +71,8 @@ out, it is what model_name=… names, else the newest run's newest policy."""
     add("--tensorboard-step", type=int, metavar="N", help="at this step; default: the policy's version")
     add("--output", type=Path, metavar="FILE", help="copy evaluation.json there")
     add("--kernelbench", type=Path, metavar="DIR", help="copy the KernelBench run folders and baseline.json there")
-    add_settings(parser, "POLICY|key=value", "what is evaluated; settings, as 'kbrl config' lists them")
+    words = add_settings(parser, "POLICY|key=value", "what is evaluated; settings, as 'kbrl config' lists them")
+    completed(words, runs_and_settings)
 
 
 def run(args: argparse.Namespace) -> int:

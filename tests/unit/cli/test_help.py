@@ -84,6 +84,8 @@ def test_the_shell_s_code_names_the_command(shell: str, capsys: pytest.CaptureFi
         ("kbrl summary --j", {"--json"}),
         ("kbrl train log_level=w", {"log_level=warning"}),
         ("kbrl report mi", {"mine"}),
+        ("kbrl eval mi", {"mine"}),
+        ("kbrl eval reward.p", {"reward.preset=", "reward.plan_part=", "reward.plan_weight="}),
         ("kbrl completion ", {"bash", "zsh", "fish"}),
     ],
 )
