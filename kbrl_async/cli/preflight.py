@@ -19,6 +19,7 @@ from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
 from kbrl_async.runs.folder import Run, refused
 from kbrl_async.sampling.vllm.options import check_installed
+from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
 
 SPARE_BYTES = 2**30
@@ -72,7 +73,8 @@ def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
     folder = Path(config.model_name).expanduser()
     looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
-    if looks_like_path and not (folder / "config.json").is_file():
+    holds_one = any((folder / name).is_file() for name in ("config.json", MANIFEST))  # a model, or a policy
+    if looks_like_path and not holds_one:
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 
