@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from kbrl_async.rollouts.rewards.presets import STAGE3
 from kbrl_async.rollouts.scoring import score
 from kbrl_async.rollouts.stats import RolloutStats
@@ -58,3 +60,20 @@ def test_many_are_warned_of_with_one_to_look_at(tmp_path: Path) -> None:
     assert (warning.level, warning.facts["share"]) == ("warning", 0.15)
     assert warning.facts["most"] == "L1/22_max_pool ×2"
     assert warning.facts["look"] == "kbrl inspect g.r1"
+
+
+def test_an_update_says_how_far_the_run_is_and_what_it_took(tmp_path: Path) -> None:
+    config = settings(max_steps=8, **{"tensorboard.enabled": "true"})
+    frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
+    writer = MetricsWriter(frame, state)
+    for version, at in ((1, 100.0), (2, 130.0)):
+        report = UpdateReport("b", version, {"time/checkpoint_s": 0.5}, at - 4, at)
+        writer.updated(report, [rollout(version)], state.counters())
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "training"))
+    events.Reload()
+    wanted = ("progress/batch", "progress/done_frac", "time/train_s", "time/total_s", "time/checkpoint_s")
+    last = {tag: (events.Scalars(tag)[-1].step, events.Scalars(tag)[-1].value) for tag in wanted}
+    assert last == {
+        "progress/batch": (2, 2.0), "progress/done_frac": (2, 0.25), "time/train_s": (2, 4.0),
+        "time/total_s": (2, 30.0), "time/checkpoint_s": (2, 0.5),
+    }  # fmt: skip
