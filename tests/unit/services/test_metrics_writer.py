@@ -6,14 +6,16 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from kbrl_async.rollouts.buffer.events import Admitted, BatchTrained, RolloutScored
 from kbrl_async.rollouts.rewards.presets import STAGE3
 from kbrl_async.rollouts.scoring import score
 from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.runs.commands import Command, RolloutEnded
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
 from protocols.records import BenchReport, Fault, Timing, UpdateReport, Verdict
 from services.reward_aggregator.metrics_writer import MetricsWriter
-from tests.records import record
+from tests.records import record, stats
 from tests.unit.services.log import Line, Log
 from tests.unit.services.test_catching_up import service
 from tests.unit.services.test_limits import settings
@@ -77,3 +79,31 @@ def test_an_update_says_how_far_the_run_is_and_what_it_took(tmp_path: Path) -> N
         "progress/batch": (2, 2.0), "progress/done_frac": (2, 0.25), "time/train_s": (2, 4.0),
         "time/total_s": (2, 30.0), "time/checkpoint_s": (2, 0.5),
     }  # fmt: skip
+
+
+def test_what_is_told_of_answers_is_of_the_newest_version_that_is_whole(tmp_path: Path) -> None:
+    """Not of the batch, which has the quickest groups of several versions."""
+    config = settings()
+    frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
+    state._buffer.version = 1
+    writer = MetricsWriter(frame, state)
+
+    def group(name: str, version: int, *correct: bool) -> list[Command]:
+        ended = [
+            RolloutEnded(f"{name}.r{n}", name, stats(1.0, correct=c, compiled=True, policy_version=version))
+            for n, c in enumerate(correct)
+        ]
+        scored = [RolloutScored(name, f"{name}.r{n}", [], 1.0) for n in range(len(correct))]
+        return [Admitted(name, "L1/a", 1, 2, version, 0.0), *ended, *scored]
+
+    writer.note([*group("g0", 0, True, False), *group("g1", 0, False)])
+    writer.note([BatchTrained("b0", 1, 2.0)])
+    writer.updated(UpdateReport("b0", 1, {}), [rollout(0)], state.counters())
+    late = RolloutEnded("g1.r1", "g1", stats(1.0, correct=True, compiled=True))
+    writer.note([late, RolloutScored("g1", "g1.r1", [], 3.0)])
+    writer.note([BatchTrained("b1", 2, 4.0)])
+    writer.updated(UpdateReport("b1", 2, {}), [rollout(0)], state.counters())
+    assert isinstance(frame.log, Log)
+    first, second = (line.facts for line in frame.log.lines)
+    assert "answers_of" not in first, "one of version 0 is still awaited"
+    assert (second["answers_of"], second["correct_rate"], second["compile_rate"]) == (0, 0.5, 1.0)
