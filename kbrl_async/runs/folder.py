@@ -79,7 +79,7 @@ def _plan_resume(config: Config) -> Run:
     path = Path(config.resume or "")
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"cannot resume {path}: it is no run folder with a {CONFIG_FILE}", "Give resume=runs/NAME"
+            f"cannot resume {path}: it is no run folder with a {CONFIG_FILE}", "'kbrl runs' lists them"
         )
     path = path.resolve() if path.is_symlink() else path
     if is_finished(path):

@@ -82,6 +82,7 @@ def gather(
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
     settings = [at_policy(_current(setting)) for setting in settings]
+    settings = [_located(setting, settings) for setting in settings]
     return [*_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
 
 
@@ -105,6 +106,15 @@ def _asked_like(settings: Sequence[Setting]) -> list[Setting]:
     found = how_asked(resolve([_current(setting) for setting in from_file(stored)]), str(stored))
     is_said = any(setting.key == "prompt.option" for setting in settings)  # the rest of a prompt goes with its option
     return [setting for setting in found if not (is_said and setting.key.startswith("prompt."))]
+
+
+def _located(setting: Setting, settings: Sequence[Setting]) -> Setting:
+    """`resume=NAME` as the folder of that name in log_path, where it is no folder by itself."""
+    if setting.key != "resume" or not setting.value or (Path(str(setting.value)) / CONFIG_FILE).is_file():
+        return setting
+    roots = [str(other.value) for other in settings if other.key == "log_path"]
+    place = Path(roots[-1] if roots else Config().log_path) / str(setting.value)
+    return msgspec.structs.replace(setting, value=str(place)) if (place / CONFIG_FILE).is_file() else setting
 
 
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:
