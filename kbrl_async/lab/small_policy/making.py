@@ -104,7 +104,7 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device:
             model,
             pairs,
             sft,
-            lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share),
+            lambda step, loss, share: progress(f"step {step} of {sft.steps}, loss {loss:.2f}", share),
             tree_tokens=tree_tokens,
         )
     model.to("cpu").save_pretrained(folder)
