@@ -71,6 +71,23 @@ def forget(run_dir: Path) -> None:
         (run_dir / _FILE).unlink(missing_ok=True)
 
 
+class Pace:
+    """How long what is left of a phase takes, by what was seen of it."""
+
+    def __init__(self, now: float, share: float) -> None:
+        self._first = self._last = (now, share)
+        """Where it began and where it moved last."""
+
+    def left_s(self, now: float, share: float) -> float | None:
+        """None while too little was seen."""
+        if share != self._last[1]:
+            self._last = (now, share)
+        (begun, at_first), (moved, at_last) = self._first, self._last
+        if at_last - at_first < SEEN_SHARE:
+            return None
+        return max(0.0, (1.0 - at_last) * (moved - begun) / (at_last - at_first) - (now - moved))
+
+
 class Reporter:
     """One process's part of it. Call `tell` as often as you like.
 
@@ -80,27 +97,19 @@ class Reporter:
     def __init__(self, run_dir: Path, log: Any, clock: Callable[[], float] = time.time) -> None:
         self._path = run_dir / _FILE
         self._log, self._clock = log, clock
-        self._phase, self._first, self._last = "", (0.0, 0.0), (0.0, 0.0)
-        """Where the phase began and where it moved last, as (time, share)."""
+        self._phase, self._pace = "", Pace(0.0, 0.0)
         self._written_at = self._logged_at = float("-inf")
 
     def tell(self, phase: str, note: str, share: float, limit_s: float | None = None) -> None:
         """:param limit_s: seconds after which the phase ends, whatever its share is."""
         now = self._clock()
         if is_new := phase != self._phase:
-            self._phase, self._first, self._last = phase, (now, share), (now, share)
-        elif share != self._last[1]:
-            self._last = (now, share)
+            self._phase, self._pace = phase, Pace(now, share)
+        known = [left for left in (self._pace.left_s(now, share), limit_s) if left is not None]
         if is_new or now - self._written_at >= WRITE_S:
             self._written_at = now
-            self._write(Progress(phase, note, round(share, 4), now, self._eta(now, limit_s)), is_new=is_new)
-
-    def _eta(self, now: float, limit_s: float | None) -> float | None:
-        (begun, at_first), (moved, share) = self._first, self._last
-        found = [] if limit_s is None else [limit_s]
-        if share - at_first >= SEEN_SHARE:
-            found.append((1.0 - share) * (moved - begun) / (share - at_first) - (now - moved))
-        return round(max(0.0, min(found)), 1) if found else None
+            eta_s = round(max(0.0, min(known)), 1) if known else None
+            self._write(Progress(phase, note, round(share, 4), now, eta_s), is_new=is_new)
 
     def _write(self, progress: Progress, *, is_new: bool) -> None:
         if is_new or progress.at - self._logged_at >= LOG_S:
