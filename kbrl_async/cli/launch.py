@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -39,7 +40,7 @@ REFRESH_S = 0.5
 ERASE = "\r\x1b[2K"
 START_S = 30.0
 """How long we wait, once all shall end, for processes to say that they have started."""
-INTERRUPTED = (130, 143)
+INTERRUPTED = (129, 130, 143)
 ERROR = "error: "
 """How a service begins the one line that says why it gives up."""
 _STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
@@ -51,7 +52,7 @@ class ProcessesEnded(msgspec.Struct, frozen=True):
     first: str
     """The process that ended first; empty if we were told to stop."""
     code: int
-    """Its exit code, or 130 (Ctrl-C) or 143 (SIGTERM)."""
+    """Its exit code, or 129 (SIGHUP), 130 (Ctrl-C) or 143 (SIGTERM)."""
     reason: str = ""
     """What it said last about an error: its cause and cure."""
 
@@ -184,6 +185,11 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self.returncode = 143
         self.terminate()
 
+    def _hung_up(self, *_: object) -> None:
+        """The terminal is closed: as with SIGTERM, all end in order, and the same command goes on."""
+        self.returncode = 128 + signal.SIGHUP
+        self.terminate()
+
     def terminate(self) -> None:
         if self._terminating or os.getpid() != self._launcher:  # a relay that was just forked has our handlers
             return
@@ -199,6 +205,7 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self._last_resort.start()
 
     def loop(self) -> None:
+        signal.signal(signal.SIGHUP, self._hung_up)
         try:
             super().loop()
         except BaseException:

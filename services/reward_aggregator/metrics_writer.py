@@ -65,9 +65,12 @@ class MetricsWriter:
                 self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
 
     def keep_kernel(self, scored: ScoredTurn) -> RolloutStats:
-        """The rollout's statistics; with a file where its kernel is the fastest of its problem so far."""
+        """The rollout's statistics; with a file where its kernel is the fastest of its problem so far, as
+        far as its time can be compared."""
         stats, timing = scored.stats, scored.timing
-        if timing is None or scored.candidate is None or timing.lo <= self._best.get(stats.problem_id, 0.0):
+        if timing is None or scored.candidate is None or timing.is_disturbed:
+            return stats
+        if timing.lo <= self._best.get(stats.problem_id, 0.0):
             return stats
         self._best[stats.problem_id] = timing.lo
         name = f"{KERNELS}/{stats.problem_id.replace('/', '_')}.py"
@@ -203,8 +206,8 @@ class MetricsWriter:
 
 def in_words(figures: Mapping[str, float]) -> str:
     """`reward 0.41  compile 71%  0.83×`: short enough for one line of a terminal."""
-    names = {name: _SHORT.get(name, name.removesuffix("_rate")) for name in figures}
-    return "  ".join(f"{names[name]} {_figure(name, value)}".strip() for name, value in figures.items())
+    names = {name: _SHORT.get(name, name.removesuffix("_rate")) for name in figures if name != "fast_1_proven"}
+    return "  ".join(f"{short} {_figure(name, figures[name])}".strip() for name, short in names.items())
 
 
 def _figure(name: str, value: float) -> str:

@@ -14,6 +14,8 @@ from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PRESETS, Reward
 from kbrl_async.runs.config import load
 from protocols.records import (
+    OBSERVED,
+    REPLAYED,
     BenchReport,
     BuildReport,
     Fault,
@@ -195,3 +197,71 @@ def test_what_is_no_preset_is_refused_with_the_configuration() -> None:
 def test_a_name_that_is_nearly_right_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="Did you mean stage3"):
         load(overrides=["reward.preset=stge3"])
+
+
+def with_trust(trust: str, lo: float) -> Record:
+    right = record(lo=lo)
+    assert right.bench is not None
+    verdict = msgspec.structs.replace(right.verdict, trust=trust)
+    return msgspec.structs.replace(right, bench=msgspec.structs.replace(right.bench, verdict=verdict))
+
+
+@pytest.mark.parametrize("name", [name for name in REWARD_PRESETS.ours if name != "auto"])
+def test_a_speed_that_was_only_observed_pays_no_more_than_the_cap(name: str) -> None:
+    (capped,) = find_presets(Reward(preset=name, observed_speedup=1.0))
+    assert reward_of(with_trust(OBSERVED, 6.0), capped) == reward_of(with_trust(OBSERVED, 1.0), capped)
+    assert reward_of(with_trust(REPLAYED, 6.0), capped) == reward_of(record(lo=6.0), capped)
+    assert reward_of(with_trust(OBSERVED, 0.5), capped) == reward_of(with_trust(REPLAYED, 0.5), capped)
+
+
+def test_the_cap_holds_for_the_tokens_around_the_kernel_too() -> None:
+    (capped,) = find_presets(Reward(preset="plan_code", observed_speedup=1.0))
+    assert presets.plan_reward_of(with_trust(OBSERVED, 6.0), capped) == 1.0
+    assert presets.plan_reward_of(with_trust(REPLAYED, 6.0), capped) == 6.0
+
+
+@pytest.mark.parametrize("name", [name for name in REWARD_PRESETS.ours if name != "auto"])
+def test_a_kernel_that_nothing_proves_gets_its_share_of_what_a_right_one_without_a_time_gets(name: str) -> None:
+    unproven = record(verdict=Fault.UNPROVEN)
+    (none,), (half,), (whole,) = (find_presets(Reward(preset=name, unproven=share)) for share in (0.0, 0.5, 1.0))
+    right = reward_of(record(), whole)
+    assert reward_of(unproven, none) == none.floor == reward_of(record(verdict=Fault.CHEATING), none)
+    assert reward_of(unproven, half) == pytest.approx((none.floor + right) / 2)
+    assert reward_of(unproven, whole) == pytest.approx(right)
+    assert part_of(unproven, "correct") == part_of(unproven, "correctness") == 0.0
+
+
+def test_nothing_wrong_is_imitated_and_what_is_right_goes_by_its_speed() -> None:
+    """Nine of ten sets passed paid .93 under stage2, and everything above .5 was imitated."""
+    preset = presets.BEST_OF_N
+    assert reward_of(record(verdict=Fault.INCORRECT, passed=4), preset) == 0.0
+    assert reward_of(record(), preset) == 1.0
+    assert reward_of(record(lo=2.0), preset) == pytest.approx(1.6)
+
+
+def test_the_raw_speedup_is_paid_as_the_fusion_notes_have_it() -> None:
+    assert reward_of(record(lo=2.0), presets.HIERARCHICAL_RAW) == pytest.approx(0.7 + 0.3 * 2.0)
+    assert reward_of(NO_COMPILE, presets.HIERARCHICAL_RAW) == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "off"), [(80, 0.0), (90, 0.5), (100, 1.0)])
+def test_answers_near_the_limit_lose_up_to_one(tokens: int, off: float) -> None:
+    """DAPO: nothing before 4/5 of max_tokens (100 here), linear to 1 from there."""
+    long = Record.of(
+        REQUEST, generation(tokens=tokens), BuildReport(Fault.OK), BenchReport(Verdict(Fault.OK, 5, 5), None)
+    )
+    (plain,), (punished,) = find_presets(Reward()), find_presets(Reward(), overlong=True)
+    assert reward_of(long, plain) - reward_of(long, punished) == pytest.approx(off)
+
+
+def test_an_answer_that_was_cut_loses_one_however_short_it_is() -> None:
+    cut = Record.of(REQUEST, generation(Fault.FORMAT_ERROR, tokens=5, finish="length"))
+    assert reward_of(cut, *find_presets(Reward(), overlong=True)) == -1.0
+
+
+def test_the_spread_of_a_reward_is_what_its_interval_leaves_open() -> None:
+    stage3 = presets.STAGE3
+    expected = 0.35 * (log_speed(2.0 * 1.2) - log_speed(2.0))
+    assert presets.spread_of(record(lo=2.0), stage3) == pytest.approx(expected)
+    assert presets.spread_of(record(), stage3) == presets.spread_of(WRONG, stage3) == 0.0
+    assert presets.spread_of(record(lo=2.0), presets.STAGE1) == 0.0
