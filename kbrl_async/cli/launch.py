@@ -187,6 +187,7 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
 
     def _hung_up(self, *_: object) -> None:
         """The terminal is closed: as with SIGTERM, all end in order, and the same command goes on."""
+        self._system_print("SIGHUP received\n")
         self.returncode = 128 + signal.SIGHUP
         self.terminate()
 

@@ -33,7 +33,7 @@ from services.reward_aggregator.phases import phase_of
 from services.runtime.service import Service
 
 KERNELS = "kernels"
-_SHORT = {"reward_mean": "reward", "fast_1": "fast₁", "speedup_mean": ""}
+_SHORT = {"reward_mean": "reward", "speedup_mean": ""}
 CHEATING_TOLD = 0.1
 """Share of an update's rollouts caught cheating above which it is said: the policy cheats, or a defence is wrong."""
 

@@ -153,6 +153,16 @@ def test_ctrl_c_stops_all(tmp_path: Path) -> None:
     assert "ended: - 130 True" in finished(process)
 
 
+def test_a_terminal_that_is_closed_stops_all_in_order(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, broker=f"trap 'touch {tmp_path}/drained; exit 0' TERM; touch {tmp_path}/up; sleep 300 & wait"
+    )
+    wait_for(lambda: (tmp_path / "up").exists())
+    process.send_signal(signal.SIGHUP)
+    assert "ended: - 129 True" in finished(process)
+    assert (tmp_path / "drained").exists()
+
+
 def test_a_run_whose_lines_nobody_reads_any_more_stops(tmp_path: Path) -> None:
     """`kbrl train | head`, or a `tee` that was killed: it can't be seen any more, nor reached by Ctrl-C."""
     script = f"trap 'touch {tmp_path}/drained; exit 0' TERM; while true; do echo line; sleep 0.05; done"

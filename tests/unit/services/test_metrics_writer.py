@@ -64,6 +64,6 @@ def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path) -> None:
     stats = RolloutStats(problem_id="L1/01_tanh", level=1, reward=0.4, compiled=True, correct=True, speedup=1.25)
     (line,) = told(tmp_path, [stats, rollout(1)])
     words = line.facts["shown"]
-    assert words.endswith("reward 0.20  compile 50%  correct 50%  fast₁ 50%  1.25×")
+    assert words.endswith("reward 0.20  compile 50%  correct 50%  fast_1 50%  1.25×")
     assert words.startswith("update 3/")
     assert len("12:34:56 ") + len(words) <= 80
