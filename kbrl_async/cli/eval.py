@@ -185,10 +185,8 @@ def check(todo: Run) -> None:
 
     preflight.check_cores(todo.config)
     evaluated_problems(todo.config)
-    preflight.check_disk(todo.path, todo.config.compile_farm.store_max_bytes + preflight.SPARE_BYTES)
-    preflight.check_addresses(todo)
-    if todo.config.backend == "c":
-        preflight.check_compiler()
+    preflight.check_files(todo.config)
+    preflight.check_host(todo)
 
 
 def conclude(run_dir: Path, ended: ProcessesEnded, args: argparse.Namespace) -> int:

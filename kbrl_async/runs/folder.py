@@ -259,7 +259,7 @@ def writing(where: Path) -> Iterator[None]:
         raise refused(error, where) from error
 
 
-def refused(error: OSError, where: Path) -> KbrlError:
+def refused(error: OSError, where: Path, cure: str = "Set log_path=… to a folder that you may write") -> KbrlError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"no space left for {where}", "Free some, or set log_path=… to another disk")
-    return ConfigError(f"cannot write to {where}: {error.strerror}", "Set log_path=… to a folder that you may write")
+    return ConfigError(f"cannot write to {where}: {error.strerror}", cure)

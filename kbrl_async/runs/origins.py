@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from kbrl_async.doors import Door
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import render_prompt
@@ -37,6 +35,8 @@ def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str
         return _as_model(Path(config.model_name), cache_folder(config) / "policies")
     if config.model_name != SMALL:
         return config.model_name
+    import torch  # the rest of this module is asked by commands that must answer at once
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     return Path(POLICIES.load(SMALL)(config, cache_folder(config), told, device))
