@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.durable import write_atomically
+from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
@@ -28,14 +28,17 @@ from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import by_version, system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers, Part
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
+from kbrl_async.runs.telemetry.progress import Reporter
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
 from protocols.records import UpdateReport
 from protocols.rollout import Record
+from services.reward_aggregator.phases import phase_of
 from services.runtime.service import Service
 
 KERNELS = "kernels"
+_SHORT = {"answers_of": "", "reward_mean": "reward", "speedup_mean": ""}
 CHEATING_TOLD = 0.1
 """Share of an update's rollouts caught cheating above which it is said: the policy cheats, or a defence is wrong."""
 
@@ -63,6 +66,9 @@ class MetricsWriter:
         self._versions.note(history)
         self._last_update: tuple[float, int] | None = None
         self._newest: Part | None = next(reversed(self._versions.new(state.version)), None)
+        self._reporter = Reporter(service.run_dir, service.log)
+        self._has_policy = False
+        """Until there is one, the learner says how things stand."""
         self._best = dict(state.fastest)
         for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
@@ -115,7 +121,10 @@ class MetricsWriter:
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
-        self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
+        words = f"update {report.policy_version}/{self._service.config.max_steps}  {in_words(shown)}"
+        self._service.log.info(
+            "update", policy_version=report.policy_version, **shown, age=max(ages, default=0), shown=words
+        )
         if caught > CHEATING_TOLD:
             self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
@@ -181,13 +190,20 @@ class MetricsWriter:
         versions.hold(self._service.policies, best=self._state.best_version, evaluated=None)
         figures = done.figures
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
-        self._service.log.info("evaluated", policy_version=done.version, **shown)
+        words = f"evaluated version {done.version}  {in_words(shown)}"
+        self._service.log.info("evaluated", policy_version=done.version, **shown, shown=words)
         if self._training is not None:
             self._training.scalars(figures, done.version)
             self._training.flush()
 
-    def tick(self) -> None:
-        """Takes in what the broker has written about the whole system since the last tick."""
+    def tick(self, now: float | None = None) -> None:
+        """Takes in what the broker has written about the whole system since the last tick, and says how far the run is.
+
+        :param now: of the run's own clock.
+        """
+        if now is not None and (self._has_policy or numbered(self._service.policies, versions.PREFIX)):
+            self._has_policy = True
+            self._reporter.tell(*phase_of(self._state, now))
         for sample in self._tail.new():
             if self._begun is None:
                 self._begun = system_metrics.begun(self._service.run_dir, sample.t)
@@ -237,3 +253,17 @@ class MetricsWriter:
         """Of what the broker's lines still say: those of a very long run's first days are gone."""
         oldest = next((sample.t for sample in system_metrics.written(self._lines)), begun)
         return system_metrics.busy_fractions(system_metrics.written(self._lines), max(begun, oldest), ended)
+
+
+def in_words(figures: Mapping[str, float]) -> str:
+    """`reward 0.41  compile 71%  0.83×`: short enough for one line of a terminal."""
+    names = {name: _SHORT.get(name, name.removesuffix("_rate")) for name in figures if name != "fast_1_proven"}
+    return "  ".join(f"{short} {_figure(name, figures[name])}".strip() for name, short in names.items())
+
+
+def _figure(name: str, value: float) -> str:
+    if name == "speedup_mean":
+        return f"{value:.2f}×"
+    if name == "answers_of":
+        return f"v{value:.0f}:"
+    return f"{value:.0%}" if name.endswith("_rate") or name.startswith("fast_") else f"{value:.2f}"

@@ -107,3 +107,19 @@ def test_what_is_told_of_answers_is_of_the_newest_version_that_is_whole(tmp_path
     first, second = (line.facts for line in frame.log.lines)
     assert "answers_of" not in first, "one of version 0 is still awaited"
     assert (second["answers_of"], second["correct_rate"], second["compile_rate"]) == (0, 0.5, 1.0)
+
+
+def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path) -> None:
+    config = settings()
+    frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
+    writer = MetricsWriter(frame, state)
+    state._buffer.version = 1
+    fast = stats(0.4, correct=True, compiled=True, speedup=1.25)
+    ended = [RolloutEnded(f"g0.r{n}", "g0", one) for n, one in enumerate((fast, stats(0.0)))]
+    scored = [RolloutScored("g0", f"g0.r{n}", [], 1.0) for n in range(2)]
+    writer.note([Admitted("g0", "L1/a", 1, 2, 0, 0.0), *ended, *scored, BatchTrained("b0", 1, 2.0)])
+    writer.updated(UpdateReport("b", 3, {}), [rollout(0)], state.counters())
+    assert isinstance(frame.log, Log)
+    words = frame.log.lines[-1].facts["shown"]
+    assert words.startswith("update 3/14  v0:  reward 0.20  compile 50%  correct 50%")
+    assert len("12:34:56 ") + len(words) <= 80
