@@ -61,6 +61,14 @@ def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
     assert list(folder.iterdir()) == []
 
 
+def test_a_dry_run_knows_what_would_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", "level=9"]) == 2
+    assert "level [9]" in capsys.readouterr().err
+    assert cli.main(["train", "--dry-run", "cache_path=/proc/x"]) == 2
+    assert "cannot write to /proc" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
 def test_a_dry_run_of_a_file_with_overrides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.yaml").write_text("batch_size: 3\ngroup_size: 4\n")
     assert cli.main(["train", "--config", "a.yaml", "--dry-run", "group_size=5"]) == 0
@@ -108,7 +116,7 @@ def test_a_failed_check_leaves_nothing_behind(
 def test_prepare_makes_the_folder_that_services_will_use(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check", lambda _plan: None)
+    monkeypatch.setattr(preflight, "check", lambda _plan, **_where: None)
     assert cli.main(["prepare", "name=x"]) == 0
     assert capsys.readouterr().out == "runs/x\n"
     assert Path("runs/latest/config.yaml").is_file()

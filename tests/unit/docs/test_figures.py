@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from kbrl_async import cli
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE, PLACEMENT, Recipe
 from kbrl_async.kernels.verify import inputs, proof, tolerance
@@ -67,7 +66,6 @@ SAID = {
         f"above {RECIPE.suspicious:g}× measured again",
     ),
     "docs/optimize.md": (
-        f"`--seconds` (default {cli.parse(['optimize', 'x.py']).seconds:g})",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
         f"right on {NUMBERS[len(inputs.KINDS)]} secret input sets",
     ),
