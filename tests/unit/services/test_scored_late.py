@@ -82,7 +82,7 @@ def test_the_system_is_looked_at_though_results_never_cease(tmp_path: Path, monk
     async def busy() -> None:
         with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(config.archive, tmp_path) as recorder:
             metrics = MetricsWriter(frame, state)
-            monkeypatch.setattr(metrics, "tick", lambda: looks.append(1))
+            monkeypatch.setattr(metrics, "tick", lambda _: looks.append(1))
             actor = aggregator(frame, state, journal, Silent(), recorder, metrics)
             pumping = asyncio.ensure_future(actor.pump())
             async with asyncio.timeout(PATIENCE_S):
