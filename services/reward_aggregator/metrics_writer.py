@@ -121,7 +121,7 @@ class MetricsWriter:
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
-        words = f"update {report.policy_version}/{self._service.config.max_steps}  {in_words(shown)}"
+        words = f"update {report.policy_version}/{self._service.config.max_steps} {in_words(shown)}"
         self._service.log.info(
             "update", policy_version=report.policy_version, **shown, age=max(ages, default=0), shown=words
         )
@@ -256,9 +256,9 @@ class MetricsWriter:
 
 
 def in_words(figures: Mapping[str, float]) -> str:
-    """`reward 0.41  compile 71%  0.83×`: short enough for one line of a terminal."""
+    """`reward 0.41 compile 71% 0.83×`: short enough for one line of a terminal."""
     names = {name: _SHORT.get(name, name.removesuffix("_rate")) for name in figures if name != "fast_1_proven"}
-    return "  ".join(f"{short} {_figure(name, figures[name])}".strip() for name, short in names.items())
+    return " ".join(f"{short} {_figure(name, figures[name])}".strip() for name, short in names.items())
 
 
 def _figure(name: str, value: float) -> str:

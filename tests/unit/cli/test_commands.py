@@ -310,3 +310,31 @@ def test_the_summary_file_is_json_for_programs() -> None:
     run = prepare(load(overrides=["name=x"]))
     summary.write(run.path / "summary.json", SUMMARY)
     assert json.loads((run.path / "summary.json").read_text())["updates"] == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/nonexistent"), "/nonexistent: Permission denied"),
+        (OSError(30, "Read-only file system", "/x"), "/x: Read-only file system"),
+        (OSError(28, "No space left on device"), "no space left"),
+    ],
+)
+def test_what_the_host_refuses_is_one_line_and_code_3(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("kbrl_async.cli.config.run", refused)
+    assert cli.main(["config"]) == 3
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_mistake_of_ours_is_no_fault_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(_args: object) -> int:
+        raise FileNotFoundError(2, "No such file")
+
+    monkeypatch.setattr("kbrl_async.cli.config.run", mistaken)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["config"])

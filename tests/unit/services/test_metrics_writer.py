@@ -121,5 +121,5 @@ def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path) -> None:
     writer.updated(UpdateReport("b", 3, {}), [rollout(0)], state.counters())
     assert isinstance(frame.log, Log)
     words = frame.log.lines[-1].facts["shown"]
-    assert words.startswith("update 3/14  v0:  reward 0.20  compile 50%  correct 50%")
+    assert words.startswith("update 3/14 v0: reward 0.20 compile 50% correct 50%")
     assert len("12:34:56 ") + len(words) <= 80
