@@ -10,7 +10,7 @@ from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
 from protocols.records import BenchReport, Fault, Timing, UpdateReport, Verdict
-from services.reward_aggregator.metrics_writer import MetricsWriter
+from services.reward_aggregator.metrics_writer import MetricsWriter, in_words
 from tests.records import record
 from tests.unit.services.log import Line, Log
 from tests.unit.services.test_catching_up import service
@@ -61,9 +61,8 @@ def test_many_are_warned_of_with_one_to_look_at(tmp_path: Path) -> None:
 
 
 def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path) -> None:
-    stats = RolloutStats(problem_id="L1/01_tanh", level=1, reward=0.4, compiled=True, correct=True, speedup=1.25)
-    (line,) = told(tmp_path, [stats, rollout(1)])
-    words = line.facts["shown"]
-    assert words.endswith("reward 0.20  compile 50%  correct 50%  fast_1 50%  1.25×")
-    assert words.startswith("update 3/")
-    assert len("12:34:56 ") + len(words) <= 80
+    figures = dict.fromkeys(("compile_rate", "correct_rate", "fast_1", "fast_1_proven"), 1.0)
+    shown = in_words({"answers_of": 10.0, "reward_mean": 0.204, **figures, "speedup_mean": 12.5})
+    assert shown == "reward 0.20 compile 100% correct 100% fast_1 100% 12.50×"
+    assert told(tmp_path, [rollout(1)])[0].facts["shown"].startswith("update 3/")
+    assert len("12:34:56 update 12/14 v10: reward 0.20 compile 71% correct 48% fast_1 12% 0.83×") <= 80
