@@ -18,13 +18,14 @@ from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFu
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.keyring import Keyring
-from kbrl_async.rollouts.retrieval.store import MANIFEST
+from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
 from kbrl_async.runs.folder import Run, refused
 from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.sampling.vllm.options import check_installed
+from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
 
 SPARE_BYTES = 2**30
@@ -86,9 +87,9 @@ def check_files(config: Config) -> None:
     prompt = config.prompt
     if prompt.file is not None and not Path(prompt.file).expanduser().is_file():
         raise ConfigError(f"prompt.file: there is no file {prompt.file}", "Give a template's path; see docs/prompts.md")
-    if prompt.index is not None and not (Path(prompt.index).expanduser() / MANIFEST).is_file():
+    if prompt.index is not None and not (Path(prompt.index).expanduser() / INDEX_MANIFEST).is_file():
         cure = "Make one with: kbrl index build"
-        raise ConfigError(f"prompt.index: {prompt.index} holds no index, it has no {MANIFEST}", cure)
+        raise ConfigError(f"prompt.index: {prompt.index} holds no index, it has no {INDEX_MANIFEST}", cure)
     for source in config.demonstrations.files:
         path = Path(source).expanduser()
         if not archives.is_run(path):
@@ -99,7 +100,8 @@ def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
     folder = Path(config.model_name).expanduser()
     looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
-    if looks_like_path and not (folder / "config.json").is_file():
+    holds_one = any((folder / name).is_file() for name in ("config.json", MANIFEST))  # a model, or a policy
+    if looks_like_path and not holds_one:
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 

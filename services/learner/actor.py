@@ -124,8 +124,10 @@ class Learning:
         except NonFiniteLoss as error:
             return self._refuse(batch, error, started, tick)
         self._replay_log.add(batch, groups)
+        stepped = time.time()
         if self.version % self._service.config.learner.checkpoint_every == 0:
             self._checkpoint()
+            metrics = {**metrics, "time/checkpoint_s": time.time() - stepped}
         self._publish()
         self._service.tell({name: metrics[name] for name in LEARNER_FACTS if name in metrics})
         self._service.log.info(

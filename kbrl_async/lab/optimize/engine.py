@@ -24,6 +24,7 @@ from kbrl_async.rollouts.retrieval.store import MANIFEST
 from kbrl_async.rollouts.settings import Prompt
 from kbrl_async.runs import origins, publishing, targets
 from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
+from kbrl_async.runs.folder import load_run
 from kbrl_async.sampling.engine import Engine
 from protocols.records import Problem
 
@@ -61,6 +62,8 @@ def resolve(
         words = [f"sampler.base_url={found.name}", "sampler.engine=openai", *words]
     elif found.kind == "model":
         words = [f"model_name={found.name}", *words]
+    elif found.run and not policy:  # named by model_name, which is the run's own again: prompts go by it
+        words = [*words, f"model_name={load_run(found.run).model_name}"]
     inherited = [Path(found.run) / CONFIG_FILE] if found.run else []
     made = load([*inherited, *files], words, env)
     if found.run is None and not any(word.startswith("mode=") for word in words):

@@ -34,6 +34,7 @@ FAULT_NAMES = {
     Fault.FORMAT_ERROR: "no code", Fault.STATIC_VIOLATION: "static checks", Fault.COMPILE_ERROR: "compile errors",
     Fault.RUNTIME_ERROR: "runtime errors", Fault.TIMEOUT: "timeouts", Fault.OUT_OF_MEMORY: "out of memory",
     Fault.ILLEGAL_ACCESS: "illegal memory access", Fault.INCORRECT: "wrong results", Fault.CHEATING: "cheating",
+    Fault.UNPROVEN: "unproven work",
 }  # fmt: skip
 MOST_FAULTS = 2
 NO_CHANGE = "no change that can be told from chance"

@@ -21,7 +21,8 @@ def worker(name: str, stage: str, load: Load, **more: object) -> WorkerStanding:
 
 
 def report(at: float, done: int, *extra: WorkerStanding, epoch: int = 1, **more: object) -> StatusReport:
-    facts = {"reward_mean": 0.412, "compile_rate": 0.62, "correct_rate": 0.31, "updates": 7.0, "max_steps": 14.0}
+    facts = {"reward_mean": 0.412, "compile_rate": 0.62, "correct_rate": 0.31, "updates": 7.0, "max_steps": 14.0,
+             "answers_of": 5.0}  # fmt: skip
     return StatusReport(
         at=at,
         epoch=epoch,
@@ -123,6 +124,11 @@ def test_what_a_candidate_wrote_can_not_take_over_the_terminal() -> None:
 
 def test_durations_are_short() -> None:
     assert [screen.duration(s) for s in (0.42, 12.4, 185.0, 7620.0)] == ["0.4s", "12s", "3m 05s", "2h 07m"]
+
+
+def test_the_line_of_the_last_update_says_which_version_its_figures_are_of() -> None:
+    shown = "\n".join(text(view(None, report(1.0, 5)), 80, 24))
+    assert "update 7/14  version 5  reward 0.412" in shown
 
 
 def test_while_the_policy_is_made_nobody_is_called_dead() -> None:
