@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -28,13 +29,15 @@ import msgspec
 from honcho.manager import SYSTEM_PRINTER_NAME, Manager
 from honcho.printer import Message, Printer
 
-from kbrl_async.errors import RunError
+from kbrl_async.errors import AddressTaken, RunError
 from kbrl_async.lineage import LAUNCHER, identity
 from kbrl_async.runs.telemetry import progress
 from kbrl_async.runs.telemetry.logs import OF_THE_RUN, STATUS_LINE
 from kbrl_async.runs.telemetry.screen import bar, duration
 
 GRACE_S = 8.0
+LOCK = ".launcher"
+"""In a run's folder."""
 START_POLL_S = 0.05
 REFRESH_S = 0.5
 ERASE = "\r\x1b[2K"
@@ -285,9 +288,32 @@ def start_and_wait(
     output: TextIO | None = None,
 ) -> ProcessesEnded:
     """Start `counts` processes of each service on this run, show their lines, wait until all have ended."""
-    output = output or sys.stdout
+    with _alone(run_dir):
+        progress.forget(run_dir)
+        return _wait(run_dir, counts, command, output or sys.stdout)
+
+
+@contextlib.contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Two launchers of one run would start two of each process. The lock is held until all that was started is gone.
+
+    :raises AddressTaken: another one has it.
+    """
+    with (run_dir / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            cause = f"{run_dir} is held by process {file.read().strip() or '?'}: its run is going on"
+            raise AddressTaken(cause, "Watch it with 'kbrl top', or stop that process first") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _wait(run_dir: Path, counts: Mapping[str, int], command: Callable[[str], str], output: TextIO) -> ProcessesEnded:
     manager = RunManager(output)
-    progress.forget(run_dir)
     if _has_status_line(output):
         manager.printer.status = StatusLine(run_dir)
     for name, count in counts.items():

@@ -150,6 +150,7 @@ class Worker:
         Raises what a handler raised (other than `InfraError`), and `KbrlError` where a newer process has our id.
         """
         serving()
+        self._lonely_since = self._clock()  # a sampler is made long before there is a policy to work with
         self._channel = Channel(self._address, secrets.token_hex(8).encode(), self._received, self._keys)
         helpers = [asyncio.create_task(self._pulse())]
         if stop is not None:

@@ -18,6 +18,7 @@ import pytest
 from honcho.printer import Message
 
 from kbrl_async.cli import launch
+from kbrl_async.errors import AddressTaken
 from kbrl_async.lineage import identity
 from kbrl_async.runs.telemetry import progress
 from kbrl_async.runs.telemetry.progress import Reporter
@@ -161,6 +162,16 @@ def test_a_terminal_that_is_closed_stops_all_in_order(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     assert "ended: - 129 True" in finished(process)
     assert (tmp_path / "drained").exists()
+
+
+def test_a_second_launcher_of_a_run_is_refused_at_once(tmp_path: Path) -> None:
+    process = start(tmp_path, broker=f"touch {tmp_path}/up; {FOREVER}")
+    wait_for(lambda: (tmp_path / "up").exists())
+    with pytest.raises(AddressTaken, match=f"is held by process {process.pid}: its run is going on"):
+        launch.start_and_wait(tmp_path, {"broker": 1}, command=lambda _name: "true")
+    process.send_signal(signal.SIGINT)
+    finished(process)
+    assert "ended: broker 0" in finished(start(tmp_path, broker="true"))
 
 
 def test_a_run_whose_lines_nobody_reads_any_more_stops(tmp_path: Path) -> None:
