@@ -72,6 +72,8 @@ def _next(tree: Any, first: int, depth: int) -> int:
         _demand(type(body) in values.PLAIN, "no plain value")
     elif kind == "Y":
         values.dtype_of(body)
+    elif kind == "F":
+        values.memory_format_of(body)
     else:
         _demand((kind in ("L", "U") and type(body) is list) or (kind == "D" and type(body) is dict), "no tree")
         _demand(kind != "D" or all(type(key) is str for key in body), "a key is no text")
