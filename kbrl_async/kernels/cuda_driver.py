@@ -254,9 +254,15 @@ class Driver:
     def import_fd(self, fd: int) -> int:
         return int(self._out("cuMemImportFromShareableHandle", _u64, _p(fd), _POSIX_FD))
 
-    def map(self, handle: int, size: int, device: int) -> int:
-        """Address of the memory of `handle`, readable and writable by `device`."""
-        address = int(self._out("cuMemAddressReserve", _u64, size, 0, 0, 0))
+    def map(self, handle: int, size: int, device: int, at: int = 0) -> int:
+        """Address of the memory of `handle`, readable and writable by `device`: `at`, where that is not 0.
+
+        :raises CudaError: or the driver refuses; `MemoryError`: that address is taken.
+        """
+        address = int(self._out("cuMemAddressReserve", _u64, size, 0, at, 0))
+        if at not in (0, address):
+            self.call("cuMemAddressFree", address, size)
+            raise MemoryError(f"addresses from {at:#x} on are taken in this process")
         self.call("cuMemMap", address, size, 0, handle, 0)
         access = _AccessDesc(_Location(_ON_DEVICE, device), _READ_WRITE)
         self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)

@@ -45,6 +45,8 @@ class Kernel(msgspec.Struct, frozen=True, tag="kernel"):
     is_cooperative: bool = False
     is_serialized: bool = False
     """Programmatic dependent launch."""
+    carveout: int = -1
+    """Percent of the cache that the function asks for as shared memory (`PREFERRED_SHARED_MEMORY_CARVEOUT`); -1: none."""
 
 
 class Memset(msgspec.Struct, frozen=True, tag="memset"):
@@ -110,9 +112,10 @@ class Forward(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     forwards: list[Forward] = []
     """By slot."""
-    image: tuple[Count, Count] = (0, 0)
-    """Begin and end of what lasts from call to call (weights and what was made from them): it is restored before each
-    replay, and everything else but the inputs is poisoned."""
+    image: list[tuple[Count, Count]] = []
+    """Begin and end of each stretch that lasts from call to call (weights and what was made from them), in order of
+    place: they are restored before each replay, and everything else but the inputs is poisoned. The recorder's own arena
+    holds their content until its next order."""
     used: Count = 0
     """End of all that forward uses."""
     refused: str = ""

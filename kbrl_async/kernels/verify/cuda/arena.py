@@ -19,6 +19,8 @@ from kbrl_async.kernels.verify import values, wire
 
 ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
+BASE = 0x300000000000
+"""Address of the arena in recorders and replayers, so that what was recorded holds addresses that hold."""
 
 
 class _Raw:
@@ -36,10 +38,9 @@ class _Raw:
 class DeviceArena:
     """One mapping of one allocation; `raw` are its bytes. `close` may be called again."""
 
-    def __init__(self, handle: int, size: int, device: torch.device) -> None:
+    def __init__(self, handle: int, size: int, device: torch.device, at: int = 0) -> None:
         self._handle, self.size = handle, size
-        index = device.index or 0
-        self._address = driver().map(handle, size, index)
+        self._address = driver().map(handle, size, device.index or 0, at)
         self.raw: Any = torch.as_tensor(_Raw(self._address, size), device=device)
 
     @classmethod
@@ -50,13 +51,13 @@ class DeviceArena:
         return cls(driver().create(size, device.index or 0), size, device)
 
     @classmethod
-    def received(cls, fd: int, size: int, device: torch.device) -> DeviceArena:
-        """From the other process; closes the descriptor. `size` is the rounded one."""
+    def received(cls, fd: int, size: int, device: torch.device, at: int = 0) -> DeviceArena:
+        """From the other process; closes the descriptor. `size` is the rounded one, `at` the address it has to have."""
         try:
             handle = driver().import_fd(fd)
         finally:
             os.close(fd)
-        return cls(handle, size, device)
+        return cls(handle, size, device, at)
 
     def export(self) -> int:
         """A descriptor for another process."""
