@@ -120,3 +120,8 @@ class Recording(msgspec.Struct, frozen=True):
     """End of all that forward uses."""
     refused: str = ""
     """Why this forward can't be recorded, in words; then the rest is empty."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Recording).decode
+"""Of what was validated: `validation.read` is for what a recorder sends."""

@@ -1,4 +1,4 @@
-"""Reading a shared object's symbols: what it defines, and what it leaves to others. 64-bit little-endian ELF only."""
+"""Reading a shared object: sections, symbols that it defines and that it leaves to others. 64-bit little-endian ELF only."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def functions(data: bytes) -> list[int]:
 def needed_names(data: bytes) -> list[str]:
     """Names that a shared object leaves to others to define."""
     return sorted({name for name, _, index, _ in _dynamic_symbols(data) if index == 0 and name})
+
+
+def section(data: bytes, name: str) -> bytes:
+    """The content of the section of that name; empty where there is none."""
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        raise ValueError("no 64-bit little-endian ELF file")
+    header = _HEADER.unpack_from(data)
+    section_at, section_count, names_index = header[6], header[12], header[13]
+    sections = [_SECTION.unpack_from(data, section_at + i * _SECTION.size) for i in range(section_count)]
+    names_at = sections[names_index][4]
+    for one in sections:
+        begin = names_at + one[0]
+        if data[begin : data.index(b"\0", begin)] == name.encode():
+            return data[one[4] : one[4] + one[5]]
+    return b""
 
 
 def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:
