@@ -59,6 +59,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuGraphChildGraphNodeGetGraph": [_p, _p],
     "cuGraphKernelNodeGetParams_v2": [_p, _p],
     "cuGraphKernelNodeGetAttribute": [_p, _int, _p],
+    "cuGraphMemsetNodeGetParams": [_p, _p],
+    "cuGraphMemcpyNodeGetParams": [_p, _p],
+    "cuFuncGetModule": [_p, _p],
+    "cuPointerGetAttribute": [_p, _int, _u64],
+    "cuModuleUnload": [_p],
     "cuFuncGetName": [_p, _p],
     "cuKernelGetName": [_p, _p],
     "cuCtxGetCurrent": [_p],
@@ -72,6 +77,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 _NEWER: dict[str, list[Any]] = {
     "cuCtxRecordEvent": [_p, _p],
     "cuLaunchKernelEx": [_p, _p, _p, _p],
+    "cuStreamGetCaptureInfo_v2": [_p, _p, _p, _p, _p, _p],
+    "cuGraphGetEdges_v2": [_p, _p, _p, _p, _p],
+    "cuFuncGetParamInfo": [_p, _size, _p, _p],
+    "cuKernelGetFunction": [_p, _p],
     "cuTensorMapEncodeTiled": [_p, _int, _uint, _p, _p, _p, _p, _p, _int, _int, _int, _int],
 }
 """Not in every driver that we run on."""
@@ -159,6 +168,8 @@ class Driver:
     def __init__(self) -> None:
         library, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         self._error_name = library.cuGetErrorName
+        self.images: dict[int, bytes] = {}
+        """Machine code by the module that it was loaded as: whose kernel a function is."""
         self._calls: dict[str, Any] = {}
         for name, arguments in (_SIGNATURES | _NEWER).items():
             if name in _NEWER and not hasattr(library, name):
@@ -173,6 +184,9 @@ class Driver:
         if code != 0:
             raise self._error(name, code)
 
+    def succeeds(self, name: str, *arguments: Any) -> bool:
+        return bool(self._calls[name](*arguments) == 0)
+
     def _error(self, name: str, code: int) -> CudaError:
         text = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(text))
@@ -185,7 +199,20 @@ class Driver:
 
     def load_module(self, image: bytes) -> int:
         """A module from a cubin, or from PTX that ends with a zero byte, in the current context."""
-        return int(self._out("cuModuleLoadData", _p, image) or 0)
+        module = int(self._out("cuModuleLoadData", _p, image) or 0)
+        self.images[module] = image
+        return module
+
+    def unload_modules(self) -> None:
+        """All that were loaded; nobody may launch their functions any more."""
+        while self.images:
+            self.call("cuModuleUnload", self.images.popitem()[0])
+
+    def parameter(self, function: int, number: int) -> int | None:
+        """Bytes of a parameter of a kernel; None where it has no more."""
+        offset, size = _size(), _size()
+        found = self.succeeds("cuFuncGetParamInfo", function, number, ctypes.byref(offset), ctypes.byref(size))
+        return size.value if found else None
 
     def function(self, module: int, name: str) -> int:
         return int(self._out("cuModuleGetFunction", _p, module, name.encode()) or 0)
