@@ -66,12 +66,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuGraphChildGraphNodeGetGraph": [_p, _p],
     "cuGraphKernelNodeGetParams_v2": [_p, _p],
     "cuGraphKernelNodeGetAttribute": [_p, _int, _p],
+    "cuGraphMemsetNodeGetParams": [_p, _p],
+    "cuGraphMemcpyNodeGetParams": [_p, _p],
+    "cuFuncGetModule": [_p, _p],
+    "cuPointerGetAttribute": [_p, _int, _u64],
+    "cuModuleUnload": [_p],
     "cuFuncGetName": [_p, _p],
     "cuKernelGetName": [_p, _p],
     "cuCtxGetCurrent": [_p],
     "cuStreamBeginCapture_v2": [_p, _int],
     "cuStreamEndCapture": [_p, _p],
-    "cuModuleUnload": [_p],
     "cuModuleLoadData": [_p, ctypes.c_char_p],
     "cuModuleGetFunction": [_p, _p, ctypes.c_char_p],
     "cuFuncGetAttribute": [_p, _int, _p],
@@ -84,7 +88,9 @@ _NEWER: dict[str, list[Any]] = {
     "cuLaunchKernelEx": [_p, _p, _p, _p],
     "cuStreamGetCaptureInfo_v2": [_p, _p, _p, _p, _p, _p],
     "cuStreamUpdateCaptureDependencies": [_p, _p, _size, _uint],
+    "cuGraphGetEdges_v2": [_p, _p, _p, _p, _p],
     "cuFuncGetParamInfo": [_p, _size, _p, _p],
+    "cuKernelGetFunction": [_p, _p],
     "cuTensorMapEncodeTiled": [_p, _int, _uint, _p, _p, _p, _p, _p, _int, _int, _int, _int],
 }
 """Not in every driver that we run on."""
@@ -204,6 +210,8 @@ class Driver:
     def __init__(self) -> None:
         library, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         self._error_name = library.cuGetErrorName
+        self.images: dict[int, bytes] = {}
+        """Machine code by the module that it was loaded as: whose kernel a function is."""
         self._calls: dict[str, Any] = {}
         for name, arguments in (_SIGNATURES | _NEWER).items():
             if name in _NEWER and not hasattr(library, name):
@@ -218,6 +226,9 @@ class Driver:
         if code != 0:
             raise self._error(name, code)
 
+    def succeeds(self, name: str, *arguments: Any) -> bool:
+        return bool(self._calls[name](*arguments) == 0)
+
     def _error(self, name: str, code: int) -> CudaError:
         text = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(text))
@@ -230,7 +241,22 @@ class Driver:
 
     def load_module(self, image: bytes) -> int:
         """A module from a cubin, or from PTX that ends with a zero byte, in the current context."""
-        return int(self._out("cuModuleLoadData", _p, image) or 0)
+        module = int(self._out("cuModuleLoadData", _p, image) or 0)
+        self.images[module] = image
+        return module
+
+    def unload_modules(self) -> None:
+        """All that were loaded; nobody may launch their functions any more."""
+        while self.images:
+            self.call("cuModuleUnload", self.images.popitem()[0])
+
+    def parameter_sizes(self, function: int) -> list[int]:
+        """Bytes of each parameter that a kernel's machine code declares."""
+        sizes: list[int] = []
+        offset, size = _size(), _size()
+        while self.succeeds("cuFuncGetParamInfo", function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes
 
     def function(self, module: int, name: str) -> int:
         return int(self._out("cuModuleGetFunction", _p, module, name.encode()) or 0)
@@ -278,14 +304,6 @@ class Driver:
     def launch_configured(self, of: int, launch: Launch, stream: int, arguments: Arguments) -> None:
         launch.config.stream = stream
         self.call("cuLaunchKernelEx", launch.address, of, arguments.address, None)
-
-    def parameter_sizes(self, of: int) -> list[int]:
-        """Bytes of each parameter that a kernel's machine code declares."""
-        sizes: list[int] = []
-        offset, size = _size(), _size()
-        while self._calls["cuFuncGetParamInfo"](of, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
-            sizes.append(size.value)
-        return sizes
 
     def allow_large_clusters(self, of: int) -> None:
         """More than 8 blocks, where the chip has them."""

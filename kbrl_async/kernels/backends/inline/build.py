@@ -36,6 +36,10 @@ NVCC_FLAGS = (
     "-D__CUDA_NO_HALF2_OPERATORS__",
     "--expt-relaxed-constexpr",
 )
+_OWN_STREAM = ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM", "--default-stream=per-thread")
+"""For either compiler, for nvcc. `<<<…>>>` without a stream launches on the thread's own, which can be captured and waits for the default one as that
+waits for it; launched on the default one it would be in no graph.
+"""
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
@@ -144,7 +148,8 @@ class Build:
 
     def _common(self, is_slim: bool, with_cuda: bool) -> list[str]:
         names = [f"-DTORCH_EXTENSION_NAME={self._extension.name}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-        return [*names, *self._tools.includes(is_slim, with_cuda)]
+        chosen = any("default-stream" in flag for flag in self._flags.nvcc)
+        return [*names, *(() if chosen else _OWN_STREAM[:1]), *self._tools.includes(is_slim, with_cuda)]
 
     def _gxx(self, name: str, is_slim: bool) -> list[str]:
         common = self._common(is_slim, self._extension.with_cuda)
@@ -156,7 +161,9 @@ class Build:
         number = self._flags.arch.removeprefix("sm_")
         standard = [] if any("-std" in flag for flag in self._flags.nvcc) else [f"-std={self._tools.standard}"]
         arch = ["-gencode", f"arch=compute_{number},code=sm_{number}", "-ccbin", self._tools.cxx]
-        flags = [*NVCC_FLAGS, *arch, "-Xcompiler", "-fPIC", *self._flags.nvcc, *standard, "-w"]
+        chosen = any("default-stream" in flag for flag in self._flags.nvcc)
+        stream = () if chosen else _OWN_STREAM[1:]
+        flags = [*NVCC_FLAGS, *arch, *stream, "-Xcompiler", "-fPIC", *self._flags.nvcc, *standard, "-w"]
         return [self._tools.nvcc, *self._common(is_slim, True), *flags, "-c", name, "-o", "unit.o"]
 
     def _link(self, folder: Path, objects: list[Path], is_slim: bool) -> Attempt:

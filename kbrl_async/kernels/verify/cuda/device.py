@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
 
-PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
+PRELOAD = (
+    *("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner"),
+    "kbrl_async.kernels.verify.cuda.record.child",
+)
 _CANDIDATE_S, _CALL_S = 15.0, 2.0
 _HOST_BYTES = 8 << 30
 

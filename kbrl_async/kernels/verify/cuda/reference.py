@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -20,6 +22,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
@@ -116,15 +119,47 @@ class CudaReference(Reference):
             device=self._options.device,
             weights_bytes=self._weights.size if self._weights else 0,
         )
+        with self._copied_weights() as fds:
+            return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
+
+    def record(
+        self,
+        recorders: Recorders,
+        source: str,
+        artifacts: dict[str, str],
+        backend: str,
+        slots: list[list[wire.TensorMeta]],
+        start: int,
+        deadline_s: float,
+    ) -> bytes:
+        """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded `Recording`;
+        its own memory begins at `start`. What lies at those places are examples, no secrets.
+        """
+        for places in slots:
+            for meta, example in zip(places, self.examples, strict=True):
+                recorders.arena.view(meta).copy_(example)
+        setup = msgspec.structs.replace(
+            self.setup(source, "ModelNew", artifacts, backend),
+            device=self._options.device,
+            weights_bytes=self._weights.size if self._weights else 0,
+        )
+        with self._copied_weights() as fds:
+            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s)
+
+    @contextlib.contextmanager
+    def _copied_weights(self) -> Iterator[tuple[int, ...]]:
+        """The descriptor of a copy of the weights, where there are any."""
         if self._weights is None:
-            return CudaSession(zygote, setup, (), self._options.limits, deadline_s, self.spares)
+            yield ()
+            return
         copied = DeviceArena.new(self._weights.size, self._where)
         copied.raw.copy_(self._weights.raw)
         torch.cuda.synchronize()
+        fd = copied.export()
         try:
-            with _descriptor(copied) as fd:
-                return CudaSession(zygote, setup, (fd,), self._options.limits, deadline_s, self.spares)
+            yield (fd,)
         finally:
+            os.close(fd)
             copied.close()
 
     def attach(self, session: Session) -> None:
@@ -201,17 +236,6 @@ def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
         if free >= _ROOM_SHARE * memory_of(options):
             return
         kept.popitem(last=False)[1].close()
-
-
-@contextlib.contextmanager
-def _descriptor(arena: DeviceArena):  # type: ignore[no-untyped-def]
-    import os
-
-    fd = arena.export()
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

@@ -15,9 +15,6 @@ import msgspec
 
 from kbrl_async.kernels.backends.launch import bundle, elf
 
-_FATBIN = struct.Struct("<IHHQ")
-_FATBIN_MAGIC = 0xBA55ED50
-_SECTION = ".nv_fatbin"
 _ELF = b"\x7fELF"
 _MAX_PARTS = 256
 _FROM_HOST = ("cudaMemcpyToSymbol", "cudaMemcpyFromSymbol", "cudaGetSymbolAddress", "cuModuleGetGlobal")
@@ -59,29 +56,13 @@ def _of(data: bytes) -> list[Image]:
 def _of_shared_object(data: bytes) -> Image:
     try:
         names = elf.needed_names(data)
-        section = elf.section(data, _SECTION)
+        parts = elf.fatbins(data)
     except (ValueError, struct.error, IndexError) as error:
         raise Unloadable(f"a shared object that can't be read: {error}") from None
     for name in names:
         if name.startswith(_FROM_HOST):
             raise Unloadable(f"its host code sets variables on the device ({name})")
-    return Image(_digest(data), list(containers(section)))
-
-
-def containers(section: bytes) -> list[bytes]:
-    """The fat binaries that lie one after the other in a section, padded to 8 bytes."""
-    found, place = [], 0
-    while place + _FATBIN.size <= len(section):
-        magic, _, header, size = _FATBIN.unpack_from(section, place)
-        if magic != _FATBIN_MAGIC:
-            place += 8
-            continue
-        end = place + header + size
-        if end > len(section) or len(found) >= _MAX_PARTS:
-            raise Unloadable("a fat binary reaches beyond its section")
-        found.append(section[place:end])
-        place = -(-end // 8) * 8
-    return found
+    return Image(_digest(data), parts[:_MAX_PARTS])
 
 
 def _digest(data: bytes) -> str:

@@ -177,6 +177,5 @@ class Program:
             driver.call("cuGraphDestroy", graph)
         for event in self._events:
             driver.call("cuEventDestroy_v2", event)
-        for module in (module for modules in self._modules.values() for module in modules):
-            driver.call("cuModuleUnload", module)
+        driver.unload_modules()
         self._runs, self._chains, self._graphs, self._modules = {}, {}, {}, {}
