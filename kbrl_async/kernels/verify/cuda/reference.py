@@ -23,10 +23,10 @@ from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
-from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Session
+from kbrl_async.kernels.verify.session import Judged, Session
 from protocols.records import Problem
 
 BATCH_NS = 600_000
@@ -117,7 +117,7 @@ class CudaReference(Reference):
         setup = msgspec.structs.replace(
             self.setup(source, entry, artifacts, backend),
             device=self._options.device,
-            weights_bytes=self._weights.size if self._weights else 0,
+            weights_bytes=self.weights_bytes,
         )
         with self._copied_weights() as fds:
             return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
@@ -138,10 +138,11 @@ class CudaReference(Reference):
         for places in slots:
             for meta, example in zip(places, self.examples, strict=True):
                 recorders.arena.view(meta).copy_(example)
+        torch.cuda.synchronize()
         setup = msgspec.structs.replace(
             self.setup(source, "ModelNew", artifacts, backend),
             device=self._options.device,
-            weights_bytes=self._weights.size if self._weights else 0,
+            weights_bytes=self.weights_bytes,
         )
         with self._copied_weights() as fds:
             return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s)
@@ -162,10 +163,11 @@ class CudaReference(Reference):
             os.close(fd)
             copied.close()
 
-    def attach(self, session: Session) -> None:
-        assert isinstance(session, CudaSession)
+    def attach(self, session: Judged) -> None:
+        assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
-        self.spares.refill()  # gets ready while this one is being checked
+        if isinstance(session, CudaSession):
+            self.spares.refill()  # gets ready while this one is being checked
 
     def twin(self, zygote: Zygote) -> Session:
         return self.session
@@ -206,9 +208,17 @@ class CudaReference(Reference):
         for place, block in zip(session.slots[0], draws[0], strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
-        a_slot = sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
-        self.plan = plan(elapsed, a_slot, memory_of(self._options), self._options.slots)
+        self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
         self.attach(session)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the inputs and outputs of one call."""
+        return sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._weights.size if self._weights else 0
 
     @property
     def device_bytes(self) -> int:

@@ -13,18 +13,17 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify import allowed, proof, values, wire
+from kbrl_async.kernels.verify import allowed, values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
@@ -82,7 +81,10 @@ class ReplaySession:
         inputs: list[list[wire.TensorMeta]],
         recorded_in: DeviceArena,
         rng: random.Random,
+        is_shared: bool = False,
     ) -> None:
+        self.is_shared = is_shared
+        """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
         self.kernels = _count(recording.forwards[0])
@@ -97,7 +99,8 @@ class ReplaySession:
         self._see()
         self._has_operators = host.load(images, recording)
         self._is_warm = not self._has_operators
-        self._refuse_shared_outputs()
+        self.fault: CandidateFault | None = self._shared_outputs()
+        """What is wrong with it before it is called."""
 
     @property
     def host_pid(self) -> int:
@@ -105,10 +108,18 @@ class ReplaySession:
         return 0
 
     def close(self) -> None:
-        self.slots, self._image, self._poisoned, self._restored = [], [], [], []
+        for held in (self.slots, self._image, self._poisoned, self._restored):
+            held.clear()
         self._host.unload()
 
-    def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, **_: Any) -> None:
+    def attach(
+        self,
+        tree: wire.Tree,
+        tensors: list[torch.Tensor],
+        slots: int,
+        copies: bool = True,
+        outs: list[wire.TensorMeta] | None = None,
+    ) -> None:
         """The same addresses in other memory; the first time everything is where it should be already."""
         if self._is_new:
             self._is_new = False
@@ -117,18 +128,19 @@ class ReplaySession:
         self._see()
 
     def _see(self) -> None:
-        raw = self._arena.raw
+        raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
         self._poisoned = [raw[begin:end] for begin, end in self._rest]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
-    def _refuse_shared_outputs(self) -> None:
+    def _shared_outputs(self) -> CandidateFault | None:
         """Outputs of two calls in one place, or in memory that lasts: the later call overwrites the earlier's."""
         inputs = [span(meta) for slot in self._inputs for meta in slot]
         own = [[one for one in map(span, slot) if not _touches(one, inputs)] for slot in self._outputs]
         kept = any(_touches(one, self._recording.image) for slot in own for one in slot)
         if kept or overlap(one for slot in own for one in joined(slot)):
-            raise CandidateFault(Fault.INCORRECT, _KEPT, "output_overwritten")
+            return CandidateFault(Fault.INCORRECT, _KEPT, "output_overwritten", self)
+        return None
 
     # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,16 +151,18 @@ class ReplaySession:
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
 
-    def call(self, op: int, slot: int, deadline_s: float, meter: object = None) -> Outcome:
+    def call(self, op: int, slot: int, deadline_s: float) -> Outcome:
         forward = self._recording.forwards[slot]
+        if self.fault is not None:
+            raise self.fault
         if op != wire.OP_RUN:
             return Outcome(0, 0, 0, ["V", None], [])
-        elapsed = self._run(slot, deadline_s)
+        elapsed = self.run(slot, deadline_s)
         self._refuse_batching([other for other in range(len(self.slots)) if other != slot])
         return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
-    def _run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
-        """Nanoseconds until it answered."""
+    def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
+        """One forward over what is written to the slot; nanoseconds until it answered."""
         if not self._is_warm:
             self.poison()
             torch.cuda.synchronize()
@@ -178,9 +192,6 @@ class ReplaySession:
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output."""
         return self._arena.view(meta).clone()
-
-    def thaw(self) -> None:
-        """Nothing is frozen: between two orders a player does nothing."""
 
     def disarm(self, artifacts: list[Path]) -> int:
         return 0
@@ -246,9 +257,9 @@ class ReplaySession:
         nothing = self._host.timed(orders.Time(()), deadline_s)
         whole = self._least(False, deadline_s)
         try:
-            self._run(0, deadline_s, is_muted=True)
+            self.run(0, deadline_s, is_muted=True)
             left = self._least(True, deadline_s)
-            self._run(0, deadline_s, is_muted=True)
+            self.run(0, deadline_s, is_muted=True)
         except CandidateFault:  # an operator faults on poison: it needs what own kernels make
             self._host.revive()
             self._is_warm = not self._has_operators
@@ -259,7 +270,7 @@ class ReplaySession:
     def _least(self, is_muted: bool, deadline_s: float) -> float:
         return min(self._host.timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(3))
 
-    def answered(self, is_answer: Any) -> str:
+    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
         for node in self._recording.forwards[0].nodes:
             if isinstance(node, Operator) and allowed.does_work(node.name):
