@@ -82,9 +82,9 @@ class Operator(msgspec.Struct, frozen=True, tag="operator"):
     results: list[wire.TensorMeta]
     """Where its results lie; one that returns its own argument has the same place."""
     allocations: list[tuple[Count, Count]] = []
-    """(place, bytes) of all memory that it asked for, in that order, its results among it. The same operator asks for the
-    same again and is given the same places, so that nothing has to be copied and it takes as long; where it asks for
-    other sizes it gets other memory, and its results are copied to their places."""
+    """(place, bytes) of all memory that it asked for, in that order, its results among it. The same operator asks for
+    the same again and is given the same places, so that nothing has to be copied and it takes as long; where it asks
+    for other sizes it gets other memory, and its results are copied to their places."""
     after: list[Count] = []
 
 
@@ -114,9 +114,14 @@ class Recording(msgspec.Struct, frozen=True):
     """By slot."""
     image: list[tuple[Count, Count]] = []
     """Begin and end of each stretch that lasts from call to call (weights and what was made from them), in order of
-    place: they are restored before each replay, and everything else but the inputs is poisoned. The recorder's own arena
-    holds their content until its next order."""
+    place: they are restored before each replay, and everything else but the inputs is poisoned. The recorder's own
+    arena holds their content until its next order."""
     used: Count = 0
     """End of all that forward uses."""
     refused: str = ""
     """Why this forward can't be recorded, in words; then the rest is empty."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Recording).decode
+"""Of what was validated: `validation.read` is for what a recorder sends."""

@@ -28,7 +28,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Claimed = Annotated[float, msgspec.Meta(ge=0)]
 """Nanoseconds that a child says something took."""
 Tree = Any
-"""`["T", i]` tensor i · `["V", plain]` · `["Y"|"F", name]` a dtype or memory format of torch · `["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
+"""`["T", i]` tensor i · `["V", plain]` · `["Y"|"F", name]` a dtype or memory format of torch ·
+`["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):

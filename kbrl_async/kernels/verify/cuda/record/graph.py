@@ -227,12 +227,10 @@ class Graphs:
         return value
 
     def _arguments(self, function: int, params: _Params) -> list[bytes]:
-        found: list[bytes] = []
-        while (size := self._driver.parameter(function, len(found))) is not None:
-            if not params.params:
-                raise Refused("a kernel was launched with packed arguments")
-            found.append(ctypes.string_at(params.params[len(found)], size))
-        return found
+        sizes = self._driver.parameter_sizes(function)
+        if sizes and not params.params:
+            raise Refused("a kernel was launched with packed arguments")
+        return [ctypes.string_at(params.params[number], size) for number, size in enumerate(sizes)]
 
     def module_of(self, function: int) -> int:
         module = ctypes.c_void_p()
