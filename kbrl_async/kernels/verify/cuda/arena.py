@@ -10,7 +10,6 @@ Legacy CUDA IPC handles need a shared pid namespace; these descriptors need noth
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 
 import torch
@@ -22,23 +21,6 @@ ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
 BASE = 0x300000000000
 """Address of the arena in recorders and replayers, so that what was recorded holds addresses that hold."""
-
-
-_STEP = 4096
-_MOST_STEPS = 64
-
-
-def scattered(tensors: list[torch.Tensor], slots: int, rng: random.Random) -> tuple[list[list[wire.TensorMeta]], int]:
-    """Places of the inputs of each slot, with gaps that nobody can foretell between any two; and the end."""
-    placed, end = [], 0
-    for _ in range(slots):
-        places = []
-        for tensor in tensors:
-            end += _STEP * rng.randint(1, _MOST_STEPS)
-            metas, end = values.layout([tensor], end, ALIGNMENT)
-            places += metas
-        placed.append(places)
-    return placed, -(-end // _STEP) * _STEP
 
 
 class _Raw:

@@ -135,17 +135,19 @@ class CudaReference(Reference):
         """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded `Recording`;
         its own memory begins at `start`. What lies at those places are examples, no secrets.
         """
-        for places in slots:
-            for meta, example in zip(places, self.examples, strict=True):
-                recorders.arena.view(meta).copy_(example)
-        torch.cuda.synchronize()
+
+        def fill(arena: DeviceArena) -> None:
+            for places in slots:
+                for meta, example in zip(places, self.examples, strict=True):
+                    arena.view(meta).copy_(example)
+
         setup = msgspec.structs.replace(
             self.setup(source, "ModelNew", artifacts, backend),
             device=self._options.device,
             weights_bytes=self.weights_bytes,
         )
         with self._copied_weights() as fds:
-            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s)
+            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s, fill)
 
     @contextlib.contextmanager
     def _copied_weights(self) -> Iterator[tuple[int, ...]]:

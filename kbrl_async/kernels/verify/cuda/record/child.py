@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Isolation, gpu
@@ -43,6 +42,7 @@ _MAX_FDS = 128
 _FIRST_FD = 256
 _OWN_STREAM = 2  # CU_STREAM_PER_THREAD: where `<<<…>>>` without a stream launches, and it can be captured
 _POISON = 0x7F
+_MAX_REASON = 400
 _WRONG_SHARE = 0.01
 
 
@@ -103,13 +103,9 @@ class Recorder:
             with torch.cuda.stream(self._stream):
                 return self._of(order, fds)
         except Refused as refusal:
-            return recording.Recording(refused=str(refusal)[:400])
+            return recording.Recording(refused=str(refusal)[:_MAX_REASON])
         except BaseException as error:
-            RECORDER.is_on = False
-            text = str(runner.failure(error).text).splitlines()
-            return recording.Recording(
-                refused=f"recording it failed: {text[-1] if text else type(error).__name__}"[:400]
-            )
+            return recording.Recording(refused=_reason(error))
 
     def _of(self, order: wire.Record, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
@@ -187,6 +183,14 @@ class _Candidate(CudaRunner):
 
     def forward(self, slot: int) -> list[torch.Tensor]:
         return self._forward(slot)
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; the driver's advice left out."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    if any(words in str(error).lower() for words in ("stream is capturing", "captur")):
+        first = f"it waits for the device, reads from it, or launches where no graph sees it ({first})"
+    return f"{type(error).__name__}: {first}"[:_MAX_REASON]
 
 
 def _refuse_other(captured: Captured, own: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -12,15 +12,6 @@ from kbrl_async.kernels.backends.launch import bundle, elf
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
 from kbrl_async.kernels.verify.cuda.record.graph import Refused
 
-_WRITES_VARIABLES = (
-    "cudaMemcpyToSymbol",
-    "cudaMemcpyToSymbolAsync",
-    "cudaGetSymbolAddress",
-    "__cudaRegisterManagedVar",
-)
-"""A module that is loaded anew holds its variables as they were built, not as the host has set them."""
-_STREAMS = ("_ptsz", "_ptds")
-
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
@@ -67,8 +58,6 @@ class MachineCode:
             raise Refused(f"two extensions have a kernel {name[:80]}")
         if not owners:
             raise Refused(f"{name[:80]} is no kernel that was built from the candidate's source")
-        if written := sorted(self._needs(self._objects[owners[0]]) & set(_WRITES_VARIABLES)):
-            raise Refused(f"its extension calls {written[0]}: its kernels depend on what the host wrote")
         return owners[0]
 
     @functools.cached_property
@@ -85,7 +74,3 @@ class MachineCode:
             return bool(self._driver.function(module, name))
         except CudaError:
             return False
-
-    @staticmethod
-    def _needs(content: bytes) -> set[str]:
-        return {name[:-5] if name.endswith(_STREAMS) else name for name in elf.needed_names(content)}

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify import allowed, values, wire
 from kbrl_async.kernels.verify.cuda.record.graph import Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 
@@ -58,8 +58,10 @@ class Watch(TorchDispatchMode):
         self, first: int, last: int, op: Any, args: Any, kwargs: Any, result: Any, log: list[tuple[int, int]]
     ) -> Step:
         name = op.name()
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        if torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(op, args, kwargs):
             raise Refused(f"{name} draws random numbers")
+        if not allowed.is_allowed(name):
+            raise Refused(f"{name} is none of the operators that are done again")
         given: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         named = {key: _plain(value) for key, value in kwargs.items() if key not in _LEFT_OUT}
@@ -70,6 +72,15 @@ class Watch(TorchDispatchMode):
             raise Refused(f"{name}: {error}") from error
         places = [self._place(tensor) for tensor in given]
         return Step(first, last, name, tree, places, [self._place(tensor) for tensor in results], log)
+
+
+def _drops_nothing(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it would only draw numbers for a dropout that is off."""
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False
 
 
 def _plain(value: Any) -> Any:

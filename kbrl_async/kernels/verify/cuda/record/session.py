@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
+from collections.abc import Callable
 
 import msgspec
 import torch
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
@@ -36,18 +39,24 @@ _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether th
 
 
 class Recorders:
-    """`arena` is the bench's own mapping of what every recorder here maps, one after the other."""
+    """`arena` is the bench's own mapping of what the present recorder maps: another one with each process, because one
+    that is being killed may still write into its own for seconds.
+    """
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int) -> None:
         self._device = device
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
         self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
         self._child: Child | None = None
+        self._dying: list[Child] = []
+        self._is_used = False
         self._served = 0
         self.isolation = Isolation("none", ("no recorder was started",))
 
     def close(self) -> None:
         self._end()
+        for child in self._dying:
+            child.close()
         self._spares.close()
         self.arena.close()
 
@@ -68,20 +77,27 @@ class Recorders:
         """Whether the last candidate was the first of its process."""
         return self._served <= 1
 
-    def record(self, order: wire.Record, weights: tuple[int, ...], deadline_s: float) -> bytes:
+    def record(
+        self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
+    ) -> bytes:
         """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any; artifacts
-        are given by path in `order.setup`.
+        are given by path in `order.setup`. `fill` writes its inputs into the arena.
 
         :raises InfraError: the host starts no recorder.
+        :raises CudaError: there is no memory for another arena.
         """
-        content = self._once(order, weights, deadline_s)
+        content = self._once(order, weights, deadline_s, fill)
         if self._served > 1 and _is_refused(content):
             self._end()
-            content = self._once(order, weights, deadline_s)
+            content = self._once(order, weights, deadline_s, fill)
         return content
 
-    def _once(self, order: wire.Record, weights: tuple[int, ...], deadline_s: float) -> bytes:
+    def _once(
+        self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
+    ) -> bytes:
         child = self._ready()
+        fill(self.arena)
+        torch.cuda.synchronize()
         self._served += 1
         file, files = memory_file("recording"), as_files(order.setup.artifacts)
         try:
@@ -113,9 +129,24 @@ class Recorders:
         if self._child is not None and self._child.has_ended():
             self._end()
         if self._child is None:
+            self._renew()
             self._child, self._served = self._spares.take(), 0
             self._begin()
         return self._child
+
+    def _renew(self) -> None:
+        """Memory that no earlier process can reach."""
+        if not self._is_used:
+            self._is_used = True
+            return
+        size = self.arena.size
+        self.arena.close()
+        try:
+            self.arena = DeviceArena.new(size, torch.device(self._device))
+        except CudaError:  # it is still theirs
+            while self._dying:
+                self._dying.pop().close()
+            self.arena = DeviceArena.new(size, torch.device(self._device))
 
     def _begin(self) -> None:
         confined = self._answer(_CONFINED_S)
@@ -147,9 +178,13 @@ class Recorders:
 
     def _end(self) -> None:
         if self._child is not None:
-            self._child.close()
+            self._child.signal(signal.SIGKILL)
+            self._dying.append(self._child)
             self._child = None
         self._served = 0
+        for child in [child for child in self._dying if child.has_ended()]:
+            self._dying.remove(child)
+            child.close()
 
 
 def _is_refused(content: bytes) -> bool:

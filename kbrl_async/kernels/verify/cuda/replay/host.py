@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 from collections.abc import Iterator
 from typing import TypeVar
@@ -71,12 +72,12 @@ class Player:
     def has_ended(self) -> bool:
         return self._child.has_ended()
 
-    @property
-    def pid(self) -> int:
-        return self._child.host_pid
-
     def close(self) -> None:
         self._child.close()
+
+    def kill(self) -> None:
+        """Returns at once: the driver may take seconds to clear away what ran there."""
+        self._child.signal(signal.SIGKILL)
 
     def ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
         """:raises CandidateFault: what runs there faults, or does not end in time: the process is of no use any more.
@@ -123,8 +124,11 @@ class ReplayHost:
         self._zygote, self._limits, self._device = zygote, limits, device
         self._player: Player | None = None
         self._spare: Player | None = None
+        self._dying: list[Player] = []
         self._generation = -1
         self._arena: DeviceArena | None = None
+        self._is_spoilt = False
+        """One that is being killed may still write into the arena."""
         self._loaded: tuple[list[Image], Recording] | None = None
 
     @property
@@ -136,20 +140,16 @@ class ReplayHost:
     def isolation(self) -> Isolation:
         return self._ready().isolation
 
-    @property
-    def pid(self) -> int:
-        """Of the process that works now; 0 where there is none."""
-        return 0 if self._player is None else self._player.pid
-
     def reserve(self, size: int, is_new: bool = False) -> DeviceArena:
         """Memory to replay in; at other places of the device's than before where `is_new`.
 
         :raises CudaError: it is not there.
         """
-        known = self._arena
+        known, is_new = self._arena, is_new or self._is_spoilt
+        self._is_spoilt = False
         if known is not None and not is_new and size <= known.size <= _SPARE_FACTOR * size:
             return known
-        made = DeviceArena.new(size if known is None or not is_new else known.size, torch.device(self._device))
+        made = DeviceArena.new(max(size, 0 if known is None or not is_new else known.size), torch.device(self._device))
         if known is not None:
             known.close()
         self._arena = made
@@ -175,10 +175,12 @@ class ReplayHost:
         """Nanoseconds."""
         return self._ask(orders.Times, order, deadline_s).elapsed_ns
 
-    def revive(self) -> None:
-        """What was loaded, in a player that lives."""
+    def revive(self) -> DeviceArena:
+        """What was loaded, in a player that lives, and in memory that the one before it can't reach."""
         assert self._loaded is not None
+        arena = self.reserve(self.arena.size, is_new=True)
         self.load(*self._loaded)
+        return arena
 
     def unload(self) -> None:
         """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""
@@ -209,10 +211,10 @@ class ReplayHost:
                 player.settle()
 
     def close(self) -> None:
-        for player in (self._player, self._spare):
+        for player in (self._player, self._spare, *self._dying):
             if player is not None:
                 player.close()
-        self._player = self._spare = None
+        self._player, self._spare, self._dying = None, None, []
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -251,8 +253,12 @@ class ReplayHost:
 
     def _drop(self) -> None:
         if self._player is not None:
-            self._player.close()
-            self._player = None
+            self._player.kill()
+            self._dying.append(self._player)
+            self._player, self._is_spoilt = None, True
+        for player in [player for player in self._dying if player.has_ended]:
+            self._dying.remove(player)
+            player.close()
 
     def _forget_the_dead(self) -> None:
         """They die with their zygote, too."""

@@ -261,7 +261,8 @@ class ReplaySession:
             left = self._least(True, deadline_s)
             self.run(0, deadline_s, is_muted=True)
         except CandidateFault:  # an operator faults on poison: it needs what own kernels make
-            self._host.revive()
+            self._arena = self._host.revive()
+            self._see()
             self._is_warm = not self._has_operators
             self.poison()
             left = nothing
