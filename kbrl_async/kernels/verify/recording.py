@@ -29,8 +29,8 @@ class Kernel(msgspec.Struct, frozen=True, tag="kernel"):
     """One launch of a kernel that was built from the candidate's source."""
 
     artifact: str
-    """sha256 of the machine code that holds it, as 64 hexadecimal digits: of one cubin in a bundle, or of a whole shared
-    object. The key of an artifact would not do: a bundle holds several kernels of one name."""
+    """sha256 of the machine code that holds it, as 64 hexadecimal digits: of one cubin in a bundle, or of a whole
+    shared object. The key of an artifact would not do: a bundle holds several kernels of one name."""
     name: str
     """The linker's name."""
     grid: Size3
@@ -46,7 +46,7 @@ class Kernel(msgspec.Struct, frozen=True, tag="kernel"):
     is_serialized: bool = False
     """Programmatic dependent launch."""
     carveout: int = -1
-    """Percent of the cache that the function asks for as shared memory (`PREFERRED_SHARED_MEMORY_CARVEOUT`); -1: none."""
+    """Percent of the cache that the function asks for as shared memory, as its attribute says; -1: it asks for none."""
 
 
 class Memset(msgspec.Struct, frozen=True, tag="memset"):

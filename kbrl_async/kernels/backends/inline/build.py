@@ -37,9 +37,30 @@ NVCC_FLAGS = (
     "--expt-relaxed-constexpr",
 )
 _OWN_STREAM = ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM", "--default-stream=per-thread")
-"""For either compiler, for nvcc. `<<<…>>>` without a stream launches on the thread's own, which can be captured and waits for the default one as that
-waits for it; launched on the default one it would be in no graph.
+"""For either compiler, for nvcc. `<<<…>>>` without a stream launches on the thread's own, which can be captured, and
+which waits for the default one as that waits for it; launched on the default one it would be in no graph.
 """
+_WAITS = """
+extern "C" {
+int cudaStreamIsCapturing(void*, int*);
+int __real_cudaDeviceSynchronize();
+int __real_cudaStreamSynchronize(void*);
+int __real_cudaStreamSynchronize_ptsz(void*);
+static bool is_captured() {
+  int status = 0;
+  return cudaStreamIsCapturing((void*)2, &status) == 0 && status == 1;
+}
+int __wrap_cudaDeviceSynchronize() { return is_captured() ? 0 : __real_cudaDeviceSynchronize(); }
+int __wrap_cudaStreamSynchronize(void* s) { return is_captured() ? 0 : __real_cudaStreamSynchronize(s); }
+int __wrap_cudaStreamSynchronize_ptsz(void* s) { return is_captured() ? 0 : __real_cudaStreamSynchronize_ptsz(s); }
+}
+"""
+"""Waiting for the device, as many extensions do behind a launch, spoils a capture and means nothing in one: all that
+follows in a graph waits by itself.
+"""
+_WRAPPED = tuple(
+    f"-Wl,--wrap={name}" for name in ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaStreamSynchronize_ptsz")
+)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
@@ -172,6 +193,9 @@ class Build:
         for number, path in enumerate(objects):
             path.rename(place / f"{number}.o")
         names = [f"{number}.o" for number in range(len(objects))]
+        if self._extension.with_cuda:
+            (place / "waits.cpp").write_text(_WAITS)
+            names += ["waits.cpp", "-fPIC", *_WRAPPED]
         run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self._libraries()], place, is_slim)
         if run.status != 0:
             return Attempt(run=run)

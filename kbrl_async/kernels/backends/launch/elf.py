@@ -34,7 +34,7 @@ def needed_names(data: bytes) -> list[str]:
 
 
 def fatbins(data: bytes) -> list[bytes]:
-    """The containers of GPU code in a shared object, each as `cuModuleLoadData` takes it. Raises as `functions` does."""
+    """The containers of GPU code in a shared object, each as `cuModuleLoadData` takes it. Raises as `functions`."""
     found: list[bytes] = []
     for section in _sections(data):
         if section[0] != _FATBIN_SECTION:

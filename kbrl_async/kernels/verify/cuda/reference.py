@@ -132,8 +132,8 @@ class CudaReference(Reference):
         start: int,
         deadline_s: float,
     ) -> bytes:
-        """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded `Recording`;
-        its own memory begins at `start`. What lies at those places are examples, no secrets.
+        """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded
+        `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets.
         """
 
         def fill(arena: DeviceArena) -> None:

@@ -3,7 +3,7 @@
 ::
 
     forward(slot) under capture and `Watch` ─▶ graph of the driver, operators with their nodes ─▶ [Node]
-        memset, copy: as they are · kernels of an operator: the operator · other kernels: the candidate's own, or Refused
+        memset, copy: as they are · kernels of an operator: the operator · other kernels: its own, or Refused
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A captured CUDA graph as plain values: its nodes in the order of capture, the graphs inside it unrolled, and what each
-waits for.
+"""A captured CUDA graph as plain values: its nodes in the order of capture, the graphs inside it unrolled, and what
+each waits for.
 
 ::
 

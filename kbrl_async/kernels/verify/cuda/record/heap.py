@@ -9,8 +9,8 @@ two microseconds.
 
 Invariants
 * Two live blocks never overlap, and none reaches outside of `begin`'s stretch.
-* What was given back on one stream is taken again on that stream only, until `settle`: work that was submitted on it may
-  still read the block.
+* What was given back on one stream is taken again on that stream only, until `settle`: work that was submitted on it
+  may still read the block.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ class Step(msgspec.Struct, frozen=True):
     allocations: list[tuple[int, int]]
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """While it is entered, `steps` grows. `count` says how many nodes the graph has by now."""
 
     def __init__(self, count: Callable[[], int], place: Place, heap: Heap) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._count, self._place, self._heap = count, place, heap
         self.steps: list[Step] = []
 

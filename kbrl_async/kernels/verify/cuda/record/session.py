@@ -80,8 +80,8 @@ class Recorders:
     def record(
         self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
     ) -> bytes:
-        """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any; artifacts
-        are given by path in `order.setup`. `fill` writes its inputs into the arena.
+        """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any;
+        artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena.
 
         :raises InfraError: the host starts no recorder.
         :raises CudaError: there is no memory for another arena.
