@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace not in _NAMESPACES:  # the candidate's own, or a wrapper: what it calls is seen by itself
             with self:
-                return op(*args, **(kwargs or {}))
+                return op.redispatch(_keys_of(args), *args, **(kwargs or {}))
         first, self._heap.log = self._count(), []
         try:
             result = op(*args, **(kwargs or {}))
@@ -77,6 +77,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             raise Refused(f"{name}: {error}") from error
         places = [self._place(tensor) for tensor in given]
         return Step(first, last, name, tree, places, [self._place(tensor) for tensor in results], log)
+
+
+def _keys_of(args: Any) -> Any:
+    """What an operator's own function for these arguments is registered under; by its name alone, we would be asked."""
+    devices = [value.device.type for value in args if isinstance(value, torch.Tensor)]
+    binding: Any = torch._C
+    return binding.DispatchKeySet(binding._parse_dispatch_key((devices or ["cuda"])[0].upper()))
 
 
 def _drops_nothing(op: Any, args: Any, kwargs: Any) -> bool:
