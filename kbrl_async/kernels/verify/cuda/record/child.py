@@ -197,7 +197,9 @@ class _Candidate(CudaRunner):
 def _reason(error: BaseException) -> str:
     """In one line; the driver's advice left out."""
     first = next(iter(str(error).strip().splitlines()), "")
-    if any(words in str(error).lower() for words in ("stream is capturing", "captur")):
+    if "prepare for replay" in str(error):
+        return "it replays a CUDA graph of its own"
+    if "captur" in str(error).lower():
         first = f"it waits for the device, reads from it, or launches where no graph sees it ({first})"
     return f"{type(error).__name__}: {first}"[:_MAX_REASON]
 

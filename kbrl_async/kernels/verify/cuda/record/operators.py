@@ -40,6 +40,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self._count, self._place, self._heap = count, place, heap
         self.steps: list[Step] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. Where torch keeps its compiler away, the first call imports it, four seconds long."""
+        return False
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace not in _NAMESPACES:  # the candidate's own, or a wrapper: what it calls is seen by itself
             with self:
