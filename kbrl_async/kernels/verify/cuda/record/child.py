@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo  # before any fork: the first dispatch mode of a process imports it, and that takes seconds
 
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.cuda_driver import CudaError, driver
