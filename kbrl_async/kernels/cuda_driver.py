@@ -364,14 +364,28 @@ class Driver:
 
         :raises CudaError: or the driver refuses; `MemoryError`: that address is taken.
         """
+        address = self.reserve(size, at)
+        self.fill_in(address, handle, size, device)
+        return address
+
+    def reserve(self, size: int, at: int = 0) -> int:
+        """Addresses with nothing behind them. Raises as `map` does."""
         address = int(self._out("cuMemAddressReserve", _u64, size, 0, at, 0))
         if at not in (0, address):
             self.call("cuMemAddressFree", address, size)
             raise MemoryError(f"addresses from {at:#x} on are taken in this process")
+        return address
+
+    def fill_in(self, address: int, handle: int, size: int, device: int) -> None:
+        """The memory of `handle` behind addresses that were reserved."""
         self.call("cuMemMap", address, size, 0, handle, 0)
         access = _AccessDesc(_Location(_ON_DEVICE, device), _READ_WRITE)
         self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
-        return address
+
+    def take_out(self, address: int, handle: int, size: int) -> None:
+        """The addresses stay reserved."""
+        self.call("cuMemUnmap", address, size)
+        self.call("cuMemRelease", handle)
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         self.call("cuMemUnmap", address, size)

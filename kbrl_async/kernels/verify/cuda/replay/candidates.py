@@ -15,7 +15,7 @@ import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.verify import validation
+from kbrl_async.kernels.verify import validation, values
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
@@ -25,11 +25,11 @@ from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault
 
 _LEAST_BYTES = 2 << 30
-_MOST_SHARE = 0.12
+_MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
-_TIMES = 3
-"""Intermediate results of a forward, in units of its inputs and outputs."""
+_TIMES = 2
+"""Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs."""
 
 
 class Replays:
@@ -94,7 +94,7 @@ class Replays:
 
     def _recorders_for(self, size: int) -> Recorders:
         """:raises Unreplayable: so much memory is not to be had."""
-        wanted = max(_LEAST_BYTES, 1 << (size + _BESIDE - 1).bit_length())
+        wanted = max(_LEAST_BYTES, values.padded(size + _BESIDE, _LEAST_BYTES))
         total = torch.cuda.get_device_properties(torch.device(self._device)).total_memory
         if wanted > _MOST_SHARE * total and wanted > _LEAST_BYTES:
             raise Unreplayable("its inputs take too much memory to be held twice more")

@@ -220,13 +220,22 @@ class ReplayHost:
             self._arena = None
 
     def _ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
-        player = self._ready()
         try:
-            self._map(player)
-            return player.ask(kind, order, deadline_s, fd)
+            return self._mapped().ask(kind, order, deadline_s, fd)
         except (CandidateFault, InfraError):
             self._drop()
             raise
+
+    def _mapped(self) -> Player:
+        """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
+        try:
+            player = self._ready()
+            self._map(player)
+        except InfraError:
+            self._drop()
+            player = self._ready()
+            self._map(player)
+        return player
 
     def _ready(self) -> Player:
         self._forget_the_dead()

@@ -20,7 +20,7 @@ from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cpu import runner
-from kbrl_async.kernels.verify.cuda.arena import BASE, DeviceArena
+from kbrl_async.kernels.verify.cuda.arena import BASE, WINDOW, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Flush
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.images import Image
@@ -41,7 +41,8 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     places = Places(_allocate)
     install(places)
     torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+    driver().reserve(WINDOW, BASE)  # before anybody else takes addresses there
     player = Player(channel, device, places)
     isolation = gpu.finish(isolation)
     channel.send(orders.encode(wire.Confined(isolation.level, isolation.missing)))
@@ -107,7 +108,7 @@ class Player:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        self._arena = DeviceArena.received(fd, size, self._device, at=BASE)
+        self._arena = DeviceArena.received(fd, size, self._device, BASE, is_reserved=True)
 
     def _load(self, order: orders.Load, fd: int) -> orders.Loaded:
         with open(fd, "rb") as file:

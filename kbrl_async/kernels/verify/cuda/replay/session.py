@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
 _ORDERS = 3
+_SMALL = _GAPS * ALIGNMENT
+"""Stretches up to this many bytes are poisoned all at once."""
 _WITNESSES = 2
 """Other slots that are looked at after a call."""
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
@@ -108,7 +111,7 @@ class ReplaySession:
         return 0
 
     def close(self) -> None:
-        for held in (self.slots, self._image, self._poisoned, self._restored):
+        for held in (self.slots, self._image, self._large, self._small, self._stamps, self._seen, self._restored):
             held.clear()
         self._host.unload()
 
@@ -130,7 +133,10 @@ class ReplaySession:
     def _see(self) -> None:
         raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
-        self._poisoned = [raw[begin:end] for begin, end in self._rest]
+        self._large = [raw[begin:end] for begin, end in self._rest if end - begin > _SMALL]
+        self._small = [raw[begin:end] for begin, end in self._rest if end - begin <= _SMALL]
+        self._stamps = [_stamp(raw.device)[: stretch.numel()] for stretch in self._small]
+        self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
     def _shared_outputs(self) -> CandidateFault | None:
@@ -146,8 +152,10 @@ class ReplaySession:
 
     def poison(self) -> None:
         """Before a run: nothing of an earlier one is left."""
-        for stretch in self._poisoned:
+        for stretch in self._large:
             stretch.fill_(POISON)
+        if self._small:
+            torch._foreach_copy_(self._small, self._stamps)
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
 
@@ -228,10 +236,11 @@ class ReplaySession:
         if not all(self._is_poison(meta) for meta in self._outputs[missing]):
             raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
 
-    def outputs(self, count: int) -> list[torch.Tensor]:
-        """The outputs of the first `count` slots, by output: (count, *shape). Copies."""
-        slots = self._outputs[:count]
-        return [torch.stack([self._arena.view(slot[i]) for slot in slots]) for i in range(len(slots[0]))]
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        slots = self._seen[first:end]
+        if len(slots) == 1:
+            return [view.unsqueeze(0) for view in slots[0]]
+        return [torch.stack([slot[i] for slot in slots]) for i in range(len(slots[0]))]
 
     def event(self, slot: int, deadline_s: float) -> Sample:
         raise NotImplementedError("what was recorded can always be timed as a graph")
@@ -279,6 +288,11 @@ class ReplaySession:
                     if is_answer(self._arena.view(_plain(meta))):
                         return allowed.base_of(node.name)
         return ""
+
+
+@functools.cache
+def _stamp(device: torch.device) -> torch.Tensor:
+    return torch.full((_SMALL,), POISON, dtype=torch.uint8, device=device)
 
 
 def complement(taken: Iterable[Span], end: int) -> list[Span]:
