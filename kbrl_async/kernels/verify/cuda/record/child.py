@@ -34,7 +34,7 @@ from kbrl_async.kernels.verify.cuda.arena import BASE, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import thread_stream
 from kbrl_async.kernels.verify.cuda.record import allocator
 from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe
-from kbrl_async.kernels.verify.cuda.record.graph import Refused
+from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.runner import CudaRunner
@@ -120,7 +120,7 @@ class Recorder:
         arena = self._arena
         candidate.slots = [values.restore(order.tree, [arena.view(meta) for meta in slot]) for slot in order.slots]
         code = MachineCode(self._driver, list(paths.values()))
-        return self._written(candidate, Scribe(self._driver, self._heap, BASE, arena.size, code), order.start)
+        return self._written(candidate, Scribe(Graphs(self._driver), self._heap, BASE, arena.size, code), order.start)
 
     def _path(self, fd: int) -> str:
         """A name that no earlier artifact had: loaders know shared objects by their names."""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.kernels.cuda_driver import KERNEL, MEMSET, Driver
+from kbrl_async.kernels.cuda_driver import KERNEL, MEMSET
 from kbrl_async.kernels.verify import recording, values, wire
 from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Raw, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
@@ -38,8 +38,8 @@ class Captured(msgspec.Struct):
 class Scribe:
     """Writes down what runs on the current stream in the arena from `base` on, `size` bytes long."""
 
-    def __init__(self, driver: Driver, heap: Heap, base: int, size: int, code: MachineCode) -> None:
-        self._graphs, self._heap, self._code = Graphs(driver), heap, code
+    def __init__(self, graphs: Graphs, heap: Heap, base: int, size: int, code: MachineCode) -> None:
+        self._graphs, self._heap, self._code = graphs, heap, code
         self._base, self._size = base, size
 
     def capture(self, forward: Callable[[], Any]) -> Captured:

@@ -183,9 +183,8 @@ def test_a_process_retires_after_many_candidates(start: Start, monkeypatch: pyte
 
 
 def test_words_that_no_recorder_says_are_its_end(start: Start) -> None:
-    def lie(process: Process) -> recording.Recording:
+    def lie(process: Process) -> None:
         process._theirs.send(b"\xff\x00nonsense")
-        return RIGHT
 
     recorders, _ = start(lie)
     assert record(recorders).refused == "its recorder ended"
