@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

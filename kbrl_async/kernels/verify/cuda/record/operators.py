@@ -42,7 +42,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here. Where torch keeps its compiler away, the first call imports it, four seconds long."""
+        """Nothing is compiled here. Where torch keeps its compiler away, the first call imports it for four seconds."""
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
