@@ -31,7 +31,7 @@ from protocols.records import Problem
 
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
-MAX_BATCH = 32
+MAX_BATCH = 16
 _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4

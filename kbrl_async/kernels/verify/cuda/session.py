@@ -52,6 +52,9 @@ class Timed(Judged, Protocol):
     is_trusted: bool
     """Whether its times are those of a process that no candidate's host code runs in."""
 
+    is_proven: bool
+    """Whether a timed run over all slots was found right, and need not be looked at again."""
+
     def attach(
         self,
         tree: wire.Tree,
@@ -95,6 +98,7 @@ class CudaSession(Session):
         self._where = torch.device(setup.device)
         self.shared: DeviceArena | None = None
         self.captured: wire.Captured | None = None
+        self.is_proven = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)

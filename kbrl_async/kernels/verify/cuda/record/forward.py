@@ -44,6 +44,7 @@ class Scribe:
 
     def capture(self, forward: Callable[[], Any]) -> Captured:
         """:raises Refused: and whatever `forward` raises when it is captured."""
+        self._heap.fence()
         graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(capture_error_mode="thread_local")
         try:

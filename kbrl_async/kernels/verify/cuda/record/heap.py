@@ -33,6 +33,8 @@ class Heap:
         self._held: set[int] = set()
         self._left: frozenset[int] = frozenset()
         self._stretch = (0, 0)
+        self._touched: list[tuple[int, int]] = []
+        """Begin and end of all that was taken since `settle`."""
         self.used = 0
         """End of the highest block since `begin`."""
         self.log: list[tuple[int, int]] | None = None
@@ -66,6 +68,7 @@ class Heap:
         self._free.remove((begin, end, owner))
         self._add((begin + rounded, end, owner))
         self._live[begin] = (begin + rounded, stream)
+        self._touched.append((begin, begin + rounded))
         self.used = max(self.used, begin + rounded)
         if self.log is not None:
             self.log.append((begin, size))
@@ -85,10 +88,21 @@ class Heap:
     def settle(self) -> None:
         """Call when the device is idle: whatever was given back may be taken on any stream."""
         self._held.clear()
+        self._touched.clear()
+        self._free_all_but([])
+
+    def fence(self) -> None:
+        """Nothing that was taken since `settle` is taken again before the next one. Between two forwards: they are done
+        again in any order, so what one of them only uses for a while may not lie where another's output does.
+        """
+        self._free_all_but(self._touched)
+
+    def _free_all_but(self, more: list[tuple[int, int]]) -> None:
+        """What is alive isn't free either."""
         self._free, (at, end) = [], self._stretch
-        for address in sorted(self._live):
-            self._add((at, address, _ANY))
-            at = self._live[address][0]
+        for begin, stop in sorted([*((address, found[0]) for address, found in self._live.items()), *more]):
+            self._add((at, begin, _ANY))
+            at = max(at, stop)
         self._add((at, end, _ANY))
 
     def live(self, but: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

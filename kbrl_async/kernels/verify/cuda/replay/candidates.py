@@ -28,7 +28,7 @@ _LEAST_BYTES = 2 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
-_TIMES = 2
+_TIMES = 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs."""
 
 

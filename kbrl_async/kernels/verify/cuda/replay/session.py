@@ -98,6 +98,7 @@ class ReplaySession:
         self._orders: list[tuple[int, ...]] = []
         self._spare_order: tuple[int, ...] = ()
         self._is_new = True
+        self.is_proven = False
         self._arena = host.reserve(recording.used)
         self._see()
         self._has_operators = host.load(images, recording)

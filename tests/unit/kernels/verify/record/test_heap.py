@@ -127,3 +127,19 @@ def test_the_log_tells_what_was_asked_for_in_order() -> None:
 
 def test_nothing_is_given_for_nothing() -> None:
     assert heap().take(0, 0) == 0
+
+
+def test_what_one_forward_used_for_a_while_is_no_place_for_the_output_of_another() -> None:
+    heap = Heap()
+    heap.begin(0, 1 << 20)
+    heap.fence()
+    between, first = heap.take(4096, 7), heap.take(4096, 7)
+    heap.give(between)
+    assert heap.take(4096, 7) == between, "within one forward it is taken again"
+    heap.give(between)
+    heap.fence()
+    second = heap.take(4096, 7)
+    assert second not in (between, first)
+    heap.give(second)
+    heap.settle()
+    assert heap.take(4096, 7) == between
