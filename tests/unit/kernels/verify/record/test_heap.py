@@ -54,9 +54,7 @@ class Books(RuleBasedStateMachine):
         for address in sorted(self.taken):
             assert address >= last
             last = address + self.taken[address]
-        covered = {
-            at for begin, end in self.heap.live() for at in range(begin, end, ALIGNMENT)
-        }
+        covered = {at for begin, end in self.heap.live() for at in range(begin, end, ALIGNMENT)}
         assert covered == {
             at for address, size in self.taken.items() for at in range(address, address + size, ALIGNMENT)
         }
