@@ -171,6 +171,8 @@ class Recorder:
         """Whatever a candidate has left where the next one would find it; False where that can't be."""
         sys.modules.pop("candidate", None)
         nvrtc.forget()
+        if "triton" in sys.modules:
+            sys.modules["triton"].set_allocator(_refuse_scratch)
         _reset(self._flags)
         try:
             gc.collect()
@@ -191,6 +193,11 @@ class _Candidate(CudaRunner):
 
     def forward(self, slot: int) -> list[torch.Tensor]:
         return self._forward(slot)
+
+
+def _refuse_scratch(size: int, alignment: int, stream: int | None) -> Any:
+    """Until a candidate says where Triton's kernels find memory for their descriptors."""
+    raise RuntimeError("this kernel needs memory while it runs: call triton.set_allocator")
 
 
 def _reason(error: BaseException) -> str:
