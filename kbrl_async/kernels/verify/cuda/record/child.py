@@ -157,6 +157,7 @@ class Recorder:
         waits, binding._cuda_synchronize = binding._cuda_synchronize, lambda: None
         self._is_capturing = True
         try:
+            scribe.learn(scribe.capture(functools.partial(candidate.model, *candidate.slots[0])))
             return [scribe.capture(functools.partial(candidate.model, *slot)) for slot in candidate.slots]
         finally:
             self._is_capturing = False

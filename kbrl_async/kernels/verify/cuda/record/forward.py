@@ -41,10 +41,11 @@ class Scribe:
     def __init__(self, graphs: Graphs, heap: Heap, base: int, size: int, code: MachineCode) -> None:
         self._graphs, self._heap, self._code = graphs, heap, code
         self._base, self._size = base, size
+        self._kept: dict[int, int] | None = None
 
     def capture(self, forward: Callable[[], Any]) -> Captured:
         """:raises Refused: and whatever `forward` raises when it is captured."""
-        self._heap.fence()
+        self._heap.part(self._kept)
         graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -60,6 +61,12 @@ class Scribe:
             raise
         graph.capture_end()
         return Captured(graph, watch.steps, tree, outputs)
+
+    def learn(self, captured: Captured) -> None:
+        """Which of the blocks that a forward takes are outputs: all forwards are expected to take the same."""
+        places = {tensor.untyped_storage().data_ptr() for tensor in captured.outputs if tensor.is_cuda}
+        last = {address: number for number, (address, _) in enumerate(self._heap.trail)}
+        self._kept = {last[place]: self._heap.trail[last[place]][1] for place in places & last.keys()}
 
     def write(self, captured: Captured) -> recording.Forward:
         """:raises Refused: what can't be done again from data."""

@@ -18,6 +18,8 @@ from __future__ import annotations
 import bisect
 
 ALIGNMENT = 512
+_LARGE, _LARGE_ALIGNMENT = 1 << 20, 2 << 20
+"""Large blocks begin with a page of the device, as the driver's own do: kernels are some percent slower elsewhere."""
 _ANY = -1
 _Free = tuple[int, int, int]
 """Begin, end, stream."""
@@ -35,6 +37,9 @@ class Heap:
         self._stretch = (0, 0)
         self._touched: list[tuple[int, int]] = []
         """Begin and end of all that was taken since `settle`."""
+        self.trail: list[tuple[int, int]] = []
+        """(address, bytes asked for) of all that was taken since `part`."""
+        self._kept: dict[int, int] = {}
         self.used = 0
         """End of the highest block since `begin`."""
         self.log: list[tuple[int, int]] | None = None
@@ -61,18 +66,48 @@ class Heap:
         if size <= 0:
             return 0
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        fits = [block for block in self._free if block[1] - block[0] >= rounded and block[2] in (_ANY, stream)]
-        if not fits:
+        is_kept = self._kept.get(len(self.trail)) == size
+        begin = self._cut(rounded, stream, self._untouched() if is_kept else self._free)
+        if not begin:
             return 0
-        begin, end, owner = min(fits, key=lambda block: (block[2] == _ANY, block[1] - block[0], block[0]))
-        self._free.remove((begin, end, owner))
-        self._add((begin + rounded, end, owner))
         self._live[begin] = (begin + rounded, stream)
         self._touched.append((begin, begin + rounded))
+        self.trail.append((begin, size))
         self.used = max(self.used, begin + rounded)
         if self.log is not None:
             self.log.append((begin, size))
         return begin
+
+    def _cut(self, rounded: int, stream: int, free: list[_Free]) -> int:
+        """The begin of the best of these free stretches that `rounded` bytes fit into, cut out of what is free; or 0."""
+        step = _LARGE_ALIGNMENT if rounded >= _LARGE else ALIGNMENT
+        fits = [
+            (owner == _ANY, end - begin, -(-begin // step) * step, begin, end, owner)
+            for begin, end, owner in free
+            if owner in (_ANY, stream) and end - -(-begin // step) * step >= rounded
+        ]
+        if not fits:
+            return 0
+        _, _, at, begin, end, owner = min(fits)
+        whole = next(block for block in self._free if block[0] <= begin and end <= block[1] and block[2] == owner)
+        self._free.remove(whole)
+        self._add((whole[0], at, owner))
+        self._add((at + rounded, whole[1], owner))
+        return at
+
+    def _untouched(self) -> list[_Free]:
+        """What is free and was not taken since `settle`."""
+        left, at = [], self._stretch[0]
+        taken = [*((address, found[0]) for address, found in self._live.items()), *self._touched]
+        for begin, end in [*sorted(taken), (self._stretch[1],) * 2]:
+            if begin > at:
+                left += [
+                    (max(at, start), min(begin, stop), owner)
+                    for start, stop, owner in self._free
+                    if max(at, start) < min(begin, stop)
+                ]
+            at = max(at, end)
+        return left
 
     def give(self, address: int) -> None:
         """Back again; an address that was never given out is nobody's."""
@@ -89,13 +124,19 @@ class Heap:
         """Call when the device is idle: whatever was given back may be taken on any stream."""
         self._held.clear()
         self._touched.clear()
+        self._kept, self.trail = {}, []
         self._free_all_but([])
 
-    def fence(self) -> None:
-        """Nothing that was taken since `settle` is taken again before the next one. Between two forwards: they are done
-        again in any order, so what one of them only uses for a while may not lie where another's output does.
+    def part(self, kept: dict[int, int] | None = None) -> None:
+        """Between two forwards, which are done again in any order: what one of them only uses for a while may not lie
+        where another's output does, and lies where the other's does that, as it would if they were called.
+
+        `kept`: by their number in `trail`, the sizes of what is taken for outputs; None where nobody knows: then
+        nothing that was taken since `settle` is taken again.
         """
-        self._free_all_but(self._touched)
+        self._free_all_but(self._touched if kept is None else [])
+        self._kept = kept or {}
+        self.trail = []
 
     def _free_all_but(self, more: list[tuple[int, int]]) -> None:
         """What is alive isn't free either."""

@@ -38,6 +38,7 @@ from protocols.records import REPLAYED, Fault
 POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
+_LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 3
 _SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
@@ -57,11 +58,13 @@ def place_inputs(
     for _ in range(slots):
         metas: list[wire.TensorMeta] = []
         for tensor in tensors:
-            end += rng.randint(1, _GAPS) * ALIGNMENT
-            metas += values.layout([tensor], end, ALIGNMENT)[0]
-            end += values.padded(tensor.numel() * tensor.element_size(), ALIGNMENT)
+            size = tensor.numel() * tensor.element_size()
+            step = ALIGNMENT if size < _LARGE else _PAGE  # large ones begin with a page, as the driver's own do
+            end = values.padded(end, step) + rng.randint(1, _GAPS if size < _LARGE else _PAGES) * step
+            metas += values.layout([tensor], end, step)[0]
+            end += values.padded(size, ALIGNMENT)
         placed.append(metas)
-    return placed, values.padded(end + ALIGNMENT, ALIGNMENT)
+    return placed, values.padded(end + ALIGNMENT, _PAGE)
 
 
 class ReplaySession:

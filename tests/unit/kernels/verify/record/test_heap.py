@@ -131,15 +131,38 @@ def test_nothing_is_given_for_nothing() -> None:
 
 def test_what_one_forward_used_for_a_while_is_no_place_for_the_output_of_another() -> None:
     heap = Heap()
-    heap.begin(0, 1 << 20)
-    heap.fence()
+    heap.begin(4096, 1 << 20)
+    heap.part()
     between, first = heap.take(4096, 7), heap.take(4096, 7)
     heap.give(between)
     assert heap.take(4096, 7) == between, "within one forward it is taken again"
     heap.give(between)
-    heap.fence()
+    heap.part()
     second = heap.take(4096, 7)
     assert second not in (between, first)
     heap.give(second)
     heap.settle()
     assert heap.take(4096, 7) == between
+
+
+def test_what_is_used_for_a_while_lies_where_it_lay_before_where_outputs_are_known() -> None:
+    heap = Heap()
+    heap.begin(4096, 1 << 20)
+    seen = []
+    for _ in range(3):
+        heap.part({1: 4096})
+        between, output = heap.take(4096, 7), heap.take(4096, 7)
+        heap.give(between)
+        seen.append((between, output))
+    assert len({between for between, _ in seen}) == 1
+    assert len({place for pair in seen for place in pair}) == 4
+
+
+def test_a_large_block_begins_with_a_page_whatever_lies_before() -> None:
+    heap = Heap()
+    heap.begin(4096, 1 << 26)
+    small, large, next_small = heap.take(100, 7), heap.take(3 << 20, 7), heap.take(100, 7)
+    assert large % (2 << 20) == 0
+    assert (small, next_small) == (4096, 4608), "small ones lie side by side"
+    heap.give(large)
+    assert heap.take(3 << 20, 7) == large
