@@ -33,7 +33,7 @@ from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import BASE, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import thread_stream
 from kbrl_async.kernels.verify.cuda.record import allocator
-from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe
+from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
 from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
@@ -133,6 +133,10 @@ class Recorder:
         inputs: list[torch.Tensor] = []
         values.flatten(candidate.slots[0], inputs)
         given = [tensor.clone() for tensor in inputs]
+        arena = self._arena
+        assert arena is not None
+        for begin, end in self._heap.free:  # what forward does not write is the same below, where it is done again
+            arena.raw[begin - BASE : end - BASE].fill_(_POISON)
         expected = [tensor.clone() for tensor in candidate.forward(0)]
         for tensor, before in zip(inputs, given, strict=True):
             tensor.copy_(before)
@@ -157,8 +161,14 @@ class Recorder:
         waits, binding._cuda_synchronize = binding._cuda_synchronize, lambda: None
         self._is_capturing = True
         try:
-            scribe.learn(scribe.capture(functools.partial(candidate.model, *candidate.slots[0])))
-            return [scribe.capture(functools.partial(candidate.model, *slot)) for slot in candidate.slots]
+            calls = [functools.partial(candidate.model, *slot) for slot in candidate.slots]
+            scribe.learn(scribe.capture(calls[0]))
+            captured = [scribe.capture(call) for call in calls]
+            if are_apart(captured):
+                return captured
+            scribe.learn(None)
+            del captured
+            return [scribe.capture(call) for call in calls]
         finally:
             self._is_capturing = False
             binding._cuda_synchronize = waits

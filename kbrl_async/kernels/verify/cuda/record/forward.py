@@ -33,6 +33,23 @@ class Captured(msgspec.Struct):
     steps: list[Step]
     tree: wire.Tree
     outputs: list[torch.Tensor]
+    taken: list[tuple[int, int]] = []
+    """(address, bytes) of all memory that it took, its outputs among it."""
+
+
+def are_apart(forwards: list[Captured]) -> bool:
+    """Whether each output lies where no other forward has worked, so that they can be done again in any order."""
+    kept = [
+        {tensor.untyped_storage().data_ptr() for tensor in forward.outputs if tensor.is_cuda} for forward in forwards
+    ]
+    return not any(
+        begin <= place < begin + size
+        for number, forward in enumerate(forwards)
+        for begin, size in forward.taken
+        for other, places in enumerate(kept)
+        if other != number
+        for place in places
+    )
 
 
 class Scribe:
@@ -60,13 +77,18 @@ class Scribe:
                 graph.capture_end()
             raise
         graph.capture_end()
-        return Captured(graph, watch.steps, tree, outputs)
+        return Captured(graph, watch.steps, tree, outputs, list(self._heap.trail))
 
-    def learn(self, captured: Captured) -> None:
-        """Which of the blocks that a forward takes are outputs: all forwards are expected to take the same."""
+    def learn(self, captured: Captured | None) -> None:
+        """Which of the blocks that a forward takes are outputs: all forwards are expected to take the same. None: they
+        do not.
+        """
+        if captured is None:
+            self._kept = None
+            return
         places = {tensor.untyped_storage().data_ptr() for tensor in captured.outputs if tensor.is_cuda}
-        last = {address: number for number, (address, _) in enumerate(self._heap.trail)}
-        self._kept = {last[place]: self._heap.trail[last[place]][1] for place in places & last.keys()}
+        last = {address: number for number, (address, _) in enumerate(captured.taken)}
+        self._kept = {last[place]: captured.taken[last[place]][1] for place in places & last.keys()}
 
     def write(self, captured: Captured) -> recording.Forward:
         """:raises Refused: what can't be done again from data."""

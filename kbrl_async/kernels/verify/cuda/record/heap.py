@@ -146,6 +146,11 @@ class Heap:
             at = max(at, stop)
         self._add((at, end, _ANY))
 
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """Begin and end of what is free, as far as anything was used so far."""
+        return [(begin, min(end, self.used)) for begin, end, _ in self._free if begin < self.used]
+
     def live(self, but: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
         """Begin and end of what was taken since `begin` and is alive, joined where blocks touch; without `but`."""
         stretches: list[tuple[int, int]] = []

@@ -2,11 +2,11 @@
 
 ::
 
-    record ─▶ Recording's bytes        refused, late or dead, after others: once more, alone, in a fresh process
+    record ─▶ Recording's bytes        forget ─▶ the next one is recorded alone, in a fresh process
 
 Invariants
 * Whatever such a process does, `record` ends in time and gives bytes, which nobody has looked at.
-* What counts against a candidate was recorded where no other had been before it.
+* Whoever finds something against a candidate can have it recorded where no other has been before it: `is_fresh`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class Recorders:
         """Start the next one; returns at once."""
         self._spares.refill()
 
+    def grow(self, arena_bytes: int) -> None:
+        """The next candidate gets a fresh process with so much memory."""
+        self._end()
+        self.arena.close()
+        self.arena, self._is_used = DeviceArena.new(arena_bytes, torch.device(self._device)), False
+
     def forget(self) -> None:
         """The next candidate gets a fresh process: what this one has served may have spoilt it."""
         self._end()
@@ -86,15 +92,6 @@ class Recorders:
         :raises InfraError: the host starts no recorder.
         :raises CudaError: there is no memory for another arena.
         """
-        content = self._once(order, weights, deadline_s, fill)
-        if self._served > 1 and _is_refused(content):
-            self._end()
-            content = self._once(order, weights, deadline_s, fill)
-        return content
-
-    def _once(
-        self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
-    ) -> bytes:
         child = self._ready()
         fill(self.arena)
         torch.cuda.synchronize()
@@ -185,10 +182,3 @@ class Recorders:
         for child in [child for child in self._dying if child.has_ended()]:
             self._dying.remove(child)
             child.close()
-
-
-def _is_refused(content: bytes) -> bool:
-    try:
-        return bool(msgspec.msgpack.decode(content, type=recording.Recording).refused)
-    except msgspec.MsgspecError:
-        return True

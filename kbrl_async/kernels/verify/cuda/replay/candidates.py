@@ -101,15 +101,17 @@ class Replays:
         known = self._recorders
         if known is not None and self._generation == self._zygote.generation and wanted <= known.arena.size:
             return known
-        if known is not None:
-            known.close()
-            self._recorders = None
         try:
-            self._recorders = Recorders(self._zygote, self._limits, self._device, wanted)
+            if known is None or self._generation != self._zygote.generation:
+                self.give_back()
+                known = Recorders(self._zygote, self._limits, self._device, wanted)
+            else:
+                known.grow(wanted)
         except CudaError as error:
+            self.give_back()
             raise Unreplayable(f"there is no memory to record it in ({error})") from error
-        self._generation = self._zygote.generation
-        return self._recorders
+        self._generation, self._recorders = self._zygote.generation, known
+        return known
 
     @property
     def is_shared(self) -> bool:

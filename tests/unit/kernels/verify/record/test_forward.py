@@ -166,3 +166,13 @@ def test_sums_in_another_order_are_the_same_and_missing_work_is_not() -> None:
     assert _differ(torch.full((1000,), 3.4e38), wanted) == 1000
     assert _differ(torch.tensor([5.0]), torch.tensor([5.01])) == 0
     assert _differ(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
+
+
+def test_outputs_are_apart_where_no_other_forward_has_worked() -> None:
+    def forward(output: int, *between: int) -> Any:
+        tensor = SimpleNamespace(is_cuda=True, untyped_storage=lambda: SimpleNamespace(data_ptr=lambda: output))
+        return SimpleNamespace(outputs=[tensor], taken=[(place, 512) for place in (output, *between)])
+
+    assert are_apart([forward(1024, 0), forward(2048, 0)])
+    assert not are_apart([forward(1024, 0), forward(2048, 1024)])
+    assert not are_apart([forward(1024, 2048), forward(2048, 0)])

@@ -135,15 +135,27 @@ def test_the_first_candidate_of_a_process_is_refused_once(start: Start) -> None:
     assert [process.served for process in zygote.processes] == [1]
 
 
-def test_what_is_refused_after_others_is_recorded_again_alone_in_other_memory(start: Start) -> None:
+def test_whoever_is_recorded_alone_has_other_memory(start: Start) -> None:
     recorders, zygote = start(lambda process: REFUSED if process.served > 1 else RIGHT)
     record(recorders)
+    assert record(recorders) == REFUSED
+    assert not recorders.is_fresh
     arenas = Arena.made
+    recorders.forget()
     assert record(recorders) == RIGHT
     assert [process.served for process in zygote.processes] == [2, 1]
     assert recorders.is_fresh
     assert zygote.processes[0].is_killed
     assert Arena.made == arenas + 1
+
+
+def test_more_memory_is_the_next_processs(start: Start) -> None:
+    recorders, zygote = start(lambda process: RIGHT)
+    record(recorders)
+    recorders.grow(1 << 22)
+    assert recorders.arena.size == 1 << 22
+    record(recorders)
+    assert [process.served for process in zygote.processes] == [1, 1]
 
 
 def test_a_process_that_ends_is_replaced_and_the_candidate_is_refused_in_words(start: Start) -> None:
