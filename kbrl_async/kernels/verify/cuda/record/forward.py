@@ -45,9 +45,9 @@ class Scribe:
 
     def capture(self, forward: Callable[[], Any]) -> Captured:
         """:raises Refused: and whatever `forward` raises when it is captured."""
-        self._heap.part(self._kept)
         graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(capture_error_mode="thread_local")
+        self._heap.part(self._kept)  # by now: the first graph of a process takes memory for itself, the others don't
         try:
             handle = self._graphs.captured_on(torch.cuda.current_stream().cuda_stream)
             watch = Watch(lambda: self._graphs.count(handle), self.place, self._heap)
