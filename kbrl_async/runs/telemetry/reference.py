@@ -28,7 +28,8 @@ _BY_UPDATE = {
     "rate/format": "share of answers from which a kernel could be extracted",
     "rate/compile": "share that compiled",
     "rate/correct": "share that passed every secret input set",
-    "rate/fast_1": "share whose whole interval of the speedup lies above 1",
+    "rate/fast_1": "share that was correct and more than once as fast by the point estimate, as KernelBench counts",
+    "rate/fast_1_proven": "share that was correct and whose whole interval of the speedup lies above 1",
     "rate/cheat": "share that was caught cheating",
     "rate/replayed": "share of the correct ones whose recorded work a trusted process did again",
     "rate/completion": "share of answers that ended by themselves, not at `max_tokens`",
@@ -93,8 +94,14 @@ _RATES = {
     "compile_rate": "share that compiled",
     "correct_rate": "share that was correct",
     "cheat_rate": "share that was caught cheating",
-    "fast_1": "share whose whole interval lies above 1",
+    "fast_1": "share that was correct and more than once as fast by the point estimate",
+    "fast_1_proven": "share that was correct and whose whole interval lies above 1",
     "speedup_mean": "geometric mean of the speedups of correct kernels",
+}
+_VERSIONS = {
+    f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
+} | {
+    "version/success_rate": "share of its rollouts with a correct turn, where they take several",
 }
 _BROKEN_DOWN = {f"level{{level}}/{name}": f"{words}, of this level" for name, words in _RATES.items()} | {
     f"turn_{{turn}}/{name}": f"{words}, of this turn" for name, words in _RATES.items()
@@ -113,10 +120,10 @@ _EVALUATION = {
     "{eval}/correct_rate_{end}": "ends of its bootstrap interval, lo and hi (`kbrl eval` only)",
     "{eval}/hack_rate": "share that was caught cheating",
     "{eval}/pass_at_{k}": "pass@k (`kbrl eval` only)",
-    "{eval}/fast_{p}": "share that is correct and more than p times as fast (`eval_every`: p = 1 only)",
+    "{eval}/fast_{p}": "share that is correct and more than p times as fast, by the point estimate (`eval_every`: 1)",
     "{eval}/fast_{p}_vs_{baseline}": "the same against torch.compile (`timing_bench.baselines`)",
-    "{eval}/proven_faster": "share whose whole interval lies above 1",
-    "{eval}/proven_faster_vs_{baseline}": "the same against torch.compile",
+    "{eval}/fast_1_proven": "share that is correct and whose whole interval lies above 1",
+    "{eval}/fast_1_proven_vs_{baseline}": "the same against torch.compile",
     "{eval}/speedup_geometric_mean": "geometric mean of the speedups of correct samples",
     "{eval}/speedup_geometric_mean_vs_{baseline}": "the same against torch.compile",
     "{eval}/speedup_median": "their median (`kbrl eval` only)",
@@ -144,6 +151,7 @@ _SYSTEM = {
     "throughput/updates_per_h": "updates an hour",
 }
 TAGS: Mapping[str, Mapping[str, str]] = {
+    "By policy version: training": _VERSIONS,
     "By update: rollouts": _BY_UPDATE,
     "By update: learner": _LEARNER,
     "By update: levels and turns": _BROKEN_DOWN | _TURNS,
@@ -152,8 +160,10 @@ TAGS: Mapping[str, Mapping[str, str]] = {
 }
 """Chapter → tag → what it is."""
 _NOTES = {
+    "By policy version: training": "At the version that wrote the answers, whenever they were scored, once all of them"
+    " are in: a few updates later. What the run's end cut off is in none.",
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
-    " without those whose rewards were all alike. `kbrl report` goes by policy version.",
+    " of several policy versions, without those whose rewards were all alike. No measure of a policy.",
     "By policy version: evaluation": "`{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",
     "By second: the system": "Written by the broker once a second into `metrics/system.jsonl`, from there here.",

@@ -90,6 +90,15 @@ def test_what_a_capture_must_hold_is_on_the_threads_own_stream_and_waits_for_not
 
 
 @pytest.mark.usefixtures("never_full")
+def test_host_code_beside_the_kernels_uses_the_same_stream(builder: Builder) -> None:
+    clear = "#include <cuda_runtime_api.h>\\nvoid clear() { cudaMemsetAsync(nullptr, 0, 0); }\\n"
+    source = CANDIDATE.replace('CPP = "', f'CPP = "{clear}')
+    names = elf.needed_names(built(builder, source))
+    assert "cudaMemsetAsync_ptsz" in names
+    assert "cudaMemsetAsync" not in names
+
+
+@pytest.mark.usefixtures("never_full")
 def test_a_candidate_may_choose_the_stream_that_all_threads_share(builder: Builder) -> None:
     source = CANDIDATE.replace("functions=", 'extra_cuda_cflags=["--default-stream=legacy"], functions=')
     source = source.replace("  return y;", "  cudaMemsetAsync(nullptr, 0, 0);\n  return y;")

@@ -114,6 +114,12 @@ def test_a_task_with_the_whole_contract_is_taken_as_it_stands(tmp_path: Path) ->
     assert one.source == "# Fuse it.\n" + CONTRACT
 
 
+_TWO = (
+    "class Half(nn.Module):\n    def forward(self, x):\n        return x.half()\n"
+    "class Net(nn.Module):\n    def forward(self, x):\n        return x[:1]\n"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "inputs", "result"),
     [
@@ -123,6 +129,7 @@ def test_a_task_with_the_whole_contract_is_taken_as_it_stands(tmp_path: Path) ->
         ("def pick(table, i):\n    return table[i]", [[9, 4], {"shape": [5], "dtype": "int64", "high": 9}], (5, 4)),
         ("def where(m, x):\n    return torch.where(m, x, 0)", [{"shape": [3], "dtype": "bool"}, [3]], (3,)),
         ("class Net(nn.Module):\n    def forward(self, x):\n        return x.half()", [6], (6,)),
+        (_TWO + "Model = Half", [6], (6,)),
         ("def f(x):\n    return F.gelu(x)", "[torch.randn(7, 8)]", (7, 8)),
         ("def f(x):\n    return x", "def get_inputs():\n    return [torch.ones(3)]", (3,)),
     ],
@@ -229,3 +236,13 @@ def test_a_users_own_source_gives_problems_or_says_where_they_lie(
         load_problems(f"{own}:nothing")
     with pytest.raises(UserError, match="can't be imported"):
         load_problems(f"{own}:missing")
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "level", "share"), [(1, 1, 0.0), (3, 3, 2 / 3), (4, 4, 1.0), (5, 1, 0.5), (2.0, 1, 0.2)]
+)
+def test_whole_difficulties_from_1_to_4_are_levels(tmp_path: Path, difficulty: float, level: int, share: float) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(task(difficulty=difficulty)))
+    (one,) = load_problems(str(path))
+    assert (one.level, one.difficulty) == (level, pytest.approx(share))
