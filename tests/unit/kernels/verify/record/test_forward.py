@@ -14,7 +14,7 @@ from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.cuda_driver import KERNEL, MEMCPY, MEMSET, CudaError
 from kbrl_async.kernels.verify import recording, values
 from kbrl_async.kernels.verify.cuda.record.child import _differ, _reason
-from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe
+from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
 from kbrl_async.kernels.verify.cuda.record.graph import Launch, Raw, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode, digest
@@ -170,8 +170,8 @@ def test_sums_in_another_order_are_the_same_and_missing_work_is_not() -> None:
 
 def test_outputs_are_apart_where_no_other_forward_has_worked() -> None:
     def forward(output: int, *between: int) -> Any:
-        tensor = SimpleNamespace(is_cuda=True, untyped_storage=lambda: SimpleNamespace(data_ptr=lambda: output))
-        return SimpleNamespace(outputs=[tensor], taken=[(place, 512) for place in (output, *between)])
+        tensor = types.SimpleNamespace(is_cuda=True, untyped_storage=lambda: types.SimpleNamespace(data_ptr=lambda: output))
+        return types.SimpleNamespace(outputs=[tensor], taken=[(place, 512) for place in (output, *between)])
 
     assert are_apart([forward(1024, 0), forward(2048, 0)])
     assert not are_apart([forward(1024, 0), forward(2048, 1024)])
