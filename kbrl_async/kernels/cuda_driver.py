@@ -23,7 +23,9 @@ KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
 _ACCESS_POLICY_WINDOW = 1
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
 _DEVICE_SHARED_OPTIN = 97
+_CARVEOUT, _LARGE_CLUSTERS = 9, 14
 _COOPERATIVE, _CLUSTER, _CLUSTER_POLICY, _STREAM_SERIALIZATION = 2, 4, 5, 6
+_RELAXED, _SET_DEPENDENCIES = 2, 1
 DEFAULT_SHARED = 48 << 10
 
 _p, _size, _u64, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint
@@ -31,6 +33,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemGetAllocationGranularity": [_p, _p, _int],
     "cuMemCreate": [_p, _size, _p, _u64],
     "cuMemRelease": [_u64],
+    "cuMemAlloc_v2": [_p, _size],
     "cuMemExportToShareableHandle": [_p, _u64, _int, _u64],
     "cuMemImportFromShareableHandle": [_p, _p, _int],
     "cuMemAddressReserve": [_p, _size, _size, _u64, _u64],
@@ -40,7 +43,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemSetAccess": [_u64, _size, _p, _size],
     "cuMemsetD8Async": [_u64, ctypes.c_ubyte, _size, _p],
     "cuMemcpyDtoDAsync_v2": [_u64, _u64, _size, _p],
+    "cuMemsetD2D8Async": [_u64, _size, ctypes.c_ubyte, _size, _size, _p],
+    "cuMemsetD2D16Async": [_u64, _size, ctypes.c_ushort, _size, _size, _p],
+    "cuMemsetD2D32Async": [_u64, _size, _uint, _size, _size, _p],
     "cuEventCreate": [_p, ctypes.c_uint],
+    "cuEventDestroy_v2": [_p],
     "cuEventRecord": [_p, _p],
     "cuEventElapsedTime": [_p, _p, _p],
     "cuCtxSynchronize": [],
@@ -59,9 +66,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuGraphChildGraphNodeGetGraph": [_p, _p],
     "cuGraphKernelNodeGetParams_v2": [_p, _p],
     "cuGraphKernelNodeGetAttribute": [_p, _int, _p],
+    "cuGraphMemsetNodeGetParams": [_p, _p],
+    "cuGraphMemcpyNodeGetParams": [_p, _p],
+    "cuFuncGetModule": [_p, _p],
+    "cuPointerGetAttribute": [_p, _int, _u64],
+    "cuModuleUnload": [_p],
     "cuFuncGetName": [_p, _p],
     "cuKernelGetName": [_p, _p],
     "cuCtxGetCurrent": [_p],
+    "cuStreamBeginCapture_v2": [_p, _int],
+    "cuStreamEndCapture": [_p, _p],
     "cuModuleLoadData": [_p, ctypes.c_char_p],
     "cuModuleGetFunction": [_p, _p, ctypes.c_char_p],
     "cuFuncGetAttribute": [_p, _int, _p],
@@ -72,6 +86,11 @@ _SIGNATURES: dict[str, list[Any]] = {
 _NEWER: dict[str, list[Any]] = {
     "cuCtxRecordEvent": [_p, _p],
     "cuLaunchKernelEx": [_p, _p, _p, _p],
+    "cuStreamGetCaptureInfo_v2": [_p, _p, _p, _p, _p, _p],
+    "cuStreamUpdateCaptureDependencies": [_p, _p, _size, _uint],
+    "cuGraphGetEdges_v2": [_p, _p, _p, _p, _p],
+    "cuFuncGetParamInfo": [_p, _size, _p, _p],
+    "cuKernelGetFunction": [_p, _p],
     "cuTensorMapEncodeTiled": [_p, _int, _uint, _p, _p, _p, _p, _p, _int, _int, _int, _int],
 }
 """Not in every driver that we run on."""
@@ -100,6 +119,38 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
+
+
+class Launch:
+    """Size and attributes of a launch, made once: thread-block clusters, a cooperative grid, or programmatic dependent
+    launch.
+    """
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        shared: int,
+        *,
+        cluster: Sequence[int] = (1, 1, 1),
+        cooperative: bool = False,
+        serialize: bool = False,
+        spread: bool = False,
+    ) -> None:
+        wanted: list[tuple[int, tuple[int, ...]]] = []
+        if serialize:
+            wanted.append((_STREAM_SERIALIZATION, (1,)))
+        if cooperative:
+            wanted.append((_COOPERATIVE, (1,)))
+        if tuple(cluster) != (1, 1, 1):
+            wanted += [(_CLUSTER, tuple(cluster)), *([(_CLUSTER_POLICY, (1,))] if spread else [])]
+        self._attributes = (_Attribute * max(1, len(wanted)))()
+        for slot, (number, values) in zip(self._attributes, wanted, strict=False):
+            slot.id = number
+            slot.value[: len(values)] = values
+        sizes = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block)
+        self.config = _Config(*sizes, shared, 0, self._attributes, len(wanted))
+        self.address = ctypes.addressof(self.config)
 
 
 class _Location(ctypes.Structure):
@@ -159,6 +210,8 @@ class Driver:
     def __init__(self) -> None:
         library, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         self._error_name = library.cuGetErrorName
+        self.images: dict[int, bytes] = {}
+        """Machine code by the module that it was loaded as: whose kernel a function is."""
         self._calls: dict[str, Any] = {}
         for name, arguments in (_SIGNATURES | _NEWER).items():
             if name in _NEWER and not hasattr(library, name):
@@ -173,6 +226,9 @@ class Driver:
         if code != 0:
             raise self._error(name, code)
 
+    def succeeds(self, name: str, *arguments: Any) -> bool:
+        return bool(self._calls[name](*arguments) == 0)
+
     def _error(self, name: str, code: int) -> CudaError:
         text = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(text))
@@ -185,7 +241,22 @@ class Driver:
 
     def load_module(self, image: bytes) -> int:
         """A module from a cubin, or from PTX that ends with a zero byte, in the current context."""
-        return int(self._out("cuModuleLoadData", _p, image) or 0)
+        module = int(self._out("cuModuleLoadData", _p, image) or 0)
+        self.images[module] = image
+        return module
+
+    def unload_modules(self) -> None:
+        """All that were loaded; nobody may launch their functions any more."""
+        while self.images:
+            self.call("cuModuleUnload", self.images.popitem()[0])
+
+    def parameter_sizes(self, function: int) -> list[int]:
+        """Bytes of each parameter that a kernel's machine code declares."""
+        sizes: list[int] = []
+        offset, size = _size(), _size()
+        while self.succeeds("cuFuncGetParamInfo", function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes
 
     def function(self, module: int, name: str) -> int:
         return int(self._out("cuModuleGetFunction", _p, module, name.encode()) or 0)
@@ -225,21 +296,51 @@ class Driver:
         serialize: bool = False,
     ) -> None:
         """With thread-block clusters, a cooperative grid, or programmatic dependent launch."""
-        wanted: list[tuple[int, tuple[int, ...]]] = []
-        if serialize:
-            wanted.append((_STREAM_SERIALIZATION, (1,)))
-        if cooperative:
-            wanted.append((_COOPERATIVE, (1,)))
-        if cluster != 1:
-            wanted += [(_CLUSTER, (cluster, 1, 1)), (_CLUSTER_POLICY, (1,))]
-        attributes = (_Attribute * max(1, len(wanted)))()
-        for slot, (number, values) in zip(attributes, wanted, strict=False):
-            slot.id = number
-            slot.value[: len(values)] = values
-        config = _Config(
-            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, stream, attributes, len(wanted)
+        launch = Launch(
+            grid, block, shared, cluster=(cluster, 1, 1), cooperative=cooperative, serialize=serialize, spread=True
         )
-        self.call("cuLaunchKernelEx", ctypes.byref(config), of, arguments.address, None)
+        self.launch_configured(of, launch, stream, arguments)
+
+    def launch_configured(self, of: int, launch: Launch, stream: int, arguments: Arguments) -> None:
+        launch.config.stream = stream
+        self.call("cuLaunchKernelEx", launch.address, of, arguments.address, None)
+
+    def allow_large_clusters(self, of: int) -> None:
+        """More than 8 blocks, where the chip has them."""
+        self.call("cuFuncSetAttribute", of, _LARGE_CLUSTERS, 1)
+
+    def prefer_carveout(self, of: int, percent: int) -> None:
+        self.call("cuFuncSetAttribute", of, _CARVEOUT, percent)
+
+    def begin_capture(self, stream: int) -> None:
+        self.call("cuStreamBeginCapture_v2", stream, _RELAXED)
+
+    def end_capture(self, stream: int) -> int:
+        """The graph of what was submitted since `begin_capture`."""
+        graph = _p()
+        self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        return int(graph.value or 0)
+
+    def drop_capture(self, stream: int) -> None:
+        graph = _p()
+        self._calls["cuStreamEndCapture"](stream, ctypes.byref(graph))
+        if graph.value:
+            self.call("cuGraphDestroy", graph.value)
+
+    def set_dependencies(self, stream: int, nodes: Sequence[int]) -> None:
+        """What is captured next waits for these nodes, and for no others."""
+        array = (_p * max(1, len(nodes)))(*nodes)
+        self.call("cuStreamUpdateCaptureDependencies", stream, array, len(nodes), _SET_DEPENDENCIES)
+
+    def dependencies(self, stream: int) -> list[int]:
+        """The nodes that stand for the end of what was captured last."""
+        status, number, graph, nodes, count = _int(), _u64(), _p(), _p(), _size()
+        found = (ctypes.byref(one) for one in (status, number, graph, nodes, count))
+        self.call("cuStreamGetCaptureInfo_v2", stream, *found)
+        if not nodes.value:
+            return []
+        array = ctypes.cast(nodes, ctypes.POINTER(_p))
+        return [int(array[i] or 0) for i in range(count.value)]
 
     def granularity(self, device: int) -> int:
         return int(self._out("cuMemGetAllocationGranularity", _size, ctypes.byref(_prop(device)), 1))
@@ -248,19 +349,43 @@ class Driver:
         """Handle of new physical memory that can be exported."""
         return int(self._out("cuMemCreate", _u64, size, ctypes.byref(_prop(device)), 0))
 
+    def allocate(self, size: int) -> int:
+        """Address of new memory that nobody else can be given."""
+        return int(self._out("cuMemAlloc_v2", _u64, size))
+
     def export_fd(self, handle: int) -> int:
         return int(self._out("cuMemExportToShareableHandle", _int, handle, _POSIX_FD, 0))
 
     def import_fd(self, fd: int) -> int:
         return int(self._out("cuMemImportFromShareableHandle", _u64, _p(fd), _POSIX_FD))
 
-    def map(self, handle: int, size: int, device: int) -> int:
-        """Address of the memory of `handle`, readable and writable by `device`."""
-        address = int(self._out("cuMemAddressReserve", _u64, size, 0, 0, 0))
+    def map(self, handle: int, size: int, device: int, at: int = 0) -> int:
+        """Address of the memory of `handle`, readable and writable by `device`: `at`, where that is not 0.
+
+        :raises CudaError: or the driver refuses; `MemoryError`: that address is taken.
+        """
+        address = self.reserve(size, at)
+        self.fill_in(address, handle, size, device)
+        return address
+
+    def reserve(self, size: int, at: int = 0) -> int:
+        """Addresses with nothing behind them. Raises as `map` does."""
+        address = int(self._out("cuMemAddressReserve", _u64, size, 0, at, 0))
+        if at not in (0, address):
+            self.call("cuMemAddressFree", address, size)
+            raise MemoryError(f"addresses from {at:#x} on are taken in this process")
+        return address
+
+    def fill_in(self, address: int, handle: int, size: int, device: int) -> None:
+        """The memory of `handle` behind addresses that were reserved."""
         self.call("cuMemMap", address, size, 0, handle, 0)
         access = _AccessDesc(_Location(_ON_DEVICE, device), _READ_WRITE)
         self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
-        return address
+
+    def take_out(self, address: int, handle: int, size: int) -> None:
+        """The addresses stay reserved."""
+        self.call("cuMemUnmap", address, size)
+        self.call("cuMemRelease", handle)
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         self.call("cuMemUnmap", address, size)

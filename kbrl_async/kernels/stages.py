@@ -46,6 +46,10 @@ class StageClock:
     def has(self, name: str) -> bool:
         return any(report.name == name for report in self._reports)
 
+    def forget(self, after: int) -> None:
+        """All but the first `after` stages: what came then begins anew."""
+        del self._reports[after:]
+
     @property
     def reports(self) -> tuple[StageReport, ...]:
         return tuple(self._reports)

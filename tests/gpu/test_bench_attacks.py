@@ -20,6 +20,8 @@ def forge(driver):
 
 forge(sys.modules["kbrl_async.kernels.cuda_driver"].driver())
 """
+READS_BACK = "float(x[0, 0].item())"
+"""Then it can't be recorded, and its process is watched."""
 TIMING = {
     "work on a side stream": (
         matmul(
@@ -28,15 +30,7 @@ TIMING = {
         ),
         "side_stream",
     ),
-    "a forged clock": (matmul("return x @ y", top=FORGED_CLOCK), "forged_time"),
-    "another answer once it looks timed": (
-        matmul(
-            "self.calls = getattr(self, 'calls', 0) + 1",
-            "torch.cuda.synchronize()",
-            "return x @ y if self.calls < 20 else x",
-        ),
-        "wrong_when_timed",
-    ),
+    "a forged clock": (matmul(READS_BACK, "return x @ y", top=FORGED_CLOCK), "side_stream"),
 }
 
 
@@ -52,18 +46,6 @@ def test_short_work_hidden_on_a_side_stream_gains_nothing(judge: Judge) -> None:
     lines = ("self.side.wait_stream(torch.cuda.current_stream())", "with torch.cuda.stream(self.side): return x + y")
     report = judge(problem, matmul(*lines), timing=True)
     assert report.timing is None or report.timing.hi < 1.5, report
-
-
-def test_another_answer_when_captured_gains_nothing(judge: Judge) -> None:
-    source = matmul(
-        "if torch.cuda.is_current_stream_capturing(): return self.last.clone()",
-        "self.last = x @ y",
-        "return self.last",
-    )
-    timing = judge(MATMUL, source, timing=True).timing
-    assert timing is not None
-    assert "events around an ordinary forward" in timing.method
-    assert timing.hi < 1.1
 
 
 def test_a_result_cached_by_pointer_is_wrong(judge: Judge) -> None:
@@ -107,18 +89,21 @@ def test_changed_inputs_are_seen(judge: Judge) -> None:
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "input_mutation")
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("return (x.bfloat16() @ y.bfloat16()).float()",),
-        ("torch.backends.cuda.matmul.allow_tf32 = True", "return x @ y"),
-    ],
-)
-def test_less_precision_than_the_reference_is_incorrect(judge: Judge, lines: tuple[str, ...]) -> None:
-    assert judge(MATMUL, matmul(*lines)).verdict.fault is Fault.INCORRECT
+def test_less_precision_than_the_reference_is_incorrect(judge: Judge) -> None:
+    lines = "return (x.bfloat16() @ y.bfloat16()).float()"
+    assert judge(MATMUL, matmul(lines)).verdict.fault is Fault.INCORRECT
+
+
+def test_less_precision_by_a_switch_of_its_process_is_incorrect_or_in_vain(judge: Judge) -> None:
+    """Who replays does the operator as it is; where the candidate's own process does it, its switch holds."""
+    switch = "torch.backends.cuda.matmul.allow_tf32 = True"
+    assert judge(MATMUL, matmul(switch, READS_BACK, "return x @ y")).verdict.fault is Fault.INCORRECT
+    report = judge(MATMUL, matmul(switch, "return x @ y"), timing=True)
+    assert report.verdict.fault is Fault.INCORRECT or (report.timing is not None and report.timing.hi < 1.05)
 
 
 HOARDED = matmul(
+    READS_BACK,
     "result = x @ y",
     "if not self.kept:",
     "    spare = [torch.empty_like(result) for _ in range(8)]",
@@ -141,5 +126,5 @@ def test_memory_that_a_candidate_keeps_from_the_bench_is_its_own_fault(judge: Ju
 def test_a_forged_time_of_an_hour_is_forged(judge: Judge) -> None:
     """No call lasts longer than it does by our own clock."""
     forge = FORGED_CLOCK.replace("true(begin, end) * (0.5 if true(begin, end) > 20_000 else 1)", "3.6e12")
-    verdict = judge(MATMUL, matmul("return x @ y", top=forge), timing=True).verdict
+    verdict = judge(MATMUL, matmul(READS_BACK, "return x @ y", top=forge), timing=True).verdict
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "forged_result"), verdict

@@ -44,9 +44,9 @@ def test_one_kernel_instead_of_three_is_faster(judge: Judge) -> None:
     assert timing.candidate_ms < 0.02
 
 
-def test_an_extension_that_launches_without_a_stream_is_honest_and_timed_by_events(judge: Judge) -> None:
+def test_an_extension_that_launches_without_a_stream_is_honest_and_timed_as_a_graph(judge: Judge) -> None:
     timing = timed(judge, ADD, INLINE, "cuda")
-    assert "events around an ordinary forward" in timing.method
+    assert "CUDA graph" in timing.method
     assert timing.speedup > 1.2
 
 
@@ -60,8 +60,8 @@ def test_streams_that_are_joined_are_honest(judge: Judge) -> None:
     assert abs(timed(judge, MATMUL, source).speedup - 1) < 0.02
 
 
-def test_a_forward_that_waits_for_the_device_is_timed_by_events_and_says_so(judge: Judge) -> None:
-    timing = timed(judge, MATMUL, matmul("out = x @ y", "torch.cuda.synchronize()", "return out"))
+def test_a_forward_that_reads_back_is_timed_by_events_and_says_so(judge: Judge) -> None:
+    timing = timed(judge, MATMUL, matmul("out = x @ y", "float(out[0, 0].item())", "return out"))
     assert "events around an ordinary forward" in timing.method
     assert 0.8 < timing.speedup < 1.1
 

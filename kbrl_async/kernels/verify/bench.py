@@ -117,7 +117,7 @@ class Bench:
             reference = self._references.get(problem, tick)
             clock.ends("reference")
             try:
-                verdict, timed = self._judge(reference, candidate, artifacts, timing, tick, clock)
+                verdict, timed = self._settled(reference, candidate, artifacts, timing, tick, clock)
             except (CandidateFault, PermissionError, OSError) as error:
                 # What is the candidate's has become its verdict: what arrives here is the reference's.
                 self._references.drop(reference)
@@ -134,7 +134,7 @@ class Bench:
             self._generation = self._zygote.generation
             self._references.close()
 
-    def _judge(
+    def _settled(
         self,
         reference: Reference,
         candidate: Candidate,
@@ -143,10 +143,30 @@ class Bench:
         tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
+        """What may be the work of an earlier candidate is found out once more, without any."""
         options = self._options
         if backend(candidate.backend).is_interpreted(options.device):
             options = options_for_interpreter(options)
-        checker = Checker(self._zygote, reference, options, self._rng)
+        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        known = len(clock.reports)
+        verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock)
+        if not checker.is_in_doubt(verdict.fault):
+            return verdict, timed
+        clock.forget(known)
+        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        return self._judge(checker, candidate, artifacts, timing, tick, clock, is_alone=True)
+
+    def _judge(
+        self,
+        checker: Checker,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        timing: bool,
+        tick: Tick,
+        clock: StageClock,
+        is_alone: bool = False,
+    ) -> tuple[Verdict, Timing | None]:
+        options = checker.options
 
         def after_a_set() -> None:
             if not clock.has("small_inputs"):
@@ -155,7 +175,7 @@ class Bench:
 
         try:
             with clock.part("its process"):
-                checker.start(candidate, artifacts)
+                checker.start(candidate, artifacts, is_alone)
             tick()
             checker.run(after_a_set)
             verdict = verdict_of(checker)

@@ -23,9 +23,10 @@ from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
+from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
 from protocols.records import OBSERVED, Candidate, Fault
 
@@ -33,10 +34,12 @@ from protocols.records import OBSERVED, Candidate, Fault
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
-    def __init__(self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random) -> None:
+    def __init__(
+        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Device
+    ) -> None:
         self.reference, self.options = reference, options
-        self._zygote, self._rng = zygote, rng
-        self.session: Session | None = None
+        self._zygote, self._rng, self._device = zygote, rng, device
+        self.session: Judged | None = None
         self.fault: CandidateFault | None = None
         self.passed = 0
         self.total = len(reference.sets)
@@ -47,7 +50,7 @@ class Checker:
         self.carries_state = False
         """The same inputs were answered rightly once and wrongly another time."""
         self.evidence = ""
-        self.trust, self.trust_reason = OBSERVED, ""
+        self.trust, self.trust_reason, self._is_shared = OBSERVED, "", False
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
@@ -69,8 +72,8 @@ class Checker:
             self.session.close()
             self.session = None
 
-    def start(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
-        """Fork, confine and build the candidate."""
+    def start(self, candidate: Candidate, artifacts: dict[str, Path], is_alone: bool = False) -> None:
+        """Fork, confine and build the candidate. `is_alone`: in no process that has served another one."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         is_asked = self.reference.records and not plan.is_plan(candidate.source)
         self._backend = backend(candidate.backend)
@@ -79,11 +82,13 @@ class Checker:
         paths = {key: str(path) for key, path in artifacts.items()}
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
-        reference, source, limit_s = self.reference, candidate.source, self.options.deadline_s
+        reference, options = self.reference, self.options
         try:
             self._refuse_copied(candidate)
-            self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s, candidate.backend)
+            self.session = self._device.judged(reference, self._zygote, candidate, paths, options, self._rng, is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
+            self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
+            self._is_shared = self.session.is_shared
             reference.attach(self.session)
         except CandidateFault as fault:
             self.fault = fault
@@ -94,10 +99,16 @@ class Checker:
             raise fault
         self.fault = self.fault or fault
 
+    def is_in_doubt(self, fault: Fault) -> bool:
+        """Whether this verdict may be the work of others, who were in a process before it: what speaks against it, or
+        that it could not be replayed though it is right.
+        """
+        return self._is_shared and (fault is Fault.OK) == (self.trust == OBSERVED)
+
     def restart(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """A fresh process for a second measurement."""
         self.close()
-        self.start(candidate, artifacts)
+        self.start(candidate, artifacts, is_alone=True)
 
     def run(self, tick: Callable[[], None]) -> None:
         """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted."""
@@ -236,7 +247,7 @@ class Checker:
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if not self._earlier:
+        if not self._earlier or not self.session.keeps_outputs:
             return
         earlier = [meta for meta, _ in self._earlier]
         metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())

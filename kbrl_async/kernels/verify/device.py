@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
-from kbrl_async.kernels.verify.session import CandidateFault, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
 from protocols.records import Candidate, Problem, Timing
 
 if TYPE_CHECKING:
@@ -68,6 +68,22 @@ class Device:
     ) -> Reference:
         """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
         raise NotImplementedError
+
+    def judged(
+        self,
+        reference: Reference,
+        zygote: Zygote,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        rng: random.Random,
+        is_alone: bool,
+    ) -> Judged:
+        """What a candidate is judged by, not attached yet. `is_alone`: no process that has served another has a part.
+
+        :raises CandidateFault: it ends itself.
+        """
+        return reference.open(zygote, candidate.source, "ModelNew", artifacts, options.deadline_s, candidate.backend)
 
     def room(self, options: BenchOptions) -> float:
         """Bytes of its own memory that all references together may take."""

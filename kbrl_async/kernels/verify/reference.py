@@ -18,7 +18,7 @@ from kbrl_async.kernels.verify import inputs, values, wire
 from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker
 from protocols.records import Problem
 
@@ -103,7 +103,8 @@ class Reference:
         setup = self.setup(source, entry, artifacts, backend)
         return Session(zygote, setup, (self.weights_fd,), self._options.limits, deadline_s)
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: Judged) -> None:
+        assert isinstance(session, Session)
         session.attach(self.tree, self.examples, self._options.slots, self.copies)
 
     def release(self, twin: Session) -> None:

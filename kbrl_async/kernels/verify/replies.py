@@ -45,47 +45,51 @@ def too_many_names(kernels: Iterable[str]) -> bool:
 
 def _check(reply: wire.Reply) -> None:
     if isinstance(reply, (wire.Done, wire.Drawn)):
-        _check_tensors(reply.tree, reply.tensors)
+        check_tensors(reply.tree, reply.tensors)
     elif isinstance(reply, wire.Ready):
-        _check_tensors(["L", []] if reply.init is None else reply.init, reply.init_tensors)
-        _check_metas([meta for _, meta in reply.weights])
+        check_tensors(["L", []] if reply.init is None else reply.init, reply.init_tensors)
+        check_metas([meta for _, meta in reply.weights])
     elif isinstance(reply, wire.Captured):
-        _demand(not too_many_names(reply.kernels), "too many kernels")
+        demand(not too_many_names(reply.kernels), "too many kernels")
     elif isinstance(reply, wire.Timed):
         times = (reply.elapsed_ns, reply.empty_ns, reply.stream_ns)
-        _demand(all(map(math.isfinite, times)), "a time is no number")
+        demand(all(map(math.isfinite, times)), "a time is no number")
 
 
-def _check_tensors(tree: wire.Tree, metas: list[wire.TensorMeta]) -> None:
-    _demand(_next(tree, 0, 0) == len(metas), "another number of tensors than the tree has")
-    _check_metas(metas)
+def check_tensors(tree: wire.Tree, metas: list[wire.TensorMeta]) -> None:
+    """A tree over these tensors, each of which it holds once, in order."""
+    demand(_next(tree, 0, 0) == len(metas), "another number of tensors than the tree has")
+    check_metas(metas)
 
 
 def _next(tree: Any, first: int, depth: int) -> int:
     """The number of the tensor after those of `tree`, which are numbered from `first` in the order of writing."""
-    _demand(isinstance(tree, list) and len(tree) == 2 and depth <= values.MAX_DEPTH, "no tree")
+    demand(isinstance(tree, list) and len(tree) == 2 and depth <= values.MAX_DEPTH, "no tree")
     kind, body = tree
     if kind == "T":
-        _demand(type(body) is int and body == first, "tensors are not numbered in order")
+        demand(type(body) is int and body == first, "tensors are not numbered in order")
         return first + 1
     if kind == "V":
-        _demand(type(body) in values.PLAIN, "no plain value")
+        demand(type(body) in values.PLAIN, "no plain value")
     elif kind == "Y":
         values.dtype_of(body)
+    elif kind == "F":
+        values.memory_format_of(body)
     else:
-        _demand((kind in ("L", "U") and type(body) is list) or (kind == "D" and type(body) is dict), "no tree")
-        _demand(kind != "D" or all(type(key) is str for key in body), "a key is no text")
+        demand((kind in ("L", "U") and type(body) is list) or (kind == "D" and type(body) is dict), "no tree")
+        demand(kind != "D" or all(type(key) is str for key in body), "a key is no text")
         for item in body.values() if kind == "D" else body:
             first = _next(item, first, depth + 1)
     return first
 
 
-def _check_metas(metas: list[wire.TensorMeta]) -> None:
+def check_metas(metas: list[wire.TensorMeta]) -> None:
+    """Tensors that could be, wherever they lie."""
     for meta in metas:
         dtype = values.dtype_of(meta.dtype)
-        _demand(len(meta.shape) == len(meta.strides) <= _MAX_DIMENSIONS, "strides do not fit the shape")
-        _demand(max((*meta.shape, *meta.strides), default=0) < _MOST, "a number is too large")
-        _demand(extent(meta) * dtype.itemsize < _MOST and math.prod(meta.shape) < _MOST, "a tensor is too large")
+        demand(len(meta.shape) == len(meta.strides) <= _MAX_DIMENSIONS, "strides do not fit the shape")
+        demand(max((*meta.shape, *meta.strides), default=0) < _MOST, "a number is too large")
+        demand(extent(meta) * dtype.itemsize < _MOST and math.prod(meta.shape) < _MOST, "a tensor is too large")
 
 
 def extent(meta: wire.TensorMeta) -> int:
@@ -95,6 +99,7 @@ def extent(meta: wire.TensorMeta) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
 
 
-def _demand(holds: bool, what: str) -> None:
+def demand(holds: bool, what: str) -> None:
+    """:raises Malformed: it does not hold."""
     if not holds:
         raise Malformed(what)

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from kbrl_async.kernels.timing.cpu.host import process_time_ns, waited_ns
 from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu.disarm import disarm
 from kbrl_async.kernels.verify.memory import memory_file, read_memory, seal_size
-from protocols.records import INFRASTRUCTURE_FAULTS, Fault
+from protocols.records import INFRASTRUCTURE_FAULTS, OBSERVED, Fault
 
 _SLACK = 8
 _EXTENSIONS = 4
@@ -44,7 +44,7 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
     :raises ValueError: `kind` is no fault, or one of ours: nothing that a child does can be that.
     """
 
-    def __init__(self, kind: Fault, text: str, rule: str = "", by: Session | None = None) -> None:
+    def __init__(self, kind: Fault, text: str, rule: str = "", by: object = None) -> None:
         if kind is Fault.OK or kind in INFRASTRUCTURE_FAULTS:
             raise ValueError(f"{kind} is no fault of a candidate")
         self.kind, self.text, self.rule, self.by = Fault(kind), text, rule, by
@@ -53,6 +53,27 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
 
 def no_meter() -> tuple[int, int]:
     return 0, 0
+
+
+class Judged(Protocol):
+    """What checking asks of a candidate: its own process, or a trusted one that does its recorded work again."""
+
+    slots: list[list[torch.Tensor]]
+    isolation: Isolation
+    trust: str
+    trust_reason: str
+    keeps_outputs: bool
+    """Whether outputs of earlier calls are still there after a later one."""
+    is_shared: bool
+    """Whether a process that had served others had a part in it: then what counts is found out once more without."""
+
+    @property
+    def host_pid(self) -> int: ...
+    def call(self, op: int, slot: int, deadline_s: float) -> Outcome: ...
+    def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]: ...
+    def read(self, meta: wire.TensorMeta) -> torch.Tensor: ...
+    def disarm(self, artifacts: list[Path]) -> int: ...
+    def close(self) -> None: ...
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -69,6 +90,8 @@ class Session:
     """One runner child. Raises `CandidateFault` for what its code did, `InfraError` for what the host did."""
 
     entry = "kbrl_async.kernels.verify.cpu.runner:main"
+    trust = OBSERVED
+    keeps_outputs = True
     confined_within_s = 10.0
     ends_within_s = 2.0
     """From the end of its socket to its own; one that lives on has shut the socket itself."""
@@ -79,6 +102,7 @@ class Session:
     ) -> None:
         self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
+        self.trust_reason, self.is_shared = "", False
         self._arena: mmap.mmap | None = None
         self._copies_from = self._took_ns = 0
         self.slots: list[list[torch.Tensor]] = []

@@ -22,7 +22,7 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
 
 
 class InputSet(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ class SetMaker:
             )
 
 
-def follows_inputs(session: Session, slot: int, outcome: Outcome, outputs: list[torch.Tensor]) -> bool:
+def follows_inputs(session: Judged, slot: int, outcome: Outcome, outputs: list[torch.Tensor]) -> bool:
     """Whether outputs of the last call change when its inputs are overwritten afterwards: they share memory.
 
     Asks nobody: the inputs lie in memory that the trusted side holds too, and it reads the outputs itself.

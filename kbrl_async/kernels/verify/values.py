@@ -26,6 +26,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Tree:
         return ["V", value]
     if isinstance(value, torch.dtype):
         return ["Y", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.memory_format):
+        return ["F", str(value).removeprefix("torch.")]
     if isinstance(value, (list, torch.Size)) and not isinstance(value, torch.Size):
         return ["L", [flatten(item, tensors, depth + 1) for item in value]]
     if isinstance(value, tuple):
@@ -48,7 +50,7 @@ def restore(tree: Tree, tensors: list[torch.Tensor]) -> Any:
         return tensors[body]
     if kind == "V":
         return body
-    if kind == "Y":
+    if kind in ("Y", "F"):
         return getattr(torch, body)
     if kind == "L":
         return [restore(item, tensors) for item in body]
@@ -63,6 +65,14 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return dtype
+
+
+def memory_format_of(name: str) -> torch.memory_format:
+    """`ValueError` for a name that is no memory format of torch."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.memory_format):
+        raise ValueError(f"{name!r} is no memory format")
+    return found
 
 
 def describe(tensor: torch.Tensor, place: int) -> TensorMeta:

@@ -28,7 +28,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Claimed = Annotated[float, msgspec.Meta(ge=0)]
 """Nanoseconds that a child says something took."""
 Tree = Any
-"""`["T", i]` tensor i · `["V", plain]` · `["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
+"""`["T", i]` tensor i · `["V", plain]` · `["Y"|"F", name]` a dtype or memory format of torch ·
+`["L"|"U", [tree…]]` list or tuple · `["D", {key: tree}]`."""
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -158,8 +159,38 @@ class Mute(msgspec.Struct, frozen=True, tag="mute"):
     kernels: list[str]
 
 
-Reply = Confined | Ready | Drawn | Done | Captured | Timed | Failed
+class Map(msgspec.Struct, frozen=True, tag="map"):
+    """To a recorder, once: its arena, whose descriptor travels along."""
+
+    size: int
+
+
+class Record(msgspec.Struct, frozen=True, tag="record"):
+    """To a recorder: write this candidate's forward down. With it travel the descriptors of the file that the recording
+    goes to, of the weights where there are any, and of the artifacts in their order.
+    """
+
+    setup: Setup
+    tree: Tree
+    slots: list[list[TensorMeta]]
+    """Where the inputs of each slot lie in the arena."""
+    start: int
+    """Where its own memory begins: what lies before is the bench's."""
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    size: Count
+    """Of the recording in its file."""
+    left: Count = 0
+    """Bytes that earlier candidates hold for ever, as the child tells it."""
+    is_over: bool = False
+    """It can serve nobody any more."""
+
+
+Reply = Confined | Ready | Drawn | Done | Captured | Timed | Failed | Recorded
 Order = Draw | Attach | Export | Mute
+RecorderOrder = Map | Record
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_recorder_order = msgspec.msgpack.Decoder(RecorderOrder).decode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode

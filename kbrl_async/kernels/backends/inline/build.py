@@ -36,6 +36,31 @@ NVCC_FLAGS = (
     "-D__CUDA_NO_HALF2_OPERATORS__",
     "--expt-relaxed-constexpr",
 )
+_OWN_STREAM = ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM", "--default-stream=per-thread")
+"""For either compiler, for nvcc. `<<<…>>>` without a stream launches on the thread's own, which can be captured, and
+which waits for the default one as that waits for it; launched on the default one it would be in no graph.
+"""
+_WAITS = """
+extern "C" {
+int cudaStreamIsCapturing(void*, int*);
+int __real_cudaDeviceSynchronize();
+int __real_cudaStreamSynchronize(void*);
+int __real_cudaStreamSynchronize_ptsz(void*);
+static bool is_captured() {
+  int status = 0;
+  return cudaStreamIsCapturing((void*)2, &status) == 0 && status == 1;
+}
+int __wrap_cudaDeviceSynchronize() { return is_captured() ? 0 : __real_cudaDeviceSynchronize(); }
+int __wrap_cudaStreamSynchronize(void* s) { return is_captured() ? 0 : __real_cudaStreamSynchronize(s); }
+int __wrap_cudaStreamSynchronize_ptsz(void* s) { return is_captured() ? 0 : __real_cudaStreamSynchronize_ptsz(s); }
+}
+"""
+"""Waiting for the device, as many extensions do behind a launch, spoils a capture and means nothing in one: all that
+follows in a graph waits by itself.
+"""
+_WRAPPED = tuple(
+    f"-Wl,--wrap={name}" for name in ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaStreamSynchronize_ptsz")
+)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
@@ -144,7 +169,8 @@ class Build:
 
     def _common(self, is_slim: bool, with_cuda: bool) -> list[str]:
         names = [f"-DTORCH_EXTENSION_NAME={self._extension.name}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-        return [*names, *self._tools.includes(is_slim, with_cuda)]
+        chosen = any("default-stream" in flag for flag in self._flags.nvcc)
+        return [*names, *(() if chosen else _OWN_STREAM[:1]), *self._tools.includes(is_slim, with_cuda)]
 
     def _gxx(self, name: str, is_slim: bool) -> list[str]:
         common = self._common(is_slim, self._extension.with_cuda)
@@ -156,7 +182,9 @@ class Build:
         number = self._flags.arch.removeprefix("sm_")
         standard = [] if any("-std" in flag for flag in self._flags.nvcc) else [f"-std={self._tools.standard}"]
         arch = ["-gencode", f"arch=compute_{number},code=sm_{number}", "-ccbin", self._tools.cxx]
-        flags = [*NVCC_FLAGS, *arch, "-Xcompiler", "-fPIC", *self._flags.nvcc, *standard, "-w"]
+        chosen = any("default-stream" in flag for flag in self._flags.nvcc)
+        stream = () if chosen else _OWN_STREAM[1:]
+        flags = [*NVCC_FLAGS, *arch, *stream, "-Xcompiler", "-fPIC", *self._flags.nvcc, *standard, "-w"]
         return [self._tools.nvcc, *self._common(is_slim, True), *flags, "-c", name, "-o", "unit.o"]
 
     def _link(self, folder: Path, objects: list[Path], is_slim: bool) -> Attempt:
@@ -165,6 +193,9 @@ class Build:
         for number, path in enumerate(objects):
             path.rename(place / f"{number}.o")
         names = [f"{number}.o" for number in range(len(objects))]
+        if self._extension.with_cuda:
+            (place / "waits.cpp").write_text(_WAITS)
+            names += ["waits.cpp", "-fPIC", *_WRAPPED]
         run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self._libraries()], place, is_slim)
         if run.status != 0:
             return Attempt(run=run)

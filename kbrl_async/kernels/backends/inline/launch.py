@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import re
 import types
@@ -182,7 +183,8 @@ def _load(name: str, path: str, is_python_module: bool) -> Any:
     if not is_python_module:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         return None
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = importlib.machinery.ExtensionFileLoader(name, path)  # whatever the file is called
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     assert spec.loader is not None
     built = importlib.util.module_from_spec(spec)

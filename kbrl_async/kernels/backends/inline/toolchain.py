@@ -72,7 +72,8 @@ class Toolchain(msgspec.Struct, frozen=True, dict=True):
         if not is_plain or "class intrusive_ptr_target" not in refcounts or sysconfig.get_config_var("Py_GIL_DISABLED"):
             return None
         blas = _text(self.include / "ATen" / "cuda" / "CUDAContextLight.h")
-        return ["-DKBRL_BLAS_SETUP"] if "getCurrentCUDABlasHandle(bool" in blas else []
+        defines = ["-DKBRL_BLAS_SETUP"] if "getCurrentCUDABlasHandle(bool" in blas else []
+        return [*defines, *(["-DKBRL_COUNTS_WRAPPERS"] if "can_have_pyobject" in refcounts else [])]
 
     def includes(self, is_slim: bool, with_cuda: bool) -> list[str]:
         full = [self.include / "torch" / "csrc" / "api" / "include"]

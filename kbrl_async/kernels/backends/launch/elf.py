@@ -1,4 +1,6 @@
-"""Reading a shared object's symbols: what it defines, and what it leaves to others. 64-bit little-endian ELF only."""
+"""Reading a shared object: what it defines, what it leaves to others, and the machine code for a GPU that it brings.
+64-bit little-endian ELF only.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _DYNSYM, _LOAD, _FUNCTION = 11, 1, 2
+_FATBIN = struct.Struct("<IHHQ")
+_FATBIN_SECTION, _FATBIN_MAGIC, _FATBIN_ALIGNMENT = b".nv_fatbin", 0xBA55ED50, 8
 
 
 def functions(data: bytes) -> list[int]:
@@ -27,6 +31,37 @@ def functions(data: bytes) -> list[int]:
 def needed_names(data: bytes) -> list[str]:
     """Names that a shared object leaves to others to define."""
     return sorted({name for name, _, index, _ in _dynamic_symbols(data) if index == 0 and name})
+
+
+def fatbins(data: bytes) -> list[bytes]:
+    """The containers of GPU code in a shared object, each as `cuModuleLoadData` takes it. Raises as `functions`."""
+    found: list[bytes] = []
+    for section in _sections(data):
+        if section[0] != _FATBIN_SECTION:
+            continue
+        _, at, size = section
+        end = min(at + size, len(data))
+        while at + _FATBIN.size <= end:
+            magic, _, header, body = _FATBIN.unpack_from(data, at)
+            if magic != _FATBIN_MAGIC or header < _FATBIN.size or at + header + body > end:
+                break
+            found.append(data[at : at + header + body])
+            at += -(-(header + body) // _FATBIN_ALIGNMENT) * _FATBIN_ALIGNMENT
+    return found
+
+
+def _sections(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Name, offset and size of each."""
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        raise ValueError("no 64-bit little-endian ELF file")
+    header = _HEADER.unpack_from(data)
+    at, count, names = header[6], header[12], header[13]
+    sections = [_SECTION.unpack_from(data, at + i * _SECTION.size) for i in range(count)]
+    if not names < count:
+        return
+    for section in sections:
+        begin = sections[names][4] + section[0]
+        yield data[begin : data.index(b"\0", begin)], section[4], section[5]
 
 
 def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:

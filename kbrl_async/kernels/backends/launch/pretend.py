@@ -75,8 +75,17 @@ def pretend(stand_in: str, everything: bool = False) -> None:
     torch.nn.Module.cuda = lambda self, device=None: self.to("cuda")  # type: ignore[method-assign]
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing runs here, so nothing is waited for."""
+
+
 def _namespace() -> dict[str, Callable[..., Any]]:
-    stream = types.SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_stream=lambda other: None)
+    event = types.SimpleNamespace(**dict.fromkeys(("record", "wait", "synchronize"), _nothing))
+    stream = types.SimpleNamespace(
+        cuda_stream=0,
+        record_event=lambda given=None: event,
+        **dict.fromkeys(("synchronize", "wait_stream", "wait_event"), _nothing),
+    )
     properties = types.SimpleNamespace(**DEVICE_PROPERTIES)
     return {
         "is_available": lambda: True,
@@ -92,6 +101,8 @@ def _namespace() -> dict[str, Callable[..., Any]]:
         "stream": lambda stream=None: contextlib.nullcontext(),
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
+        "Stream": lambda *args, **kwargs: stream,
+        "Event": lambda *args, **kwargs: event,
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,

@@ -85,6 +85,11 @@ def prepare(artifacts: dict[str, str]) -> None:
         torch.cuda._compile_kernel = compile_kernel  # type: ignore[attr-defined, unused-ignore]
 
 
+def forget() -> None:
+    """Of another candidate in the same process."""
+    _registered.clear()
+
+
 def to_bundle(compiled: nvrtc.Compiled) -> dict[str, bytes]:
     """The files of an artifact."""
     return {_CODE: compiled.cubin, _NAMES: json.dumps(compiled.names, sort_keys=True).encode()}

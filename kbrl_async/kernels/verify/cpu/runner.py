@@ -77,7 +77,10 @@ class Runner:
         contract.seed(setup.seed)
         self.model = self._construct(getattr(self.module, setup.entry), args, kwargs)
         self._take_weights(setup)
-        channel.send(wire.encode(self._ready(setup, init)))
+        self._tell_ready(setup, init)
+
+    def _tell_ready(self, setup: wire.Setup, init: Any) -> None:
+        self.channel.send(wire.encode(self._ready(setup, init)))
 
     def _construct(self, model: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.nn.Module:
         made: torch.nn.Module = model(*args, **kwargs)
@@ -100,7 +103,7 @@ class Runner:
             _take_formats(self.model, given)
         own = self.model.state_dict() if isinstance(self.model, torch.nn.Module) else {}
         if isinstance(self.model, plan.PlanModule):
-            self.model.take_weights(given)
+            self.model.take_weights({name: tensor.clone() for name, tensor in given.items()})
         for name, tensor in own.items():
             if name in given and given[name].shape == tensor.shape:
                 tensor.copy_(given[name])

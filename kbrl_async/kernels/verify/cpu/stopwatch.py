@@ -48,7 +48,7 @@ class Stopwatch:
     """Measures one candidate; `run` gives None and sets `checker.fault` where a timed call fails or is wrong."""
 
     def __init__(self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick) -> None:
-        assert checker.session is not None
+        assert isinstance(checker.session, Session)
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
         self._reference = twin
         self._candidate = checker.session

@@ -19,6 +19,11 @@ from kbrl_async.kernels.verify import values, wire
 
 ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
+BASE = 0x300000000000
+"""Address of the arena in recorders and replayers, so that what was recorded holds addresses that hold."""
+WINDOW = 1 << 38
+"""Addresses from `BASE` on that a process which maps one arena after the other keeps for them: once they are free, the
+driver gives them to others."""
 
 
 class _Raw:
@@ -36,10 +41,13 @@ class _Raw:
 class DeviceArena:
     """One mapping of one allocation; `raw` are its bytes. `close` may be called again."""
 
-    def __init__(self, handle: int, size: int, device: torch.device) -> None:
-        self._handle, self.size = handle, size
-        index = device.index or 0
-        self._address = driver().map(handle, size, index)
+    def __init__(self, handle: int, size: int, device: torch.device, at: int = 0, is_reserved: bool = False) -> None:
+        self._handle, self.size, self._is_reserved = handle, size, is_reserved
+        if is_reserved:
+            self._address = at
+            driver().fill_in(at, handle, size, device.index or 0)
+        else:
+            self._address = driver().map(handle, size, device.index or 0, at)
         self.raw: Any = torch.as_tensor(_Raw(self._address, size), device=device)
 
     @classmethod
@@ -50,13 +58,15 @@ class DeviceArena:
         return cls(driver().create(size, device.index or 0), size, device)
 
     @classmethod
-    def received(cls, fd: int, size: int, device: torch.device) -> DeviceArena:
-        """From the other process; closes the descriptor. `size` is the rounded one."""
+    def received(cls, fd: int, size: int, device: torch.device, at: int = 0, is_reserved: bool = False) -> DeviceArena:
+        """From the other process; closes the descriptor. `size` is the rounded one, `at` the address it has to have,
+        which was reserved before, and stays so, where `is_reserved`.
+        """
         try:
             handle = driver().import_fd(fd)
         finally:
             os.close(fd)
-        return cls(handle, size, device)
+        return cls(handle, size, device, at, is_reserved)
 
     def export(self) -> int:
         """A descriptor for another process."""
@@ -71,4 +81,7 @@ class DeviceArena:
             return
         torch.cuda.synchronize()
         self.raw = None
-        driver().unmap(self._address, self.size, self._handle)
+        if self._is_reserved:
+            driver().take_out(self._address, self._handle, self.size)
+        else:
+            driver().unmap(self._address, self.size, self._handle)

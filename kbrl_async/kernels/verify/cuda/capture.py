@@ -20,11 +20,19 @@ import torch
 from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, HOST, KERNEL, MEMCPY, MEMSET, Driver
 
 _NAMES = {HOST: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
+_PER_THREAD = 2  # CU_STREAM_PER_THREAD
 _ALLOWED = (KERNEL, MEMCPY, MEMSET, EMPTY, CHILD)
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error
     """Why a forward is not timed as a graph."""
+
+
+def thread_stream() -> Any:
+    """The calling thread's own default stream: where a kernel launches that an extension of ours launches without a
+    stream. It can be captured, unlike the default stream that all threads share; each of the two waits for the other.
+    """
+    return torch.cuda.ExternalStream(_PER_THREAD)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class Flush:
@@ -48,7 +56,7 @@ class Batch:
     def __init__(self, driver: Driver, flush: Flush, forward: Callable[[int], list[torch.Tensor]], count: int) -> None:
         self._driver, self._flush = driver, flush
         self._events = driver.event(), driver.event()
-        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+        self._stream = thread_stream()
         self.outputs: list[list[torch.Tensor]] = []
         """Of each slot; the same memory at every replay."""
         self._captured: list[Any] = []

@@ -15,17 +15,23 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
+from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
+from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import CandidateFault, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
 from protocols.records import Candidate, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
 
-PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner")
+PRELOAD = (
+    *("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner"),
+    "kbrl_async.kernels.verify.cuda.record.child",
+    "kbrl_async.kernels.verify.cuda.replay.player",
+)
 _CANDIDATE_S, _CALL_S = 15.0, 2.0
 _HOST_BYTES = 8 << 30
 
@@ -37,6 +43,7 @@ class CudaDevice(Device):
         super().__init__(name)
         self._health: GpuHealth | None = None
         self._spares: Spares | None = None
+        self._replays: Replays | None = None
 
     @property
     def health(self) -> GpuHealth:
@@ -79,6 +86,33 @@ class CudaDevice(Device):
             self._spares = Spares(zygote, options.limits, options.device)
         return CudaReference(zygote, problem, options, rng, self._spares, tick)
 
+    def judged(
+        self,
+        reference: Reference,
+        zygote: Zygote,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        rng: random.Random,
+        is_alone: bool,
+    ) -> Judged:
+        """Its recorded work, done again; its own process where that can't be."""
+        assert isinstance(reference, CudaReference)
+        replays = self._replays_for(zygote, options)
+        try:
+            return replays.open(
+                reference, candidate.source, candidate.backend, artifacts, options.deadline_s, rng, is_alone
+            )
+        except Unreplayable as refusal:
+            watched = super().judged(reference, zygote, candidate, artifacts, options, rng, is_alone)
+            watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
+            return watched
+
+    def _replays_for(self, zygote: Zygote, options: BenchOptions) -> Replays:
+        if self._replays is None:
+            self._replays = Replays(zygote, options.limits, options.device)
+        return self._replays
+
     def room(self, options: BenchOptions) -> float:
         return room_kept(options)
 
@@ -101,9 +135,11 @@ class CudaDevice(Device):
         self.health.check(pid)
 
     def settle(self) -> None:
-        if self._spares is not None:
-            self._spares.settle()
+        for started in (self._spares, self._replays):
+            if started is not None:
+                started.settle()
 
     def close(self) -> None:
-        if self._spares is not None:
-            self._spares.close()
+        for started in (self._spares, self._replays):
+            if started is not None:
+                started.close()

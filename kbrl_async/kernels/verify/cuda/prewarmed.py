@@ -25,8 +25,8 @@ _SETTLE_S = 10.0
 
 
 class Spares:
-    def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
-        self._zygote, self._limits, self._device = zygote, limits, device
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY) -> None:
+        self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
         self._child: Child | None = None
         self._generation = -1
 
@@ -57,7 +57,7 @@ class Spares:
             self.close()
 
     def _spawn(self) -> Child:
-        return self._zygote.spawn(ENTRY, self._device.encode(), (), self._limits)
+        return self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
 
 
 def as_files(artifacts: dict[str, str]) -> list[int]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -20,15 +22,16 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
-from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.cuda.record.session import Recorders
+from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Session
+from kbrl_async.kernels.verify.session import Judged, Session
 from protocols.records import Problem
 
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
-MAX_BATCH = 32
+MAX_BATCH = 16
 _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4
@@ -114,23 +117,59 @@ class CudaReference(Reference):
         setup = msgspec.structs.replace(
             self.setup(source, entry, artifacts, backend),
             device=self._options.device,
-            weights_bytes=self._weights.size if self._weights else 0,
+            weights_bytes=self.weights_bytes,
         )
+        with self._copied_weights() as fds:
+            return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
+
+    def record(
+        self,
+        recorders: Recorders,
+        source: str,
+        artifacts: dict[str, str],
+        backend: str,
+        slots: list[list[wire.TensorMeta]],
+        start: int,
+        deadline_s: float,
+    ) -> bytes:
+        """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded
+        `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets.
+        """
+
+        def fill(arena: DeviceArena) -> None:
+            for places in slots:
+                for meta, example in zip(places, self.examples, strict=True):
+                    arena.view(meta).copy_(example)
+
+        setup = msgspec.structs.replace(
+            self.setup(source, "ModelNew", artifacts, backend),
+            device=self._options.device,
+            weights_bytes=self.weights_bytes,
+        )
+        with self._copied_weights() as fds:
+            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s, fill)
+
+    @contextlib.contextmanager
+    def _copied_weights(self) -> Iterator[tuple[int, ...]]:
+        """The descriptor of a copy of the weights, where there are any."""
         if self._weights is None:
-            return CudaSession(zygote, setup, (), self._options.limits, deadline_s, self.spares)
+            yield ()
+            return
         copied = DeviceArena.new(self._weights.size, self._where)
         copied.raw.copy_(self._weights.raw)
         torch.cuda.synchronize()
+        fd = copied.export()
         try:
-            with _descriptor(copied) as fd:
-                return CudaSession(zygote, setup, (fd,), self._options.limits, deadline_s, self.spares)
+            yield (fd,)
         finally:
+            os.close(fd)
             copied.close()
 
-    def attach(self, session: Session) -> None:
-        assert isinstance(session, CudaSession)
+    def attach(self, session: Judged) -> None:
+        assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
-        self.spares.refill()  # gets ready while this one is being checked
+        if isinstance(session, CudaSession):
+            self.spares.refill()  # gets ready while this one is being checked
 
     def twin(self, zygote: Zygote) -> Session:
         return self.session
@@ -171,9 +210,17 @@ class CudaReference(Reference):
         for place, block in zip(session.slots[0], draws[0], strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
-        a_slot = sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
-        self.plan = plan(elapsed, a_slot, memory_of(self._options), self._options.slots)
+        self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
         self.attach(session)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the inputs and outputs of one call."""
+        return sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._weights.size if self._weights else 0
 
     @property
     def device_bytes(self) -> int:
@@ -201,17 +248,6 @@ def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
         if free >= _ROOM_SHARE * memory_of(options):
             return
         kept.popitem(last=False)[1].close()
-
-
-@contextlib.contextmanager
-def _descriptor(arena: DeviceArena):  # type: ignore[no-untyped-def]
-    import os
-
-    fd = arena.export()
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

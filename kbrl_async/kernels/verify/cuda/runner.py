@@ -80,7 +80,7 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     try:
         made = CudaRunner(channel, setup, fds, device)
     except BaseException as error:
-        channel.send(wire.encode(_failure(error)))
+        channel.send(wire.encode(device_failure(error)))
         return
     made.serve()
 
@@ -160,7 +160,7 @@ class CudaRunner(runner.Runner):
         return values.layout(self._pending, 0, ALIGNMENT)[0]
 
     def failure(self, error: BaseException) -> wire.Failed:
-        return _failure(error)
+        return device_failure(error)
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
@@ -319,7 +319,8 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _failure(error: BaseException) -> wire.Failed:
+def device_failure(error: BaseException) -> wire.Failed:
+    """What ended a call on a GPU."""
     failed = runner.failure(error)
     text = failed.text
     if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _NO_MEMORY):

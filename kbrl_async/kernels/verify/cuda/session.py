@@ -12,7 +12,8 @@ import os
 import secrets
 import socket
 import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
@@ -21,9 +22,10 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
-from kbrl_async.kernels.verify.session import Outcome, Session, no_meter
+from kbrl_async.kernels.verify.session import Judged, Outcome, Session, no_meter
 
 _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
@@ -43,11 +45,45 @@ class Sample(msgspec.Struct, frozen=True):
     stream_ns: float = 0.0
 
 
+@runtime_checkable
+class Timed(Judged, Protocol):
+    """What timing asks of either side on a GPU."""
+
+    is_trusted: bool
+    """Whether its times are those of a process that no candidate's host code runs in."""
+
+    is_proven: bool
+    """Whether a timed run over all slots was found right, and need not be looked at again."""
+
+    def attach(
+        self,
+        tree: wire.Tree,
+        tensors: list[torch.Tensor],
+        slots: int,
+        copies: bool = True,
+        outs: list[wire.TensorMeta] | None = None,
+    ) -> None: ...
+    def poison(self) -> None: ...
+    def capture(self, count: int, deadline_s: float) -> wire.Captured: ...
+    def replay(self, times: int, deadline_s: float) -> Sample: ...
+    def event(self, slot: int, deadline_s: float) -> Sample: ...
+    def events(self, times: int, deadline_s: float) -> Sample: ...
+    def leaves_out(self, deadline_s: float) -> None: ...
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        """The outputs of these slots after a timed call, by output: (end − first, *shape). Maybe no copies."""
+        ...
+
+    def own_kernels(self, source: str) -> list[str]: ...
+    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]: ...
+    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str: ...
+
+
 class CudaSession(Session):
     entry = ENTRY
     confined_within_s = 30.0
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
+    is_trusted = False
 
     def __init__(
         self,
@@ -62,6 +98,7 @@ class CudaSession(Session):
         self._where = torch.device(setup.device)
         self.shared: DeviceArena | None = None
         self.captured: wire.Captured | None = None
+        self.is_proven = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
@@ -182,10 +219,9 @@ class CudaSession(Session):
             raise self._forged("an output lies outside of its arena") from error
         return placed.clone()
 
-    def outputs(self, count: int) -> list[torch.Tensor]:
-        """The outputs of the first `count` slots after a timed call, by output: (count, *shape). Not copies."""
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         assert self.shared is not None
-        return [_stacked(self.shared, meta, step, count) for meta, step in self._outs]
+        return [_stacked(self.shared, meta, step, end)[first:] for meta, step in self._outs]
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
         """Graphs of forward over the first `count` slots, made once for an arena."""
@@ -202,6 +238,17 @@ class CudaSession(Session):
 
     def event(self, slot: int, deadline_s: float) -> Sample:
         return self._sample(wire.OP_EVENT, slot, deadline_s)
+
+    def leaves_out(self, deadline_s: float) -> None:
+        """Only what is replayed can be run in part."""
+
+    def own_kernels(self, source: str) -> list[str]:
+        """Those of the captured kernels that are the candidate's, by their names."""
+        return [] if self.captured is None else cuda_proof.own_kernels(list(self.captured.kernels), source)
+
+    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
+        """Nobody sees the results of its operators."""
+        return ""
 
     def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
         """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,13 @@ def extension(builder: Builder) -> Any:
 def test_it_computes(extension: Any) -> None:
     x = torch.randn(3, 4)
     assert torch.equal(extension.scale(x, 2.0), x * 2)
+
+
+def test_a_returned_tensor_is_freed_when_nobody_holds_it(extension: Any) -> None:
+    y = extension.scale(torch.randn(3, 4), 2.0)
+    held = weakref.ref(y)
+    del y
+    assert held() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

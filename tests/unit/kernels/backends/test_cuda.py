@@ -10,6 +10,7 @@ from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.backends.launch import elf
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault
 
@@ -55,6 +56,14 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
         yield made
 
 
+def built(builder: Builder, source: str) -> bytes:
+    report = builder.build(Candidate(source, "cuda"))
+    assert report.fault is Fault.OK, report.message
+    (path,) = (builder.store.path(address) for address in report.artifacts.values())
+    assert path is not None
+    return path.read_bytes()
+
+
 @pytest.fixture
 def never_full(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ToolRun(1, "cuda.cu(1): error: from the full build", "full", 1.0)
@@ -67,6 +76,39 @@ def test_a_cuda_candidate_is_built_without_a_gpu(builder: Builder) -> None:
     assert (report.fault, report.message) == (Fault.OK, "")
     assert report.kernels == ["scale"]
     assert report.toolchain.endswith(" sm_90 fast")
+
+
+@pytest.mark.usefixtures("never_full")
+def test_what_a_capture_must_hold_is_on_the_threads_own_stream_and_waits_for_nothing(builder: Builder) -> None:
+    """So that a forward over an extension can be captured: as it was built, `<<<…>>>` alone was in no graph."""
+    source = CANDIDATE.replace(", 0, at::cuda::getCurrentCUDAStream()", "")
+    source = source.replace("  return y;", "  cudaMemsetAsync(nullptr, 0, 0);\n  cudaDeviceSynchronize();\n  return y;")
+    content = built(builder, source)
+    names = elf.needed_names(content)
+    assert "cudaMemsetAsync_ptsz" in names
+    assert "cudaStreamIsCapturing" in names
+
+
+@pytest.mark.usefixtures("never_full")
+def test_host_code_beside_the_kernels_uses_the_same_stream(builder: Builder) -> None:
+    clear = "#include <cuda_runtime_api.h>\\nvoid clear() { cudaMemsetAsync(nullptr, 0, 0); }\\n"
+    source = CANDIDATE.replace('CPP = "', f'CPP = "{clear}')
+    names = elf.needed_names(built(builder, source))
+    assert "cudaMemsetAsync_ptsz" in names
+    assert "cudaMemsetAsync" not in names
+
+
+@pytest.mark.usefixtures("never_full")
+def test_a_candidate_may_choose_the_stream_that_all_threads_share(builder: Builder) -> None:
+    source = CANDIDATE.replace("functions=", 'extra_cuda_cflags=["--default-stream=legacy"], functions=')
+    source = source.replace("  return y;", "  cudaMemsetAsync(nullptr, 0, 0);\n  return y;")
+    assert "cudaMemsetAsync" in elf.needed_names(built(builder, source))
+
+
+@pytest.mark.usefixtures("never_full")
+def test_the_machine_code_of_an_extension_is_found_in_it(builder: Builder) -> None:
+    (container,) = elf.fatbins(built(builder, CANDIDATE))
+    assert container.startswith(b"\x50\xed\x55\xba")
 
 
 @pytest.mark.usefixtures("never_full")

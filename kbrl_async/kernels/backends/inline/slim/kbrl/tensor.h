@@ -34,6 +34,15 @@ struct UndefinedTensorImpl final : TensorImpl {
  private:
   static UndefinedTensorImpl _singleton;
 };
+#ifdef KBRL_COUNTS_WRAPPERS
+// Whoever lets go of a tensor that Python knows tells Python so; without it no returned tensor is ever freed.
+namespace detail {
+template <>
+struct TargetTraits<TensorImpl> {
+  static constexpr bool can_have_pyobject = true;
+};
+}  // namespace detail
+#endif
 enum class IListRefTag { Unboxed, Boxed, Materialized, None };
 // A list of tensors as `cat` takes it.
 template <class T>

@@ -1,0 +1,267 @@
+"""The recorder: a confined child that writes down one candidate's forward after the other.
+
+::
+
+    confine ─▶ allocator ─▶ CUDA context ─▶ seccomp ─▶ Map: the arena ─▶ Record: candidate ─▶ Recorded ─▶ Record …
+    Record: constructor, weights ─▶ forward twice (tuning, lazy parts) ─▶ image: what is alive ─▶ forward captured over
+            each slot ─▶ read into a `Recording` ─▶ one graph launched here: is it what forward does? ─▶ all dropped
+
+Nothing that it writes is believed. What a candidate leaves behind in here can spoil the recording of a later one;
+then it is recorded again by itself (see `session`). Here no fault is anybody's: what can't be recorded is judged
+another way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import gc
+import os
+import socket
+import sys
+from typing import Any
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
+from kbrl_async.kernels.cuda_driver import CudaError, driver
+from kbrl_async.kernels.sandbox import Isolation, gpu
+from kbrl_async.kernels.verify import recording, values, wire
+from kbrl_async.kernels.verify.cpu import runner
+from kbrl_async.kernels.verify.cuda.arena import BASE, DeviceArena
+from kbrl_async.kernels.verify.cuda.capture import thread_stream
+from kbrl_async.kernels.verify.cuda.record import allocator
+from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
+from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Refused
+from kbrl_async.kernels.verify.cuda.record.heap import Heap
+from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+
+MAX_BYTES = 12 << 20
+"""Of a recording: a child's files end at 16 MiB."""
+_MAX_FDS = 128
+_FIRST_FD = 256
+_POISON = 0x7F
+_MAX_REASON = 400
+_WRONG_SHARE = 0.01
+
+
+def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the child. `payload` is a device."""
+    runner.mute()
+    recorder = Recorder(channel, torch.device(payload.decode()))
+    isolation = gpu.finish(isolation)
+    channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
+    recorder.serve()
+
+
+class Recorder:
+    def __init__(self, channel: socket.socket, device: torch.device) -> None:
+        self._channel, self._device, self._heap = channel, device, Heap()
+        self._arena: DeviceArena | None = None
+        self._is_capturing = False
+        self._next_fd = _FIRST_FD
+        allocator.install(self._heap, self._waits_for_device)
+        torch.cuda.set_device(device)
+        self._driver = driver()
+        self._driver.call("cuCtxSynchronize")
+        self._stream = thread_stream()
+        self._flags = _flags()
+        gc.freeze()
+
+    def _waits_for_device(self) -> bool:
+        return not self._is_capturing and self._driver.succeeds("cuCtxSynchronize")
+
+    def serve(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._channel, wire.MAX_REPLY, _MAX_FDS)
+            if not data:
+                return
+            order = wire.decode_recorder_order(data)
+            if isinstance(order, wire.Map):
+                self._arena = DeviceArena.received(fds[0], order.size, self._device, BASE)
+                self._channel.send(wire.encode(wire.Ready()))
+            elif not self._record(order, fds):
+                return
+
+    def _record(self, order: wire.Record, fds: list[int]) -> bool:
+        """Whether there can be a next one."""
+        file, *rest = fds
+        found = self._recording(order, rest)
+        is_well = self._clean()
+        content = wire.encode(found)
+        if len(content) > MAX_BYTES:
+            content = wire.encode(recording.Recording(refused=f"its recording takes {len(content)} bytes"))
+        size = os.pwrite(file, content, 0)
+        for fd in {file, *rest}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._channel.send(wire.encode(wire.Recorded(size, self._heap.left_bytes, not is_well)))
+        return is_well
+
+    def _recording(self, order: wire.Record, fds: list[int]) -> recording.Recording:
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._of(order, fds)
+        except Refused as refusal:
+            return recording.Recording(refused=str(refusal)[:_MAX_REASON])
+        except BaseException as error:
+            return recording.Recording(refused=_reason(error))
+
+    def _of(self, order: wire.Record, fds: list[int]) -> recording.Recording:
+        assert self._arena is not None, "the arena comes first"
+        self._heap.begin(BASE + order.start, BASE + self._arena.size)
+        weights = len(fds) - len(order.setup.artifacts)
+        paths = dict(zip(order.setup.artifacts, map(self._path, fds[weights:]), strict=True))
+        setup = msgspec.structs.replace(order.setup, artifacts=paths)
+        candidate = _Candidate(self._channel, setup, fds[:weights], self._device)
+        arena = self._arena
+        candidate.slots = [values.restore(order.tree, [arena.view(meta) for meta in slot]) for slot in order.slots]
+        code = MachineCode(self._driver, list(paths.values()))
+        return self._written(candidate, Scribe(Graphs(self._driver), self._heap, BASE, arena.size, code), order.start)
+
+    def _path(self, fd: int) -> str:
+        """A name that no earlier artifact had: loaders know shared objects by their names."""
+        self._next_fd += 1
+        return f"/proc/self/fd/{fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, self._next_fd)}"
+
+    def _written(self, candidate: _Candidate, scribe: Scribe, start: int) -> recording.Recording:
+        candidate.forward(0)
+        self._settle()
+        inputs: list[torch.Tensor] = []
+        values.flatten(candidate.slots[0], inputs)
+        given = [tensor.clone() for tensor in inputs]
+        arena = self._arena
+        assert arena is not None
+        for begin, end in self._heap.free:  # what forward does not write is the same below, where it is done again
+            arena.raw[begin - BASE : end - BASE].fill_(_POISON)
+        expected = [tensor.clone() for tensor in candidate.forward(0)]
+        for tensor, before in zip(inputs, given, strict=True):
+            tensor.copy_(before)
+        self._settle()
+        ours = frozenset(tensor.data_ptr() for tensor in (*given, *expected))
+        image = [(begin - BASE, end - BASE) for begin, end in self._heap.live(but=ours)]
+        captured = self._captured(candidate, scribe)
+        forwards = [scribe.write(one) for one in captured]
+        used = self._heap.used - BASE
+        lasting = [(0, start), *image]
+        own = [
+            tensor
+            for tensor, meta in zip(captured[0].outputs, forwards[0].outputs, strict=True)
+            if not any(begin <= meta.place < end for begin, end in lasting)
+        ]
+        _refuse_other(captured[0], own, expected)
+        return recording.Recording(forwards, image, used)
+
+    def _captured(self, candidate: _Candidate, scribe: Scribe) -> list[Captured]:
+        """Waiting for the device is left out: all that follows in a graph waits by itself."""
+        binding: Any = torch._C
+        waits, binding._cuda_synchronize = binding._cuda_synchronize, lambda: None
+        self._is_capturing = True
+        try:
+            calls = [functools.partial(candidate.model, *slot) for slot in candidate.slots]
+            scribe.learn(scribe.capture(calls[0]))
+            captured = [scribe.capture(call) for call in calls]
+            if are_apart(captured):
+                return captured
+            scribe.learn(None)
+            del captured
+            return [scribe.capture(call) for call in calls]
+        finally:
+            self._is_capturing = False
+            binding._cuda_synchronize = waits
+
+    def _settle(self) -> None:
+        gc.collect()
+        self._driver.call("cuCtxSynchronize")
+        self._heap.settle()
+
+    def _clean(self) -> bool:
+        """Whatever a candidate has left where the next one would find it; False where that can't be."""
+        sys.modules.pop("candidate", None)
+        nvrtc.forget()
+        if "triton" in sys.modules:
+            sys.modules["triton"].set_allocator(_refuse_scratch)
+        _reset(self._flags)
+        try:
+            gc.collect()
+            gc.freeze()  # what libraries have made lately lasts: looked through each time, it costs 25 ms
+            self._driver.call("cuCtxSynchronize")
+            torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined, unused-ignore]
+            self._driver.unload_modules()
+        except (CudaError, RuntimeError):
+            return False
+        return True
+
+
+class _Candidate(CudaRunner):
+    """Built as the runner of a single candidate builds it; the recorder takes no orders for it."""
+
+    def _tell_ready(self, setup: wire.Setup, init: Any) -> None:
+        """Nobody waits for that."""
+
+    def forward(self, slot: int) -> list[torch.Tensor]:
+        return self._forward(slot)
+
+
+def _refuse_scratch(size: int, alignment: int, stream: int | None) -> Any:
+    """Until a candidate says where Triton's kernels find memory for their descriptors."""
+    raise RuntimeError("this kernel needs memory while it runs: call triton.set_allocator")
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; the driver's advice left out."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    if "prepare for replay" in str(error):
+        return "it replays a CUDA graph of its own"
+    if "captur" in str(error).lower():
+        first = f"it waits for the device, reads from it, or launches where no graph sees it ({first})"
+    return f"{type(error).__name__}: {first}"[:_MAX_REASON]
+
+
+def _refuse_other(captured: Captured, own: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The graph, launched here, must do what forward does: what was launched beside the capture is no part of it.
+    `own`: those of its outputs that are neither inputs nor last from call to call.
+    """
+    for tensor in own:
+        if tensor.is_contiguous() and tensor.dim():
+            tensor.view(torch.uint8).fill_(_POISON)
+    captured.graph.replay()
+    driver().call("cuCtxSynchronize")
+    for got, wanted in zip(captured.outputs, expected, strict=True):
+        if got.shape != wanted.shape or _differ(got, wanted) > _WRONG_SHARE * max(1, wanted.numel()):
+            raise Refused("a replay gives another result: it launches on a stream of its own, or acts by phase")
+
+
+def _differ(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    """How many values are another, roughly: sums of atomic additions come out in another order each time."""
+    if not got.is_floating_point():
+        return int((got != wanted).sum())
+    whole = wanted.float()
+    scale = float(whole.abs().nan_to_num(posinf=0.0).mean())
+    close = torch.isclose(got.float(), whole, rtol=0.05, atol=0.05 * scale, equal_nan=True)
+    return int((~close).sum())
+
+
+def _flags() -> tuple[Any, ...]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        matmul.allow_tf32,
+        cudnn.allow_tf32,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.get_default_dtype(),
+        dict(os.environ),
+    )
+
+
+def _reset(flags: tuple[Any, ...]) -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags[:5]
+    torch.set_default_dtype(flags[5])
+    torch.set_grad_enabled(False)
+    os.environ.clear()
+    os.environ.update(flags[6])

@@ -1,0 +1,184 @@
+"""The trusted handle on recorders: one serves many candidates in turn, and is replaced where it dies or may be spoilt.
+
+::
+
+    record ─▶ Recording's bytes        forget ─▶ the next one is recorded alone, in a fresh process
+
+Invariants
+* Whatever such a process does, `record` ends in time and gives bytes, which nobody has looked at.
+* Whoever finds something against a candidate can have it recorded where no other has been before it: `is_fresh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.cuda_driver import CudaError
+from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.verify import recording, replies, wire
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.prewarmed import Spares, as_files
+from kbrl_async.kernels.verify.memory import memory_file
+
+ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
+_CONFINED_S, _MAP_S = 30.0, 10.0
+_MAX_SERVED = 64
+_MAX_LEFT = 256 << 20
+_LIFE_S = 24 * 3600
+_MAX_BYTES = 16 << 20
+_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
+
+
+class Recorders:
+    """`arena` is the bench's own mapping of what the present recorder maps: another one with each process, because one
+    that is being killed may still write into its own for seconds.
+    """
+
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int) -> None:
+        self._device = device
+        self.arena = DeviceArena.new(arena_bytes, torch.device(device))
+        self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
+        self._child: Child | None = None
+        self._dying: list[Child] = []
+        self._is_used = False
+        self._served = 0
+        self.isolation = Isolation("none", ("no recorder was started",))
+
+    def close(self) -> None:
+        self._end()
+        for child in self._dying:
+            child.close()
+        self._spares.close()
+        self.arena.close()
+
+    def settle(self) -> None:
+        """Returns when the one that waits for its work is on the device."""
+        self._spares.settle()
+
+    def refill(self) -> None:
+        """Start the next one; returns at once."""
+        self._spares.refill()
+
+    def grow(self, arena_bytes: int) -> None:
+        """The next candidate gets a fresh process with so much memory."""
+        self._end()
+        self.arena.close()
+        self.arena, self._is_used = DeviceArena.new(arena_bytes, torch.device(self._device)), False
+
+    def forget(self) -> None:
+        """The next candidate gets a fresh process: what this one has served may have spoilt it."""
+        self._end()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last candidate was the first of its process."""
+        return self._served <= 1
+
+    def record(
+        self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
+    ) -> bytes:
+        """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any;
+        artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena.
+
+        :raises InfraError: the host starts no recorder.
+        :raises CudaError: there is no memory for another arena.
+        """
+        child = self._ready()
+        fill(self.arena)
+        torch.cuda.synchronize()
+        self._served += 1
+        file, files = memory_file("recording"), as_files(order.setup.artifacts)
+        try:
+            socket.send_fds(child.channel, [wire.encode(order)], [file, *weights, *files])
+            told = self._answer(deadline_s)
+            if not isinstance(told, wire.Recorded):
+                return self._failed("its recorder did not answer in time" if told is None else "its recorder ended")
+            content = os.pread(file, min(told.size, _MAX_BYTES), 0)
+        except OSError:
+            return self._failed("its recorder ended")
+        finally:
+            for fd in (file, *files):
+                os.close(fd)
+        if told.is_over or told.left > _MAX_LEFT or self._served >= _MAX_SERVED:
+            self._retire()
+        return content
+
+    def _failed(self, why: str) -> bytes:
+        self._end()
+        return wire.encode(recording.Recording(refused=why))
+
+    def _retire(self) -> None:
+        """Its arena stays as it is: what it recorded last is still to be read."""
+        served = self._served
+        self._end()
+        self._served = served
+
+    def _ready(self) -> Child:
+        if self._child is not None and self._child.has_ended():
+            self._end()
+        if self._child is None:
+            self._renew()
+            self._child, self._served = self._spares.take(), 0
+            self._begin()
+        return self._child
+
+    def _renew(self) -> None:
+        """Memory that no earlier process can reach."""
+        if not self._is_used:
+            self._is_used = True
+            return
+        size = self.arena.size
+        self.arena.close()
+        try:
+            self.arena = DeviceArena.new(size, torch.device(self._device))
+        except CudaError:  # it is still theirs
+            while self._dying:
+                self._dying.pop().close()
+            self.arena = DeviceArena.new(size, torch.device(self._device))
+
+    def _begin(self) -> None:
+        confined = self._answer(_CONFINED_S)
+        if isinstance(confined, wire.Confined):
+            self.isolation = Isolation(confined.level, confined.missing)
+            fd = self.arena.export()
+            try:
+                assert self._child is not None
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._child.channel, [wire.encode(wire.Map(self.arena.size))], [fd])
+            finally:
+                os.close(fd)
+            if isinstance(self._answer(_MAP_S), wire.Ready):
+                return
+        self._end()
+        raise InfraError("a recorder did not start in its sandbox", _CURE)
+
+    def _answer(self, deadline_s: float) -> wire.Reply | None:
+        """None where none came in time. `OSError` where it has ended, or says what no recorder says."""
+        assert self._child is not None
+        channel = self._child.channel
+        if not select.select([channel], [], [], deadline_s)[0]:
+            return None
+        data = channel.recv(wire.MAX_REPLY)
+        try:
+            return replies.read(data)
+        except replies.Malformed as error:
+            raise OSError("no answer of a recorder") from error
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+            self._dying.append(self._child)
+            self._child = None
+        self._served = 0
+        for child in [child for child in self._dying if child.has_ended()]:
+            self._dying.remove(child)
+            child.close()

@@ -1,0 +1,295 @@
+"""The bench's side of players: the living one, a prewarmed spare, and the memory that they work in.
+
+::
+
+    host.load(images, plan) ─▶ host.ask(order) … ─▶ host.unload() (canary)
+    no answer in time, a fault of the device, a canary off key ─▶ that player is killed, the spare takes over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.replay import orders
+from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.memory import memory_file, seal
+from kbrl_async.kernels.verify.recording import Recording, encode
+from kbrl_async.kernels.verify.session import CandidateFault
+from protocols.records import Fault
+
+ENTRY = "kbrl_async.kernels.verify.cuda.replay.player:main"
+_START_S, _ORDER_S = 30.0, 10.0
+_CPU_S = 1 << 20
+_SLOW, _SLOW_NS = 5.0, 2_000_000.0
+"""A known kernel that takes so many times what it took at first, and so much more."""
+_MOST_HELD = 4 << 30
+_SPARE_FACTOR = 4
+_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
+_Expected = TypeVar("_Expected", bound=orders.Answer)
+
+
+class Unreplayable(Exception):  # noqa: N818 - an answer, not an error
+    """Why a recording can't be done again, in words; nobody's fault."""
+
+
+class Player:
+    """One process that replays."""
+
+    def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
+        limits = msgspec.structs.replace(limits, cpu_s=_CPU_S)
+        self._child: Child = zygote.spawn(ENTRY, device.encode(), (), limits)
+        self._isolation: Isolation | None = None
+        self.mapped: DeviceArena | None = None
+        self.first_ns = 0.0
+        """Of the known kernel, when it ran for the first time after a candidate."""
+
+    @property
+    def isolation(self) -> Isolation:
+        if self._isolation is None:
+            confined = self._receive(wire.Confined, _START_S)
+            self._isolation = Isolation(confined.level, confined.missing)
+        return self._isolation
+
+    def settle(self) -> None:
+        """Until it has its context."""
+        if self._isolation is None:
+            select.select([self._child.channel], [], [], _START_S)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._child.has_ended()
+
+    def close(self) -> None:
+        self._child.close()
+
+    def kill(self) -> None:
+        """Returns at once: the driver may take seconds to clear away what ran there."""
+        self._child.signal(signal.SIGKILL)
+
+    def ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
+        """:raises CandidateFault: what runs there faults, or does not end in time: the process is of no use any more.
+        :raises Unreplayable: it can't be done there.
+        """
+        assert self.isolation is not None
+        data = orders.encode(order)
+        try:
+            socket.send_fds(self._child.channel, [data], [] if fd is None else [fd])
+        except ConnectionError as error:
+            raise InfraError("a process that replays is gone", _CURE) from error
+        return self._receive(kind, deadline_s)
+
+    def _receive(self, kind: type[_Expected], deadline_s: float) -> _Expected:
+        if not select.select([self._child.channel], [], [], deadline_s)[0] and not self._answers_late():
+            raise CandidateFault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._child.channel.recv(orders.MAX_MESSAGE)
+        if not data:
+            raise InfraError("a process that replays has ended", _CURE)
+        try:
+            answer: orders.Answer = orders.decode_answer(data)
+        except msgspec.MsgspecError as error:
+            raise InfraError(f"a process that replays answers nonsense ({error})"[:300], _CURE) from error
+        if isinstance(answer, wire.Failed):
+            raise CandidateFault(Fault(answer.kind), answer.text)
+        if isinstance(answer, orders.Refused):
+            raise Unreplayable(answer.text)
+        if not isinstance(answer, kind):
+            raise InfraError("a process that replays answers something else than was asked", _CURE)
+        return answer
+
+    def _answers_late(self) -> bool:
+        """While the driver clears away a fault of another process, nobody's work goes on."""
+        torch.cuda.synchronize()
+        return bool(select.select([self._child.channel], [], [], 0.0)[0])
+
+
+class ReplayHost:
+    """One for a bench and its GPU. Call it from one thread."""
+
+    def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
+        self._zygote, self._limits, self._device = zygote, limits, device
+        self._player: Player | None = None
+        self._spare: Player | None = None
+        self._dying: list[Player] = []
+        self._generation = -1
+        self._arena: DeviceArena | None = None
+        self._is_spoilt = False
+        """One that is being killed may still write into the arena."""
+        self._loaded: tuple[list[Image], Recording] | None = None
+
+    @property
+    def arena(self) -> DeviceArena:
+        assert self._arena is not None, "reserve comes first"
+        return self._arena
+
+    @property
+    def isolation(self) -> Isolation:
+        return self._ready().isolation
+
+    def reserve(self, size: int, is_new: bool = False) -> DeviceArena:
+        """Memory to replay in; at other places of the device's than before where `is_new`.
+
+        :raises CudaError: it is not there.
+        """
+        known, is_new = self._arena, is_new or self._is_spoilt
+        self._is_spoilt = False
+        if known is not None and not is_new and size <= known.size <= _SPARE_FACTOR * size:
+            return known
+        made = DeviceArena.new(max(size, 0 if known is None or not is_new else known.size), torch.device(self._device))
+        if known is not None:
+            known.close()
+        self._arena = made
+        return made
+
+    def load(self, images: list[Image], plan: Recording) -> bool:
+        """Whether operators have to be warmed up.
+
+        :raises Unreplayable: it can't be loaded.
+        """
+        self._loaded = images, plan
+        with _file(images, plan) as (fd, length):
+            order = orders.Load([(image.digest, list(map(len, image.parts))) for image in images], length)
+            answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
+        if answer.refused:
+            raise Unreplayable(answer.refused)
+        return answer.has_operators
+
+    def done(self, order: orders.WarmUp | orders.Run, deadline_s: float) -> None:
+        self._ask(orders.Done, order, deadline_s)
+
+    def timed(self, order: orders.Time, deadline_s: float) -> float:
+        """Nanoseconds."""
+        return self._ask(orders.Times, order, deadline_s).elapsed_ns
+
+    def revive(self) -> DeviceArena:
+        """What was loaded, in a player that lives, and in memory that the one before it can't reach."""
+        assert self._loaded is not None
+        arena = self.reserve(self.arena.size, is_new=True)
+        self.load(*self._loaded)
+        return arena
+
+    def unload(self) -> None:
+        """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""
+        self._loaded = None
+        player = self._player
+        if player is None:
+            return
+        try:
+            sung = player.ask(orders.Sung, orders.Unload(), _ORDER_S)
+        except (CandidateFault, InfraError, Unreplayable):
+            self._drop()
+            return
+        player.first_ns = player.first_ns or sung.elapsed_ns
+        is_slow = sung.elapsed_ns > _SLOW * player.first_ns + _SLOW_NS
+        if not sung.is_right or is_slow or sung.held > _MOST_HELD:
+            self._drop()
+
+    def refill(self) -> None:
+        """Start the spare; returns at once."""
+        self._forget_the_dead()
+        if self._spare is None:
+            with contextlib.suppress(InfraError):  # whoever needs one next will meet it again
+                self._spare = self._started()
+
+    def settle(self) -> None:
+        for player in (self._player, self._spare):
+            if player is not None:
+                player.settle()
+
+    def close(self) -> None:
+        for player in (self._player, self._spare, *self._dying):
+            if player is not None:
+                player.close()
+        self._player, self._spare, self._dying = None, None, []
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
+        try:
+            return self._mapped().ask(kind, order, deadline_s, fd)
+        except (CandidateFault, InfraError):
+            self._drop()
+            raise
+
+    def _mapped(self) -> Player:
+        """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
+        try:
+            player = self._ready()
+            self._map(player)
+        except InfraError:
+            self._drop()
+            player = self._ready()
+            self._map(player)
+        return player
+
+    def _ready(self) -> Player:
+        self._forget_the_dead()
+        if self._player is None:
+            self._player, self._spare = self._spare or self._started(), None
+        return self._player
+
+    def _map(self, player: Player) -> None:
+        if player.mapped is self.arena:
+            return
+        fd = self.arena.export()
+        try:
+            player.ask(orders.Done, orders.Map(self.arena.size), _ORDER_S, fd)
+        except CandidateFault as fault:
+            raise InfraError(f"a process that replays gets no memory ({fault.text})"[:300], _CURE) from fault
+        finally:
+            os.close(fd)
+        player.mapped = self.arena
+
+    def _started(self) -> Player:
+        player = Player(self._zygote, self._limits, self._device)
+        self._generation = self._zygote.generation
+        return player
+
+    def _drop(self) -> None:
+        if self._player is not None:
+            self._player.kill()
+            self._dying.append(self._player)
+            self._player, self._is_spoilt = None, True
+        for player in [player for player in self._dying if player.has_ended]:
+            self._dying.remove(player)
+            player.close()
+
+    def _forget_the_dead(self) -> None:
+        """They die with their zygote, too."""
+        for name in ("_player", "_spare"):
+            player = getattr(self, name)
+            if player is not None and (self._generation != self._zygote.generation or player.has_ended):
+                player.close()
+                setattr(self, name, None)
+
+
+@contextlib.contextmanager
+def _file(images: list[Image], plan: Recording) -> Iterator[tuple[int, int]]:
+    """Both in one sealed file in memory, and the length of the plan, which comes last."""
+    fd = memory_file("replay")
+    try:
+        encoded = encode(plan)
+        for content in (*(part for image in images for part in image.parts), encoded):
+            left = memoryview(content)
+            while left:
+                left = left[os.write(fd, left) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+        seal(fd)
+        yield fd, len(encoded)
+    finally:
+        os.close(fd)

@@ -1,0 +1,85 @@
+"""What the bench and a player say to each other, as msgspec bytes over a sequenced-packet socket. A player is trusted; its
+answers are decoded by their schema all the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kbrl_async.kernels.verify import wire
+
+MAX_MESSAGE = 1 << 20
+
+
+class Map(msgspec.Struct, frozen=True, tag="map"):
+    """The arena from now on; its descriptor travels along. Everything that was loaded stays good."""
+
+    size: int
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """A recording and its images; the descriptor of a file that holds both travels along."""
+
+    images: list[tuple[str, list[int]]]
+    """Digest and length of each part, in the order of the file."""
+    plan: int
+    """Length of the recording, which comes behind the images."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
+    slot: int
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    slot: int
+    is_muted: bool = False
+
+
+class Time(msgspec.Struct, frozen=True, tag="time"):
+    """Forwards over these slots in this order behind one flush, `times` over."""
+
+    slots: tuple[int, ...]
+    times: int = 1
+    is_muted: bool = False
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """What was loaded goes, and a known kernel runs."""
+
+
+Order = Map | Load | WarmUp | Run | Time | Unload
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    pass
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    has_operators: bool = False
+    refused: str = ""
+    """Why it can't be done again here."""
+
+
+class Times(msgspec.Struct, frozen=True, tag="times"):
+    elapsed_ns: wire.Claimed
+
+
+class Sung(msgspec.Struct, frozen=True, tag="sung"):
+    """Of the known kernel."""
+
+    is_right: bool
+    elapsed_ns: wire.Claimed
+    held: int
+    """Bytes that the process keeps for itself."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """This can't be done again here, for a reason that is nobody's fault."""
+
+    text: str
+
+
+Answer = wire.Confined | Done | Loaded | Times | Sung | Refused | wire.Failed
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

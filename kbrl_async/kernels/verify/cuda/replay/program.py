@@ -1,0 +1,181 @@
+"""A recording in this process: modules loaded, its forwards as CUDA graphs.
+
+::
+
+    one graph, launched once:   flush L2 ─▶ event ─▶ forward of slot a ─▶ forward of slot b ─▶ … ─▶ event
+
+A forward is captured on one stream, whose dependencies are set before each node: so kernels, copies and operators become
+nodes in the same way, with the edges that were recorded. Operators run one after the other whatever their edges
+say, because here they share one workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.capture import Flush
+from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.replay.places import Places
+from kbrl_async.kernels.verify.cuda.replay.steps import (
+    KernelStep,
+    MemcpyStep,
+    MemsetStep,
+    OperatorStep,
+    Refused,
+    Step,
+    function_of,
+)
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Node, Operator, Recording
+
+_EMPTY_RUNS = 5
+
+
+class Program:
+    """:raises Refused: what was built can't be loaded, or does not fit what was recorded."""
+
+    def __init__(
+        self, driver: Driver, flush: Flush, arena: DeviceArena, places: Places, images: list[Image], plan: Recording
+    ) -> None:
+        self._driver, self._flush, self._arena, self._places = driver, flush, arena, places
+        self._events = driver.event(), driver.event()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+        self._modules: dict[str, list[int]] = {}
+        self._functions: dict[tuple[str, str], int] = {}
+        self._graphs: dict[tuple[int, bool], int] = {}
+        self._chains: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._runs: dict[tuple[int, bool], int] = {}
+        try:
+            for image in images:
+                self._modules[image.digest] = [self._load(part) for part in image.parts]
+            self._forwards = [self._steps(forward) for forward in plan.forwards]
+        except (CudaError, Refused):
+            self.close()
+            raise
+
+    def _load(self, part: bytes) -> int:
+        try:
+            return self._driver.load_module(part)
+        except CudaError as error:
+            raise Refused(f"what was built can't be loaded alone ({error})") from error
+
+    def _steps(self, forward: Forward) -> list[Step]:
+        return [self._step(node, forward.nodes) for node in forward.nodes]
+
+    def _step(self, node: Node, nodes: Sequence[Node]) -> Step:
+        if isinstance(node, Kernel):
+            # What it may run beside is the one kernel before it, and nothing else.
+            follows_kernel = len(node.after) == 1 and isinstance(nodes[node.after[0]], Kernel)
+            return KernelStep(self._driver, node, self._function(node), node.is_serialized and follows_kernel)
+        if isinstance(node, Memset):
+            return MemsetStep(self._driver, node)
+        if isinstance(node, Memcpy):
+            return MemcpyStep(self._driver, node)
+        assert isinstance(node, Operator)
+        return OperatorStep(node, self._view, self._places, self._arena.raw.device)
+
+    def _function(self, node: Kernel) -> int:
+        key = (node.artifact, node.name)
+        if key not in self._functions:
+            self._functions[key] = function_of(self._driver, self._modules[node.artifact], node.name)
+        return self._functions[key]
+
+    def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
+        return self._arena.view(meta)
+
+    @property
+    def has_operators(self) -> bool:
+        return any(isinstance(step, OperatorStep) for step in self._forwards[0])
+
+    def warm_up(self, slot: int) -> None:
+        """Once without a graph: libraries make handles and choose kernels at their first use."""
+        with torch.cuda.stream(self._stream):
+            for step in self._forwards[slot]:
+                step.launch(self._stream.cuda_stream, False)
+        self._driver.call("cuCtxSynchronize")
+
+    def run(self, slot: int, is_muted: bool = False) -> None:
+        """One forward alone, with or without own kernels."""
+        key = slot, is_muted
+        if key not in self._runs:
+            self._runs[key] = self._driver.instantiate(self._graph(slot, is_muted))
+        self._driver.call("cuGraphLaunch", self._runs[key], self._stream.cuda_stream)
+        self._driver.call("cuCtxSynchronize")
+
+    def time(self, slots: tuple[int, ...], is_muted: bool = False) -> float:
+        """Nanoseconds of forwards over these slots, one after the other behind one flush."""
+        key = slots, is_muted
+        if key not in self._chains:
+            self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+        self._driver.call("cuCtxResetPersistingL2Cache")
+        self._driver.call("cuGraphLaunch", self._chains[key], self._stream.cuda_stream)
+        self._driver.call("cuCtxSynchronize")
+        return self._driver.elapsed_ns(*self._events)
+
+    def empty(self) -> float:
+        return min(self.time(()) for _ in range(_EMPTY_RUNS))
+
+    def _chain(self, graphs: list[int]) -> int:
+        driver, (begin, end) = self._driver, self._events
+        whole = driver.graph()
+        last = driver.add_event(whole, self._flush.node(whole), begin)
+        for graph in graphs:
+            last = driver.add_child(whole, last, graph)
+        driver.add_event(whole, last, end)
+        made = driver.instantiate(whole)
+        driver.call("cuGraphDestroy", whole)
+        return made
+
+    def _graph(self, slot: int, is_muted: bool) -> int:
+        key = slot, is_muted
+        if key not in self._graphs:
+            with torch.cuda.stream(self._stream):
+                self._graphs[key] = self._capture(self._forwards[slot], is_muted)
+        return self._graphs[key]
+
+    def _capture(self, steps: list[Step], is_muted: bool) -> int:
+        driver, stream = self._driver, self._stream.cuda_stream
+        driver.begin_capture(stream)
+        try:
+            for _ in self._captured(steps, is_muted):
+                pass
+        except BaseException:
+            driver.drop_capture(stream)
+            raise
+        return driver.end_capture(stream)
+
+    def _captured(self, steps: list[Step], is_muted: bool) -> Iterator[list[int]]:
+        """The graph nodes that stand for the end of each step."""
+        driver, stream = self._driver, self._stream.cuda_stream
+        ends: list[list[int]] = []
+        last_operator: list[int] = []
+        for step in steps:
+            after = [node for number in step.after for node in ends[number]]
+            if isinstance(step, OperatorStep):
+                after += last_operator
+            if is_muted and step.is_own:
+                ends.append(list(dict.fromkeys(after)))
+                continue
+            driver.set_dependencies(stream, list(dict.fromkeys(after)))
+            step.launch(stream, True)
+            ends.append(driver.dependencies(stream))
+            if isinstance(step, OperatorStep):
+                last_operator = ends[-1]
+            yield ends[-1]
+
+    def close(self) -> None:
+        """Graphs and modules go; nothing of it stays."""
+        driver = self._driver
+        for graph in (*self._runs.values(), *self._chains.values()):
+            driver.call("cuGraphExecDestroy", graph)
+        for graph in self._graphs.values():
+            driver.call("cuGraphDestroy", graph)
+        for event in self._events:
+            driver.call("cuEventDestroy_v2", event)
+        driver.unload_modules()
+        self._runs, self._chains, self._graphs, self._modules = {}, {}, {}, {}

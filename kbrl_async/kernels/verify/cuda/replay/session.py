@@ -1,0 +1,350 @@
+"""A candidate as data: what `Checker` and `CudaStopwatch` ask of a child, answered by a player that does its recorded
+forwards again in memory that the bench holds too.
+
+::
+
+    arena:  [inputs of all slots, gaps of secret sizes] [image: restored before each run] [all else: poisoned]
+    call ─▶ restore, poison, wait ─▶ Run ─▶ outputs of this slot are read here; those of others must still be poison
+
+Invariants
+* Everything that a verdict stands on is read, written, poisoned and compared here; a player only runs kernels.
+* Nothing but inputs, image and what the device keeps in variables of a module is the same at the beginning of two calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.kernels.verify import allowed, values, wire
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
+from kbrl_async.kernels.verify.cuda.replay import orders
+from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
+from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.session import Sample
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
+from kbrl_async.kernels.verify.session import CandidateFault, Outcome
+from kbrl_async.kernels.verify.validation import overlap, span
+from protocols.records import REPLAYED, Fault
+
+POISON = 0x7F
+_GAPS = 32
+"""A gap between two inputs is at most so many times the alignment."""
+_LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
+_ORDERS = 3
+_SMALL = _GAPS * ALIGNMENT
+"""Stretches up to this many bytes are poisoned all at once."""
+_WITNESSES = 2
+"""Other slots that are looked at after a call."""
+_BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
+_KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
+Span = tuple[int, int]
+
+
+def place_inputs(
+    tensors: list[torch.Tensor], slots: int, rng: random.Random
+) -> tuple[list[list[wire.TensorMeta]], int]:
+    """Places for the inputs of each slot, at distances that nobody can foresee, and their end."""
+    placed: list[list[wire.TensorMeta]] = []
+    end = 0
+    for _ in range(slots):
+        metas: list[wire.TensorMeta] = []
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            step = ALIGNMENT if size < _LARGE else _PAGE  # large ones begin with a page, as the driver's own do
+            end = values.padded(end, step) + rng.randint(1, _GAPS if size < _LARGE else _PAGES) * step
+            metas += values.layout([tensor], end, step)[0]
+            end += values.padded(size, ALIGNMENT)
+        placed.append(metas)
+    return placed, values.padded(end + ALIGNMENT, _PAGE)
+
+
+class ReplaySession:
+    """One candidate in a player. Raises `CandidateFault` for what its kernels did, `InfraError` for what the host did.
+
+    `recorded_in`: the arena of its recorder, which holds the image. `inputs`: as `place_inputs` gave them.
+
+    :raises Unreplayable: its machine code can't be loaded here.
+    """
+
+    trust, trust_reason = REPLAYED, ""
+    keeps_outputs = False
+    is_trusted = True
+
+    def __init__(
+        self,
+        host: ReplayHost,
+        recording: Recording,
+        images: list[Image],
+        inputs: list[list[wire.TensorMeta]],
+        recorded_in: DeviceArena,
+        rng: random.Random,
+        is_shared: bool = False,
+    ) -> None:
+        self.is_shared = is_shared
+        """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
+        self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
+        self.isolation: Isolation = host.isolation
+        self.kernels = _count(recording.forwards[0])
+        self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
+        self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
+        taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
+        self._rest = complement(taken, recording.used)
+        self._orders: list[tuple[int, ...]] = []
+        self._spare_order: tuple[int, ...] = ()
+        self._is_new = True
+        self.is_proven = False
+        self._arena = host.reserve(recording.used)
+        self._see()
+        self._has_operators = host.load(images, recording)
+        self._is_warm = not self._has_operators
+        self.fault: CandidateFault | None = self._shared_outputs()
+        """What is wrong with it before it is called."""
+
+    @property
+    def host_pid(self) -> int:
+        """No process of the candidate's is left to wait for."""
+        return 0
+
+    def close(self) -> None:
+        for held in (self.slots, self._image, self._large, self._small, self._stamps, self._seen, self._restored):
+            held.clear()
+        self._host.unload()
+
+    def attach(
+        self,
+        tree: wire.Tree,
+        tensors: list[torch.Tensor],
+        slots: int,
+        copies: bool = True,
+        outs: list[wire.TensorMeta] | None = None,
+    ) -> None:
+        """The same addresses in other memory; the first time everything is where it should be already."""
+        if self._is_new:
+            self._is_new = False
+            return
+        self._arena = self._host.reserve(self._recording.used, is_new=True)
+        self._see()
+
+    def _see(self) -> None:
+        raw: torch.Tensor = self._arena.raw
+        self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
+        self._large = [raw[begin:end] for begin, end in self._rest if end - begin > _SMALL]
+        self._small = [raw[begin:end] for begin, end in self._rest if end - begin <= _SMALL]
+        self._stamps = [_stamp(raw.device)[: stretch.numel()] for stretch in self._small]
+        self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
+        self._restored = [raw[begin:end] for begin, end in self._recording.image]
+
+    def _shared_outputs(self) -> CandidateFault | None:
+        """Outputs of two calls in one place, or in memory that lasts: the later call overwrites the earlier's."""
+        inputs = [span(meta) for slot in self._inputs for meta in slot]
+        own = [[one for one in map(span, slot) if not _touches(one, inputs)] for slot in self._outputs]
+        kept = any(_touches(one, self._recording.image) for slot in own for one in slot)
+        if kept or overlap(one for slot in own for one in joined(slot)):
+            return CandidateFault(Fault.INCORRECT, _KEPT, "output_overwritten", self)
+        return None
+
+    # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def poison(self) -> None:
+        """Before a run: nothing of an earlier one is left."""
+        for stretch in self._large:
+            stretch.fill_(POISON)
+        if self._small:
+            torch._foreach_copy_(self._small, self._stamps)
+        if self._image:
+            torch._foreach_copy_(self._restored, self._image)
+
+    def call(self, op: int, slot: int, deadline_s: float) -> Outcome:
+        forward = self._recording.forwards[slot]
+        if self.fault is not None:
+            raise self.fault
+        if op != wire.OP_RUN:
+            return Outcome(0, 0, 0, ["V", None], [])
+        elapsed = self.run(slot, deadline_s)
+        self._refuse_batching([other for other in range(len(self.slots)) if other != slot])
+        return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
+
+    def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
+        """One forward over what is written to the slot; nanoseconds until it answered."""
+        if not self._is_warm:
+            self.poison()
+            torch.cuda.synchronize()
+            self._host.done(orders.WarmUp(slot), deadline_s)
+            self._is_warm = True
+        self.poison()
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        self._host.done(orders.Run(slot, is_muted), deadline_s)
+        return time.perf_counter_ns() - begin
+
+    def _refuse_batching(self, others: list[int]) -> None:
+        for other in self._rng.sample(others, min(_WITNESSES, len(others))):
+            if not all(self._is_poison(meta) for meta in self._outputs[other]):
+                raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
+
+    def _is_poison(self, meta: wire.TensorMeta) -> bool:
+        """Of what was poisoned: an output that is an input, as the reference's may be, was not."""
+        if any(begin <= meta.place < end for begin, end in self._rest):
+            begin, end = span(meta)
+            return bool((self._arena.raw[begin:end] == POISON).all())
+        return True
+
+    def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]:
+        return metas
+
+    def read(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """A copy of an output."""
+        return self._arena.view(meta).clone()
+
+    def disarm(self, artifacts: list[Path]) -> int:
+        return 0
+
+    # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def capture(self, count: int, deadline_s: float) -> wire.Captured:
+        """Secret orders of the first `count` slots, one of them without a slot."""
+        order = list(range(count))
+        self._orders = []
+        for _ in range(_ORDERS if count > 1 else 1):
+            self._rng.shuffle(order)
+            self._orders.append(tuple(order))
+        return wire.Captured(0, {name: count for name, (count, _) in self.kernels.items()})
+
+    def replay(self, times: int, deadline_s: float) -> Sample:
+        """Over the slots of `capture`, `times` over; the cost of two events where that is 0."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        order = orders.Time(self._rng.choice(self._orders), times) if times else orders.Time(())
+        elapsed = self._host.timed(order, deadline_s)
+        wall = time.perf_counter_ns() - begin
+        return Sample(elapsed, wall) if times else Sample(0.0, wall, elapsed)
+
+    def leaves_out(self, deadline_s: float) -> None:
+        """A timed run that looks like any other, but one slot is not in it: its outputs must stay poison."""
+        whole = self._rng.choice(self._orders)
+        if len(whole) < 2:
+            return
+        missing = self._rng.choice(whole)
+        self.poison()
+        torch.cuda.synchronize()
+        self._host.timed(orders.Time(tuple(slot for slot in whole if slot != missing)), deadline_s)
+        if not all(self._is_poison(meta) for meta in self._outputs[missing]):
+            raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
+
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        slots = self._seen[first:end]
+        if len(slots) == 1:
+            return [view.unsqueeze(0) for view in slots[0]]
+        return [torch.stack([slot[i] for slot in slots]) for i in range(len(slots[0]))]
+
+    def event(self, slot: int, deadline_s: float) -> Sample:
+        raise NotImplementedError("what was recorded can always be timed as a graph")
+
+    def events(self, times: int, deadline_s: float) -> Sample:
+        raise NotImplementedError("what was recorded can always be timed as a graph")
+
+    # ── whose kernels ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def own_kernels(self, source: str) -> list[str]:
+        """Names of what was built from the candidate's source."""
+        return [name for name, (_, is_own) in self.kernels.items() if is_own]
+
+    @property
+    def trace(self) -> wire.Trace:
+        """What forward consists of."""
+        launches = {name: (count, 0) for name, (count, is_own) in self.kernels.items() if is_own}
+        ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
+        return wire.Trace(launches, ops)
+
+    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
+        """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0."""
+        nothing = self._host.timed(orders.Time(()), deadline_s)
+        whole = self._least(False, deadline_s)
+        try:
+            self.run(0, deadline_s, is_muted=True)
+            left = self._least(True, deadline_s)
+            self.run(0, deadline_s, is_muted=True)
+        except CandidateFault:  # an operator faults on poison: it needs what own kernels make
+            self._arena = self._host.revive()
+            self._see()
+            self._is_warm = not self._has_operators
+            self.poison()
+            left = nothing
+        return max(0.0, whole - nothing), max(0.0, left - nothing)
+
+    def _least(self, is_muted: bool, deadline_s: float) -> float:
+        return min(self._host.timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(3))
+
+    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
+        """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
+        for node in self._recording.forwards[0].nodes:
+            if isinstance(node, Operator) and allowed.does_work(node.name):
+                for meta in node.results:
+                    if is_answer(self._arena.view(_plain(meta))):
+                        return allowed.base_of(node.name)
+        return ""
+
+
+@functools.cache
+def _stamp(device: torch.device) -> torch.Tensor:
+    return torch.full((_SMALL,), POISON, dtype=torch.uint8, device=device)
+
+
+def complement(taken: Iterable[Span], end: int) -> list[Span]:
+    """The stretches of (0, end) that none of these covers.
+
+    >>> complement([(2, 4), (6, 8)], 10)
+    [(0, 2), (4, 6), (8, 10)]
+    """
+    left, at = [], 0
+    for begin, stop in sorted(taken):
+        if begin > at:
+            left.append((at, begin))
+        at = max(at, stop)
+    return [*left, (at, end)] if at < end else left
+
+
+def _touches(one: Span, others: Sequence[Span]) -> bool:
+    return any(one[0] < end and begin < one[1] for begin, end in others)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Those of one slot may share bytes: two outputs may be views of one buffer.
+
+    >>> joined([(4, 8), (0, 6), (9, 9), (10, 12)])
+    [(0, 8), (10, 12)]
+    """
+    found: list[Span] = []
+    for begin, end in sorted(one for one in spans if one[0] < one[1]):
+        if found and begin < found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
+    """What type it had in Python is nothing that data has."""
+    return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)
+
+
+def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
+    """How often each kernel, operator or copy is in a forward, and whether it is the candidate's own."""
+    own = Counter(node.name for node in forward.nodes if isinstance(node, Kernel))
+    library = Counter(_name(node) for node in forward.nodes if not isinstance(node, Kernel))
+    return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
+
+
+def _name(node: Any) -> str:
+    if isinstance(node, Operator):
+        return node.name
+    return "aten::fill_" if type(node).__name__ == "Memset" else "aten::copy_"

@@ -1,0 +1,221 @@
+"""What of replays on a GPU needs no GPU: where things lie, whose memory an operator gets, what is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.verify import compare, wire
+from kbrl_async.kernels.verify.cuda.arena import BASE
+from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
+from kbrl_async.kernels.verify.cuda.replay.places import Places
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
+from kbrl_async.kernels.verify.session import CandidateFault
+from kbrl_async.kernels.verify.tolerance import Tolerance
+from kbrl_async.kernels.verify.validation import overlap, span
+from protocols.records import Fault
+
+# ── places ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_inputs_of_slots_lie_apart_at_distances_that_differ() -> None:
+    tensors = [torch.empty(3, 5), torch.empty(7, dtype=torch.float16)]
+    placed, end = place_inputs(tensors, 8, random.Random(1))
+    spans = [span(meta) for slot in placed for meta in slot]
+    assert not overlap(spans)
+    assert end >= max(stop for _, stop in spans)
+    steps = {later[0].place - earlier[0].place for earlier, later in zip(placed, placed[1:], strict=False)}
+    assert len(steps) > 1, "who knows one distance must not know the next"
+
+
+def test_an_operator_gets_the_memory_that_it_got_and_other_memory_for_what_was_not_foreseen() -> None:
+    fresh = iter(range(1 << 20, 1 << 30, 1 << 20))
+    places = Places(lambda size: next(fresh))
+    places.follow([(0, 64), (512, 100)])
+    assert (places.take(64), places.take(100)) == (BASE, BASE + 512)
+    places.follow([(0, 64)])
+    other = places.take(65)
+    assert other == 1 << 20
+    places.give(other)
+    assert places.take(65) == other, "a graph holds its address: it is used again, never given back"
+    places.give(BASE)
+    assert places.held == 512
+
+
+def test_memory_that_is_not_there_is_noticed() -> None:
+    places = Places(lambda size: 0)
+    assert places.take(8) == 0
+    assert places.has_failed
+
+
+# ── what is loaded ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_cubin_of_a_bundle_is_named_by_its_content(tmp_path: Path) -> None:
+    codes = [b"\x7fELF one", b"\x7fELF two"]
+    (tmp_path / "a").write_bytes(bundle.pack({"a.cubin": codes[0], "b.cubin": codes[1], "c.json": b"{}"}))
+    found = images([tmp_path / "a"])
+    assert {image.digest: image.parts for image in found} == {hashlib.sha256(c).hexdigest(): [c] for c in codes}
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\x7fELF\x02\x01 but no more"])
+def test_an_artifact_that_is_none_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(Unloadable):
+        images([tmp_path / "a"])
+
+
+def test_a_kernel_gets_as_many_bytes_as_its_code_reads_or_nothing_runs() -> None:
+    node = Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [b"12345678", b"1234"])
+    driver: Any = SimpleNamespace(parameter_sizes=lambda function: [8, 4])
+    KernelStep(driver, node, 7, False)
+    for sizes in ([8], [8, 8], [8, 4, 4]):
+        with pytest.raises(Refused):
+            KernelStep(SimpleNamespace(parameter_sizes=lambda function, sizes=sizes: sizes), node, 7, False)  # type: ignore[arg-type]
+
+
+def test_an_operator_is_done_again_and_its_result_lies_where_it_lay() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    meta = [wire.TensorMeta("float32", (2, 2), (2, 1), place) for place in (0, 16, 32)]
+
+    def view(one: wire.TensorMeta) -> torch.Tensor:
+        return memory[one.place : one.place + 16].view(torch.float32).view(2, 2)
+
+    view(meta[0]).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    view(meta[1]).copy_(torch.eye(2))
+    arguments = ["L", [["L", [["T", 0], ["T", 1]]], ["D", {"alpha": ["V", 2]}]]]
+    node = Operator("aten::add.Tensor", arguments, meta[:2], [meta[2]])
+    OperatorStep(node, view, Places(lambda size: 0), torch.device("cpu")).launch(0, False)
+    assert view(meta[2]).tolist() == [[3.0, 2.0], [3.0, 6.0]]
+
+
+# ── a session over a host that only pretends ──────────────────────────────────────────────────────────────────────────
+
+
+class Host:
+    """Its memory is the CPU's; what it runs is told by `work`."""
+
+    isolation = None
+
+    def __init__(self, size: int) -> None:
+        raw = torch.zeros(size, dtype=torch.uint8)
+        self._arena = SimpleNamespace(raw=raw, size=size, view=self._view)
+        self.work = lambda raw, slot: None
+        self.orders: list[Any] = []
+
+    def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
+        from kbrl_async.kernels.verify import values
+
+        return values.view(self._arena.raw, meta)
+
+    def reserve(self, size: int, is_new: bool = False) -> Any:
+        return self._arena
+
+    def load(self, images: Any, plan: Any) -> bool:
+        return False
+
+    def done(self, order: Any, deadline_s: float) -> None:
+        self.work(self._arena.raw, order.slot)
+
+    def timed(self, order: Any, deadline_s: float) -> float:
+        self.orders.append(order)
+        for slot in order.slots:
+            self.work(self._arena.raw, slot)
+        return 1000.0
+
+    def unload(self) -> None:
+        pass
+
+
+def session(outputs: list[int], image: list[tuple[int, int]] = [], slots: int = 3) -> tuple[ReplaySession, Host]:  # noqa: B006
+    host = Host(4096)
+    inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
+    forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
+    plan = Recording(forwards, image, 4096)
+    made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
+    return made, host
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_before_each_call_all_is_poison_but_inputs_and_what_lasts() -> None:
+    made, host = session([1024, 1088, 1152], [(512, 528)])
+    seen: list[torch.Tensor] = []
+    made.slots[0][0].fill_(2.0)
+    host.work = lambda raw, slot: seen.append(raw.clone())
+    made.call(wire.OP_RUN, 0, 1.0)
+    host._arena.raw[512:4096] = 9
+    made.call(wire.OP_RUN, 0, 1.0)
+    for raw in seen:
+        assert raw[:16].view(torch.float32).tolist() == [2.0] * 4
+        assert raw[512:528].eq(0).all()
+        assert raw[16:64].eq(0x7F).all()
+        assert raw[528:].eq(0x7F).all()
+
+
+def test_outputs_of_two_calls_in_one_place_are_overwritten() -> None:
+    made, _ = session([1024, 1088, 1024])
+    with pytest.raises(CandidateFault) as caught:
+        made.call(wire.OP_RUN, 0, 1.0)
+    assert (caught.value.kind, caught.value.rule) == (Fault.INCORRECT, "output_overwritten")
+
+
+def test_an_output_in_memory_that_lasts_is_overwritten() -> None:
+    made, _ = session([1024, 1088, 1152], [(1024, 1040)])
+    with pytest.raises(CandidateFault, match="overwritten"):
+        made.call(wire.OP_RUN, 0, 1.0)
+
+
+def test_a_call_that_writes_the_outputs_of_others_did_their_work() -> None:
+    made, host = session([1024, 1088, 1152])
+    host.work = lambda raw, slot: raw[1024:1168].fill_(1)
+    with pytest.raises(CandidateFault) as caught:
+        made.call(wire.OP_RUN, 0, 1.0)
+    assert (caught.value.kind, caught.value.rule) == (Fault.CHEATING, "slot_batched")
+
+
+def test_a_slot_that_is_left_out_of_a_timed_run_stays_poison() -> None:
+    made, host = session([1024, 1088, 1152])
+    made.capture(3, 1.0)
+    host.work = lambda raw, slot: raw[1024 + 64 * slot : 1040 + 64 * slot].fill_(1)
+    made.leaves_out(1.0)
+    assert len(host.orders[-1].slots) == 2
+    host.work = lambda raw, slot: raw[1024:1168].fill_(1)
+    with pytest.raises(CandidateFault, match="the work of several"):
+        made.leaves_out(1.0)
+
+
+def test_timed_slots_come_in_an_order_that_changes() -> None:
+    made, host = session([256 * (4 + slot) for slot in range(12)], slots=12)
+    made.capture(12, 1.0)
+    for _ in range(20):
+        made.replay(1, 1.0)
+    assert len({order.slots for order in host.orders}) > 1
+    assert all(sorted(order.slots) == list(range(12)) for order in host.orders)
+
+
+# ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_quick_yes_is_a_yes() -> None:
+    rng = torch.Generator().manual_seed(1)
+    allowed = Tolerance(1e-3, 1e-5, 0.0, False, False)
+    for _ in range(200):
+        expected = torch.randn(64, generator=rng)
+        got = expected + torch.randn(64, generator=rng) * 10 ** float(torch.rand((), generator=rng) * 4 - 6)
+        if compare.agrees(got, expected, allowed):
+            assert compare.difference(got, expected, allowed).wrong == 0
+    assert compare.agrees(expected, expected.clone(), allowed)
+    assert not compare.agrees(torch.full((4,), torch.nan), torch.zeros(4), allowed)
