@@ -28,6 +28,8 @@ class Fault(enum.StrEnum):
     ILLEGAL_ACCESS = "illegal_access"
     INCORRECT = "incorrect"
     CHEATING = "cheating"
+    UNPROVEN = "unproven"
+    """Right, but nothing shows that its own kernels did the work, and nothing shows that they did not."""
     WORKER_LOST = "worker_lost"
     INFRA_ERROR = "infra_error"
     STALE = "stale"
@@ -43,6 +45,10 @@ class Purpose(enum.StrEnum):
     TRAIN = "train"
     EVAL = "eval"
 
+
+REPLAYED, OBSERVED = "replayed", "observed"
+"""Two kinds of trust in a verdict: a trusted process did the candidate's recorded work again and judged that, or the
+candidate's own process did it and was watched."""
 
 SOLVER, VERIFIER, CORRECTOR = "solver", "verifier", "corrector"
 """What a turn is asked for: the first kernel, the verdict that one will get, a repaired one."""
@@ -190,6 +196,10 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """What KernelBench's own comparison says of the nominal inputs; None where it never came to that."""
     tolerance_note: str = ""
     """How the tolerance was chosen, in words."""
+    trust: str = ""
+    """`REPLAYED` or `OBSERVED`; empty for what never came to the bench, and for verdicts of before there were two."""
+    trust_reason: str = ""
+    """Why it was not replayed."""
 
 
 class Timing(msgspec.Struct, frozen=True, tag="timing"):

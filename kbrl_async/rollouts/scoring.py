@@ -115,4 +115,5 @@ def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[st
         rollout_id=request.rollout_id,
         fault=fault.value,
         role=request.role,
+        trust=record.verdict.trust,
     )

@@ -62,5 +62,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """An audit holds something against its problem."""
     funnel: tuple[Step, ...] = ()
     """The steps that it came to."""
+    trust: str = ""
+    """Of the verdict: `replayed` or `observed`."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""

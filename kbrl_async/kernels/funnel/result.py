@@ -81,6 +81,8 @@ class Result(msgspec.Struct, frozen=True):
             rows.append(("tolerance", v.tolerance_note))
         if v.kernelbench is not None:
             rows.append(("KernelBench", "would call it correct" if v.kernelbench else "would call it wrong"))
+        if v.trust:
+            rows.append(("trust", f"{v.trust}{f': {v.trust_reason}' if v.trust_reason else ''}"))
         rows += self._timing_rows()
         missing = f"; missing: {', '.join(v.isolation_missing)}" if v.isolation_missing else ""
         rows.append(("isolation", f"{v.isolation}{missing}"))

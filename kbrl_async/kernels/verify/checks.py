@@ -27,7 +27,7 @@ from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
-from protocols.records import Candidate, Fault
+from protocols.records import OBSERVED, Candidate, Fault
 
 
 class Checker:
@@ -47,6 +47,7 @@ class Checker:
         self.carries_state = False
         """The same inputs were answered rightly once and wrongly another time."""
         self.evidence = ""
+        self.trust, self.trust_reason = OBSERVED, ""
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
@@ -262,7 +263,7 @@ class Checker:
         """Only a candidate that is right so far: a wrong one has its verdict."""
         if finding is not None and not self.failed and self.fault is None:
             self.evidence = finding.evidence
-            self.fault = CandidateFault(Fault.CHEATING, finding.text, finding.rule)
+            self.fault = CandidateFault(finding.fault, finding.text, finding.rule)
 
 
 DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"

@@ -15,6 +15,7 @@ import msgspec
 
 from kbrl_async.kernels.verify.operators import computes
 from kbrl_async.kernels.verify.wire import Trace
+from protocols.records import Fault
 
 MIN_SHARE = 0.002
 MIN_LIBRARY_NS = 300_000
@@ -27,6 +28,9 @@ class Finding(msgspec.Struct, frozen=True):
     rule: str
     text: str
     evidence: str
+    fault: Fault = Fault.CHEATING
+    """An accusation needs two facts, such as a library that did the work and own kernels that were not needed for it;
+    with one of them a candidate is `UNPROVEN`."""
 
 
 def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> Finding | None:
@@ -38,8 +42,14 @@ def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> F
         text = f"the candidate replaced {trace.tampered}"
         return Finding("tampered", text, f"{trace.tampered} is another object than before the candidate was loaded")
     if not trace.launches:
-        text = "forward launched none of the candidate's own kernels: the result comes from the library"
-        return Finding("no_own_kernel", text, f"own launches: none; {_library(trace)}")
+        shown = f"own launches: none; {_library(trace)}"
+        if any(computes(name) for book in (trace.ops, trace.inside) for name in book):
+            text = "forward launched none of the candidate's own kernels: the result comes from the library"
+            return Finding("no_own_kernel", text, shown)
+        text = (
+            "no launch of a kernel of the candidate's own was seen, and none of the library's: its work is not proven"
+        )
+        return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
     calls = [name for name in trace.inside if computes(name)]
     if calls and is_closed:
         text = f"an own kernel calls {calls[0]}: C code that reaches into the library"

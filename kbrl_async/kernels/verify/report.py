@@ -50,6 +50,8 @@ class Findings(Protocol):
     kernelbench: bool | None
     carries_state: bool
     evidence: str
+    trust: str
+    trust_reason: str
 
     @property
     def tolerance_note(self) -> str: ...
@@ -97,12 +99,15 @@ def verdict_of(found: Findings) -> Verdict:
         isolation_missing=list(missing),
         kernelbench=_kernelbench(found),
         tolerance_note=found.tolerance_note,
+        trust=found.trust,
+        trust_reason=clean(found.trust_reason),
     )
 
 
 def _kernelbench(found: Findings) -> bool | None:
     """Its comparison knows no rules, but a run that ended or has another shape is wrong there too."""
-    if found.fault is not None and found.fault.kind is not Fault.CHEATING and found.kernelbench is None:
+    is_right = found.fault is not None and found.fault.kind in (Fault.CHEATING, Fault.UNPROVEN)
+    if found.fault is not None and not is_right and found.kernelbench is None:
         return False
     return found.kernelbench
 

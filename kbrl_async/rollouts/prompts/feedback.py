@@ -56,6 +56,7 @@ CATEGORIES = {
     Fault.OUT_OF_MEMORY: "resources",
     Fault.INCORRECT: "mismatch",
     Fault.CHEATING: "cheating",
+    Fault.UNPROVEN: "cheating",
 }
 _HINTS = {
     "format": "Answer with one fenced Python file that defines ModelNew with a forward.",

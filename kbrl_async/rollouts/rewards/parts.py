@@ -63,7 +63,7 @@ def correctness(record: Record) -> float:
     verdict = record.verdict
     if verdict.fault is Fault.OK:
         return 1.0
-    if verdict.total < 1:
+    if verdict.total < 1 or verdict.fault is Fault.UNPROVEN:
         return 0.0
     # A kernel that passes every set and then crashes or times out has not earned the last one.
     return max(0, min(verdict.passed, verdict.total - 1)) / verdict.total

@@ -4,6 +4,7 @@
 ::
 
     reward = floor                                   when it cheats
+           = floor + unproven_share · (as if right − floor) when nothing shows whose work it is
            = value of the first rung not passed      where the preset has a ladder
            = gate · Σ weight[part] · part            else
 
@@ -19,7 +20,7 @@ import msgspec
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.rewards.parts import part_of
 from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Reward
-from protocols.records import Fault
+from protocols.records import OBSERVED, Fault
 from protocols.rollout import Record
 
 PLAN_WEIGHT = 0.1
@@ -45,6 +46,10 @@ class Preset(msgspec.Struct, frozen=True):
     """What the tokens around the kernel are paid by, on their own and behind the same gate; empty: as all tokens."""
     plan_weight: float = 0.0
     """Weight of their advantage beside 1 of the kernel's tokens."""
+    observed_speedup: float | None = None
+    """Most speedup that is paid where a verdict is observed; None: as much as was measured."""
+    unproven_share: float = 0.0
+    """Share of the way from `floor` to what a right kernel without a time gets, for one that is `UNPROVEN`."""
 
 
 STAGE1 = Preset({"format": 0.3, "compile": 0.5, "correctness": 0.2})
@@ -93,6 +98,8 @@ def _changed(preset: Preset, settings: Reward) -> Preset:
         preset.floor,
         preset.plan_part if part is None else part,
         weight if weight is not None else preset.plan_weight or (PLAN_WEIGHT if part is not None else 0.0),
+        settings.observed_speedup,
+        settings.unproven,
     )
     named = [*weights, *(rung.part for rung in preset.ladder), preset.gate, changed.plan_part]
     for name in filter(None, named):
@@ -112,6 +119,7 @@ def plan_reward_of(record: Record, preset: Preset) -> float:
     """What the tokens around the kernel of one turn earn; 0 where they earn nothing of their own."""
     if not preset.plan_part:
         return 0.0
+    record = _capped(record, preset)
     return part_of(record, preset.plan_part) * (part_of(record, preset.gate) if preset.gate else 1.0)
 
 
@@ -119,8 +127,29 @@ def reward_of(record: Record, preset: Preset) -> float:
     """One number for one turn whose record earns one."""
     if record.fault is Fault.CHEATING:
         return preset.floor
+    if record.fault is Fault.UNPROVEN:
+        return preset.floor + preset.unproven_share * (_earned(_as_right(record), preset) - preset.floor)
+    return _earned(_capped(record, preset), preset)
+
+
+def _earned(record: Record, preset: Preset) -> float:
     for rung in preset.ladder:
         if part_of(record, rung.part) < 1.0:
             return rung.otherwise
     total = sum(weight * part_of(record, name) for name, weight in preset.weights.items())
     return total * part_of(record, preset.gate) if preset.gate else total
+
+
+def _capped(record: Record, preset: Preset) -> Record:
+    """Its time as it is paid: of what was only observed no more than the preset allows."""
+    timing, most = record.timing, preset.observed_speedup
+    if record.bench is None or timing is None or most is None or record.verdict.trust != OBSERVED:
+        return record
+    lower = msgspec.structs.replace(timing, lo=min(timing.lo, most), speedup=min(timing.speedup, most))
+    return msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, timing=lower))
+
+
+def _as_right(record: Record) -> Record:
+    assert record.bench is not None, "only a bench calls a kernel unproven"
+    verdict = msgspec.structs.replace(record.verdict, fault=Fault.OK)
+    return msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, verdict=verdict, timing=None))

@@ -30,6 +30,7 @@ _BY_UPDATE = {
     "rate/correct": "share that passed every secret input set",
     "rate/fast_1": "share whose whole interval of the speedup lies above 1",
     "rate/cheat": "share that was caught cheating",
+    "rate/replayed": "share of the correct ones whose recorded work a trusted process did again",
     "rate/completion": "share of answers that ended by themselves, not at `max_tokens`",
     "tokens/answer_mean": "mean length of an answer, tokens",
     "speedup/mean": "arithmetic mean of the speedups of correct kernels",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from kbrl_async.rollouts.stats import RolloutStats
-from protocols.records import SOLVER, VERIFIER
+from protocols.records import REPLAYED, SOLVER, VERIFIER
 
 
 class Histograms(msgspec.Struct, frozen=True):
@@ -111,7 +111,12 @@ def _reward(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
 def _rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     rates = {f"rate/{name.removesuffix('_rate')}": value for name, value in outcome_rates(rollouts).items()}
     shown = {tag: rates[tag] for tag in rates if tag not in ("rate/reward_mean", "rate/speedup_mean")}
-    return shown | _present({"rate/completion": mean(r.completion_fraction for r in rollouts)})
+    right = [r for r in rollouts if r.correct and r.trust]
+    more = {
+        "rate/completion": mean(r.completion_fraction for r in rollouts),
+        "rate/replayed": mean(r.trust == REPLAYED for r in right),
+    }
+    return shown | _present(more)
 
 
 def _speed(rollouts: Sequence[RolloutStats]) -> dict[str, float]:

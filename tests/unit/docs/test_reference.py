@@ -21,7 +21,7 @@ from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
-from protocols.records import SOLVER, VERIFIER, TrainSample
+from protocols.records import REPLAYED, SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
 from tests.records import record
 
@@ -57,7 +57,7 @@ def rollouts() -> list[RolloutStats]:
     return [
         RolloutStats(
             problem_id="a", level=1, reward=1.0, correct=turn > 0, compiled=turn > 0, speedup=2.0, staleness=1,
-            turn=turn, rollout_id="g1.r0", seconds={"queue": 1.0}, ages={"bench": 1}, role=SOLVER,
+            turn=turn, rollout_id="g1.r0", seconds={"queue": 1.0}, ages={"bench": 1}, role=SOLVER, trust=REPLAYED,
             fault="" if turn else "compile_error",
         )
         for turn in (0, 1)

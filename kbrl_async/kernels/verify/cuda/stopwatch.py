@@ -124,7 +124,7 @@ class CudaStopwatch:
             finding = self._own_kernels(captured, candidate)
             if finding is not None:
                 self._checker.evidence = finding.evidence
-                raise CandidateFault(Fault.CHEATING, finding.text, finding.rule)
+                raise CandidateFault(finding.fault, finding.text, finding.rule)
         except CandidateFault as fault:
             self._checker.accuse(fault)
 

@@ -20,6 +20,7 @@ from kbrl_async.kernels.verify import proof
 from kbrl_async.kernels.verify.cpu import trace
 from kbrl_async.kernels.verify.cpu.disarm import disarm
 from kbrl_async.kernels.verify.wire import Trace
+from protocols.records import Fault
 
 SOURCE = "#include <math.h>\nstatic int inner(void) { return 1; }\nint f(void) { return 41 + inner(); }\n"
 SOURCE += "int g(void) { return 7; }\nfloat h(float x) { return tgammaf(x); }\n"
@@ -143,3 +144,10 @@ def test_an_operator_that_the_candidate_registered_is_a_kernel_of_its_own() -> N
     assert proof.of_recorded(found) is None
     with pytest.raises(RuntimeError, match="own kernels are off"):
         trace.recorded(run, muted=True)
+
+
+def test_an_accusation_needs_two_facts() -> None:
+    """No own launch is one; the library's work is the other."""
+    silent, library = Trace(), Trace(ops={"aten::softmax": (1, 1000)})
+    found = [proof.of_recorded(trace) for trace in (silent, library)]
+    assert [one.fault for one in found if one is not None] == [Fault.UNPROVEN, Fault.CHEATING]

@@ -14,6 +14,8 @@ from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PRESETS, Reward
 from kbrl_async.runs.config import load
 from protocols.records import (
+    OBSERVED,
+    REPLAYED,
     BenchReport,
     BuildReport,
     Fault,
@@ -195,3 +197,35 @@ def test_what_is_no_preset_is_refused_with_the_configuration() -> None:
 def test_a_name_that_is_nearly_right_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match="Did you mean stage3"):
         load(overrides=["reward.preset=stge3"])
+
+
+def with_trust(trust: str, lo: float) -> Record:
+    right = record(lo=lo)
+    assert right.bench is not None
+    verdict = msgspec.structs.replace(right.verdict, trust=trust)
+    return msgspec.structs.replace(right, bench=msgspec.structs.replace(right.bench, verdict=verdict))
+
+
+@pytest.mark.parametrize("name", [name for name in REWARD_PRESETS.ours if name != "auto"])
+def test_a_speed_that_was_only_observed_pays_no_more_than_the_cap(name: str) -> None:
+    (capped,) = find_presets(Reward(preset=name, observed_speedup=1.0))
+    assert reward_of(with_trust(OBSERVED, 6.0), capped) == reward_of(with_trust(OBSERVED, 1.0), capped)
+    assert reward_of(with_trust(REPLAYED, 6.0), capped) == reward_of(record(lo=6.0), capped)
+    assert reward_of(with_trust(OBSERVED, 0.5), capped) == reward_of(with_trust(REPLAYED, 0.5), capped)
+
+
+def test_the_cap_holds_for_the_tokens_around_the_kernel_too() -> None:
+    (capped,) = find_presets(Reward(preset="plan_code", observed_speedup=1.0))
+    assert presets.plan_reward_of(with_trust(OBSERVED, 6.0), capped) == 1.0
+    assert presets.plan_reward_of(with_trust(REPLAYED, 6.0), capped) == 6.0
+
+
+@pytest.mark.parametrize("name", [name for name in REWARD_PRESETS.ours if name != "auto"])
+def test_a_kernel_that_nothing_proves_gets_its_share_of_what_a_right_one_without_a_time_gets(name: str) -> None:
+    unproven = record(verdict=Fault.UNPROVEN)
+    (none,), (half,), (whole,) = (find_presets(Reward(preset=name, unproven=share)) for share in (0.0, 0.5, 1.0))
+    right = reward_of(record(), whole)
+    assert reward_of(unproven, none) == none.floor == reward_of(record(verdict=Fault.CHEATING), none)
+    assert reward_of(unproven, half) == pytest.approx((none.floor + right) / 2)
+    assert reward_of(unproven, whole) == pytest.approx(right)
+    assert part_of(unproven, "correct") == part_of(unproven, "correctness") == 0.0
