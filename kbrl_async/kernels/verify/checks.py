@@ -23,11 +23,12 @@ from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
+from kbrl_async.kernels.verify.cpu.replay import Refused
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
-from protocols.records import OBSERVED, Candidate, Fault
+from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
 
 class Checker:
@@ -85,8 +86,38 @@ class Checker:
             self.session = reference.open(self._zygote, source, "ModelNew", paths, limit_s, candidate.backend)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             reference.attach(self.session)
+            self._replay(candidate, artifacts)
         except CandidateFault as fault:
             self.fault = fault
+
+    def _replay(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
+        """Goes on with a child that does again what this one recorded, where there can be one."""
+        session, self.trust = self.session, OBSERVED
+        assert session is not None
+        if not (self.options.replay and self.reference.records and self._backend.is_replayed):
+            self.trust_reason = f"kernels of {candidate.backend} are not replayed here"
+            return
+        try:
+            self.session = self.reference.replayed(self._zygote, session, artifacts, self)
+        except Refused as reason:
+            self.trust_reason = str(reason)
+            return
+        session.close()
+        self.trust, self.trust_reason = REPLAYED, ""
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.trust == REPLAYED
+
+    def is_right(self, session: Session, outcome: Outcome, input_set: InputSet) -> bool:
+        """Whether a call of its answers these inputs."""
+        try:
+            got = self.outputs(outcome, session)
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                raise
+            return False
+        return self.compare(got, input_set.expected, input_set.tolerances).wrong == 0
 
     def accuse(self, fault: CandidateFault) -> None:
         """It ends with this fault of its own; one of the reference's is raised again."""
@@ -198,9 +229,10 @@ class Checker:
             self._trace, self.evidence = outcome.trace, proof.evidence(outcome.trace)
         return found.wrong == 0
 
-    def outputs(self, outcome: Outcome) -> list[torch.Tensor]:
+    def outputs(self, outcome: Outcome, session: Session | None = None) -> list[torch.Tensor]:
         """The outputs as tensors of ours, after their structure, types and shapes were found right."""
-        assert self.session is not None
+        session = session or self.session
+        assert session is not None
         reference = self.reference
         expected = reference.sets[0].expected
         if len(outcome.tensors) != len(expected):
@@ -212,7 +244,7 @@ class Checker:
         for meta, wanted, kind, strides in known:
             _check_meta(meta, wanted, kind)
             _check_layout(meta, strides)
-        return [self.session.read(meta) for meta in outcome.tensors]
+        return [session.read(meta) for meta in outcome.tensors]
 
     def compare(
         self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.restype = _libc.process_vm_writev.restype = ctypes.c_ssize_t
 _SIZE_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
 _SEALS = _SIZE_SEALS | 0x8  # F_SEAL_WRITE
 _F_ADD_SEALS = 1033
@@ -32,6 +32,12 @@ def read_memory(pid: int, address: int, target: int, size: int) -> bool:
         return False
     local, remote = _IoVec(target, size), _IoVec(address, size)
     return bool(_libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == size)
+
+
+def write_memory(pid: int, address: int, source: int, size: int) -> bool:
+    """Copy `size` bytes at our address `source` to `address` of process `pid`; False where not all of it went there."""
+    local, remote = _IoVec(source, size), _IoVec(address, size)
+    return bool(_libc.process_vm_writev(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == size)
 
 
 @functools.cache

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import inputs, values, wire
+from kbrl_async.kernels.verify import compare, inputs, values, wire
+from kbrl_async.kernels.verify.cpu.replay import Judging, Replays
 from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
@@ -35,6 +38,8 @@ class Reference:
         self.problem, self._options, self._rng, self.tick = problem, options, rng, tick
         self.seed = rng.getrandbits(31)
         self.uses = 0
+        self._rehearsals: list[InputSet] = []
+        self._replays = Replays(self, options)
         try:
             self.session = self._begin(zygote)
         except CandidateFault as fault:
@@ -75,6 +80,7 @@ class Reference:
 
     def close(self) -> None:
         self.session.close()
+        self._replays.close()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -106,27 +112,55 @@ class Reference:
     def attach(self, session: Session) -> None:
         session.attach(self.tree, self.examples, self._options.slots, self.copies)
 
+    def replayed(self, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging) -> Session:
+        """A child that does again what the candidate of `session` does, and none of its Python.
+
+        :raises Refused: there can't be one.
+        """
+        return self._replays.of(zygote, session, artifacts, judge)
+
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
         twin.close()
 
-    def twin(self, zygote: Zygote) -> Session:
+    def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         """A fresh child of the reference with the history of a candidate that was just checked: only such
         two can be timed against each other, because an older process has another heap and other page tables."""
+        if is_replayed:
+            return self._replays.twin(zygote)
         session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
         try:
             self.attach(session)
-            session.call(wire.OP_POISON_ON, 0, self._options.reference_deadline_s)
-            for number, input_set in enumerate(self.sets):
-                slot = number % self._options.slots
-                for place, block in zip(session.slots[slot], input_set.blocks, strict=True):
-                    place.copy_(block)
-                session.call(wire.OP_RUN, slot, self._options.reference_deadline_s)
-            session.call(wire.OP_POISON_OFF, 0, self._options.reference_deadline_s)
+            self.check(session)
         except BaseException:
             session.close()
             raise
         return session
+
+    def check(self, session: Session) -> bool:
+        """All input sets through a child of the reference; whether it is right on them."""
+        wrong, limit_s = 0, self._options.reference_deadline_s
+        session.call(wire.OP_POISON_ON, 0, limit_s)
+        for number, input_set in enumerate(self.sets):
+            slot = number % self._options.slots
+            for place, block in zip(session.slots[slot], input_set.blocks, strict=True):
+                place.copy_(block)
+            outcome = session.call(wire.OP_RUN, slot, limit_s)
+            got = [session.read(meta) for meta in outcome.tensors]
+            both = zip(got, input_set.expected, input_set.tolerances, strict=True)
+            wrong += any(compare.difference(*three).wrong for three in both)
+        session.call(wire.OP_POISON_OFF, 0, limit_s)
+        return wrong == 0
+
+    def rehearsals(self) -> list[InputSet]:
+        """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
+        if not self._rehearsals:
+            for _ in range(3):
+                blocks = self._draw()
+                expected = self.ask(wire.OP_RUN, blocks)[1]
+                first = self.sets[0]
+                self._rehearsals.append(InputSet("rehearsal", blocks, expected, first.tolerances, first.mutated))
+        return self._rehearsals
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""
@@ -153,6 +187,7 @@ class Reference:
         self.sets: list[InputSet] = maker.make(draws, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
+        self._rehearsals = []
 
     def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
         self.attach(self.session)

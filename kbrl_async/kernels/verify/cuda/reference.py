@@ -132,7 +132,7 @@ class CudaReference(Reference):
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
         self.spares.refill()  # gets ready while this one is being checked
 
-    def twin(self, zygote: Zygote) -> Session:
+    def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         return self.session
 
     def release(self, twin: Session) -> None:

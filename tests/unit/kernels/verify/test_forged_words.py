@@ -23,12 +23,12 @@ HONEST = "return self.done(nonce)"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(evaluate: Evaluate, bench: Bench) -> Iterator[None]:
+def _nothing_is_left_behind(evaluate: Evaluate, watching: Bench) -> Iterator[None]:
     """The reference was not doubted, and judges the next one."""
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
-    reference = bench._references._kept[SCALE_AND_SHIFT]
+    reference = watching._references._kept[SCALE_AND_SHIFT]
     yield
-    assert bench._references._kept[SCALE_AND_SHIFT] is reference
+    assert watching._references._kept[SCALE_AND_SHIFT] is reference
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
 
 
@@ -248,7 +248,7 @@ def copying(zygote: Zygote) -> Iterator[Bench]:
         yield made
 
 
-def copied(bench: Bench, change: str, asked: str) -> Verdict:
+def copied(watching: Bench, change: str, asked: str) -> Verdict:
     source = candidate(COPIES.replace("ASKED", asked).replace("CHANGE", change), 1)
     problem = Problem("L1/01_test", 1, "test", SCALE_AND_SHIFT)
     return bench.evaluate(problem, Candidate(source, "torch"), {}, timing=False).verdict

@@ -28,12 +28,12 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
+def run(watching: Bench, artifacts: dict[str, Path]) -> Run:
     """Straight to the bench: what the tripwires would say before is not asked."""
 
     def judge(source: str, problem: str = PROBLEM, *, timing: bool = False, on: Bench | None = None) -> BenchReport:
         one = Problem("L1/03_catalogue", 1, "catalogue", problem)
-        return (on or bench).evaluate(one, Candidate(source, "c"), artifacts, timing=timing)
+        return (on or watching).evaluate(one, Candidate(source, "c"), artifacts, timing=timing)
 
     return judge
 
@@ -41,7 +41,7 @@ def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
 @pytest.fixture
 def fresh(zygote: Zygote) -> Iterator[Bench]:
     """A bench without references: for defences that shape a reference's secret sets."""
-    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made:
+    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, replay=False))) as made:
         yield made
 
 
@@ -50,7 +50,7 @@ def brief(zygote: Zygote) -> Iterator[Bench]:
     """Times hardly at all."""
     recipe = Recipe.of(TimingBench(min_pairs=2, max_pairs=2, cap_s=0.01), warmup=0)
     with contextlib.closing(
-        Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=recipe))
+        Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=recipe, replay=False))
     ) as made:
         yield made
 
@@ -61,6 +61,6 @@ def open_bench() -> Iterator[Bench]:
     preload = (*PRELOAD, "tests.unit.kernels.verify.unconfined")
     with (
         Zygote(preload) as zygote,
-        contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made,
+        contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, replay=False))) as made,
     ):
         yield made

@@ -105,7 +105,7 @@ class InOrder(random.Random):
 
 
 def test_state_carried_between_calls_has_a_rule_of_its_own(run: Run, zygote: Zygote, monkeypatch: Patch) -> None:
-    with contextlib.closing(Bench(zygote, patient(), seeds=InOrder(1))) as bench:
+    with contextlib.closing(Bench(zygote, patient(replay=False), seeds=InOrder(1))) as bench:
         verdict = run(STALE, on=bench).verdict
         assert refused(verdict, Fault.INCORRECT, "state_carried")
         assert "rightly once" in verdict.message
