@@ -22,7 +22,7 @@ from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
-from kbrl_async.kernels.verify.sets import InputSet, SetMaker
+from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
 from protocols.records import Problem
 
 
@@ -143,8 +143,7 @@ class Reference:
         session.call(wire.OP_POISON_ON, 0, limit_s)
         for number, input_set in enumerate(self.sets):
             slot = number % self._options.slots
-            for place, block in zip(session.slots[slot], input_set.blocks, strict=True):
-                place.copy_(block)
+            place(session, slot, input_set)
             outcome = session.call(wire.OP_RUN, slot, limit_s)
             got = [session.read(meta) for meta in outcome.tensors]
             both = zip(got, input_set.expected, input_set.tolerances, strict=True)

@@ -64,6 +64,18 @@ class Outcome(msgspec.Struct, frozen=True):
     tensors: list[wire.TensorMeta]
     trace: wire.Trace | None = None
 
+    def parts(self) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
+        """Of a replay with own kernels off: its outputs, and what operators computed by number and name.
+
+        :raises ValueError: it is no such outcome.
+        """
+        kind, body = self.tree
+        if kind != "U" or len(body) != 2 or body[1][0] != "D" or any(item[0] != "T" for item in body[1][1].values()):
+            raise ValueError("no outcome of a replay with own kernels off")
+        first = len(self.tensors) - len(body[1][1])
+        kept = dict(zip(body[1][1], self.tensors[first:], strict=True))
+        return msgspec.structs.replace(self, tree=body[0], tensors=self.tensors[:first]), kept
+
 
 class Session:
     """One runner child. Raises `CandidateFault` for what its code did, `InfraError` for what the host did."""

@@ -37,6 +37,12 @@ class InputSet(msgspec.Struct, frozen=True):
     """Zeros, a constant or an unchanged input would be a right answer."""
 
 
+def place(session: Session, slot: int, input_set: InputSet) -> None:
+    """Write its inputs where the child finds them."""
+    for where, block in zip(session.slots[slot], input_set.blocks, strict=True):
+        where.copy_(block)
+
+
 class Oracle(Protocol):
     """A reference child, as far as sets need it."""
 

@@ -17,10 +17,11 @@ _NOT = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_ou
 _MORE = frozenset(
     [
         *("baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "linear", "matmul", "outer", "cross", "kron"),
-        *("native_batch_norm", "native_group_norm", "_native_batch_norm_legit_functional", "batch_norm", "instance_norm"),
+        *("native_batch_norm", "native_group_norm", "batch_norm", "instance_norm"),
         *("mkldnn_convolution", "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d", "im2col"),
         *("avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
-        *("upsample_nearest1d", "upsample_nearest3d", "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d"),
+        *("upsample_nearest1d", "upsample_nearest3d", "upsample_bicubic2d", "upsample_linear1d"),
+        *("upsample_trilinear3d",),
         *("_upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "grid_sampler_3d"),
         *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "_thnn_fused_lstm_cell"),
         *("cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp", "kthvalue", "median"),

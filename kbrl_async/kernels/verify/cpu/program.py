@@ -4,10 +4,10 @@
 
     inputs, constants ─▶ steps: Operator (of torch) · Call (of a built C function) ─▶ outputs
 
-Every tensor is a value with a number: first the inputs, then the constants, then what steps make. There are no addresses,
-so nothing has to be moved: whoever does it again allocates by the same operators. A program is written by whoever may
-lie, and nothing in it is believed: a wrong one gives wrong results. `read` holds what a replay needs to hold: known
-operators, functions of the candidate's own artifacts, values that exist, constants within their blocks.
+Every tensor is a value with a number: first the inputs, then the constants, then what steps make. There are no
+addresses, so nothing has to be moved: whoever does it again allocates by the same operators. A program is written by
+whoever may lie, and nothing in it is believed: a wrong one gives wrong results. `read` holds what a replay needs to
+hold: known operators, functions of the candidate's own artifacts, values that exist, constants within their blocks.
 """
 
 from __future__ import annotations

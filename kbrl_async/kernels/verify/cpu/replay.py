@@ -24,8 +24,9 @@ from kbrl_async.kernels.verify.cpu import program, statics
 from kbrl_async.kernels.verify.cpu.program import Program
 from kbrl_async.kernels.verify.memory import memory_file, seal, seal_size
 from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
-from kbrl_async.kernels.verify.sets import InputSet
+from kbrl_async.kernels.verify.sets import InputSet, place
 
 _RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED)
 _MOST_WRITTEN = 256 << 20
@@ -90,9 +91,7 @@ class ReplaySession(Session):
         if self._statics is None:
             self._statics = statics.Statics(self.host_pid, self._artifacts)
 
-    def call(
-        self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
-    ) -> Outcome:
+    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         if op in _RUNS:
             self._put_back()
         return super().call(op, slot, deadline_s, meter)
@@ -118,7 +117,7 @@ def _program(session: Session, said: wire.Recorded, artifacts: Mapping[str, Path
         raise Refused(said.refused or "nothing was recorded")
     try:
         return program.read(said.program, artifacts), said.program
-    except program.Malformed as error:
+    except Malformed as error:
         raise session.forged(f"what it recorded is no program: {error}") from error
 
 
@@ -181,7 +180,7 @@ class Replays:
         if reason := statics.refusal(artifacts):
             raise Refused(reason)
         rehearsals = self._owner.rehearsals()
-        place(session, rehearsals[0])
+        place(session, 0, rehearsals[0])
         first = session.record(0, judge.call_deadline())
         if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), rehearsals[0]):
             raise Refused(WRONG)
@@ -195,12 +194,12 @@ class Replays:
     def _right(
         self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], known: InputSet, judge: Judging
     ) -> Session:
-        """A replay that answers the inputs last recorded as the candidate does: else something is not in the program."""
+        """A replay, right on the inputs last recorded: else something that forward does is not in its program."""
         limit_s = judge.call_deadline()
         session = ReplaySession(zygote, work, artifacts, self._options.limits, self._options.deadline_s)
         try:
             self._owner.attach(session)
-            place(session, known)
+            place(session, 0, known)
             if judge.is_right(session, session.call(wire.OP_RUN, 0, limit_s), known):
                 return session
             reason = "its recorded work gives other results when it is done again"
@@ -226,7 +225,7 @@ class Replays:
     def _made(self, zygote: Zygote) -> Work | str:
         session = self._owner.session
         try:
-            place(session, self._owner.rehearsals()[0])
+            place(session, 0, self._owner.rehearsals()[0])
             limit_s = self._options.reference_deadline_s
             work, _ = self._recorded(session, {}, session.record(0, limit_s), lambda: limit_s)
             replay, is_right = self._checked(zygote, work)
@@ -256,14 +255,9 @@ class Replays:
         """What forward does again and again, and the number of the inputs that it was last seen doing it for."""
         before = _program(session, first, artifacts)[0]
         for number, rehearsal in enumerate(self._owner.rehearsals()[1:], 1):
-            place(session, rehearsal)
+            place(session, 0, rehearsal)
             work, data = _program(session, session.record(0, deadline_s()), artifacts)
             if work.shape == before.shape:
                 return Work(work, data, session.block), number
             before = work  # what the first run prepared for all others, the second does not do again
         raise Refused("forward does not do the same steps for other inputs")
-
-
-def place(session: Session, input_set: InputSet) -> None:
-    for slot, block in zip(session.slots[0], input_set.blocks, strict=True):
-        slot.copy_(block)

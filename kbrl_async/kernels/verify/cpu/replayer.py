@@ -95,6 +95,8 @@ def _constants(work: Program, places: list[tuple[int, int]], fds: list[int]) -> 
         file, begin = places[constant.block]
         dtype, meta = values.dtype_of(constant.meta.dtype), constant.meta
         size = work.blocks[constant.block].size // dtype.itemsize
-        flat = torch.frombuffer(maps[file], dtype=dtype, count=size, offset=begin) if size else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(maps[file], dtype=dtype, count=size, offset=begin) if size else torch.empty(0, dtype=dtype)
+        )
         found.append(flat.as_strided(meta.shape, meta.strides, meta.place // dtype.itemsize))
     return found

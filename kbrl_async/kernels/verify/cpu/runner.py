@@ -21,6 +21,7 @@ from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
+from kbrl_async.kernels.verify.replies import Malformed
 
 _FILE = "candidate.py"
 _M_PERTURB = -6
@@ -166,7 +167,7 @@ class Runner:
         values.flatten(given, inputs)
         values.flatten(self.held[1], shapes)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.Watch({tuple(tensor.shape) for tensor in shapes})
+        watch = trace.Watch({tensor.numel() for tensor in shapes})
         result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)
@@ -185,7 +186,7 @@ class Runner:
         data = program.encode(found)
         try:
             program.read(data, launch.registered())
-        except program.Malformed as error:
+        except Malformed as error:
             return wire.Recorded(nonce, refused=f"{error}"[:400])
         if len(data) > wire.MAX_REPLY // 2:
             return wire.Recorded(nonce, refused="forward has too many steps")

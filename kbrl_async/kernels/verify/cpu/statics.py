@@ -1,5 +1,5 @@
-"""The static memory of built shared objects in a child (`static int calls;`), put back from outside before each call, so
-that nothing which a kernel leaves there is found by the next call.
+"""The static memory of built shared objects in a child (`static int calls;`), put back from outside before each call:
+what a kernel leaves there is not found by the next call.
 """
 
 from __future__ import annotations

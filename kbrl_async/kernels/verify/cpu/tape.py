@@ -2,7 +2,7 @@
 
 ::
 
-    forward ─▶ ATen operators (dispatch mode) · calls of built functions (`RECORDER.tape`) ─▶ Program, or why there is none
+    forward ─▶ ATen operators (dispatch mode) · calls of built functions (`RECORDER.tape`) ─▶ Program, or why none
 
 The candidate's Python runs in this process and may write whatever it likes here: a program is a proposal. What can't be
 written down (a value read back to Python, an operator that is not on the list) is refused in words.
@@ -171,13 +171,14 @@ class Tape(TorchDispatchMode):
 
     def _blocks(self) -> tuple[list[Block], list[Constant]]:
         places: dict[int, int] = {}
-        blocks, constants = [], []
+        blocks: list[Block] = []
+        constants: list[Constant] = []
         for tensor in self._constants:
             key, storage = _storage(tensor), tensor.untyped_storage()
             if key not in places:
                 places[key] = len(blocks)
                 blocks.append(Block(storage.data_ptr(), storage.nbytes(), key in self._written))
-            offset = tensor.storage_offset() * tensor.element_size()
+            offset = int(tensor.storage_offset()) * tensor.element_size()
             constants.append(Constant(places[key], values.describe(tensor.detach(), offset)))
         return blocks, constants
 

@@ -243,12 +243,12 @@ return self.done(nonce, tensors=metas)
 @pytest.fixture(scope="module")
 def copying(zygote: Zygote) -> Iterator[Bench]:
     """A bench on a host that lets nobody read a child's memory."""
-    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, copy_outputs=True)
+    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, copy_outputs=True, replay=False)
     with contextlib.closing(Bench(zygote, options)) as made:
         yield made
 
 
-def copied(watching: Bench, change: str, asked: str) -> Verdict:
+def copied(bench: Bench, change: str, asked: str) -> Verdict:
     source = candidate(COPIES.replace("ASKED", asked).replace("CHANGE", change), 1)
     problem = Problem("L1/01_test", 1, "test", SCALE_AND_SHIFT)
     return bench.evaluate(problem, Candidate(source, "torch"), {}, timing=False).verdict
