@@ -111,6 +111,11 @@ class Checker:
     def is_replayed(self) -> bool:
         return self.trust == REPLAYED
 
+    @property
+    def is_untrusted(self) -> bool:
+        """Whether somebody else wrote it: what is measured of torch itself is ours."""
+        return self._backend.needs_own_kernels
+
     def is_right(self, session: Session, outcome: Outcome, input_set: InputSet) -> bool:
         """Whether a call of its answers these inputs."""
         try:

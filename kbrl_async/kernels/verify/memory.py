@@ -99,6 +99,17 @@ def memory_file(name: str) -> int:
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
+def copied(fd: int) -> int:
+    """A new sealed file in memory with the same content. Two children that get the same file could leave each other
+    word in its offset, its times or its hints.
+    """
+    made, size, begin = memory_file("copy"), os.fstat(fd).st_size, 0
+    while begin < size:
+        begin += os.sendfile(made, fd, begin, size - begin)
+    seal(made)
+    return made
+
+
 def seal(fd: int) -> None:
     """Nobody can change the file any more, whoever holds a descriptor of it."""
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)

@@ -16,10 +16,11 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import compare, inputs, values, wire
+from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays
+from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
-from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
+from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
@@ -107,7 +108,11 @@ class Reference:
     ) -> Session:
         """A child with this reference's weights; `attach` gives it its arena."""
         setup = self.setup(source, entry, artifacts, backend)
-        return Session(zygote, setup, (self.weights_fd,), self._options.limits, deadline_s)
+        weights = copied(self.weights_fd)
+        try:
+            return Session(zygote, setup, (weights,), self._options.limits, deadline_s)
+        finally:
+            os.close(weights)
 
     def attach(self, session: Session) -> None:
         session.attach(self.tree, self.examples, self._options.slots, self.copies)
@@ -151,6 +156,11 @@ class Reference:
         session.call(wire.OP_POISON_OFF, 0, limit_s)
         return wrong == 0
 
+    def renew(self) -> None:
+        """Before a timed call: a new draw where without one its inputs would not be new."""
+        if self.pool.needs_draws:
+            self.pool.replace(self._draw(), self._rng)
+
     def rehearsals(self) -> list[InputSet]:
         """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
         if not self._rehearsals:
@@ -181,9 +191,9 @@ class Reference:
             self.tick()
             draws.append(self._draw())
         self._attach_own(draws)
-        self.pool = inputs.Pool(draws)
+        self.pool = Pool(draws, self.examples, self._rng)
         maker = SetMaker(self, self.problem.problem_id, self._rng)
-        self.sets: list[InputSet] = maker.make(draws, self._draw, self.tick)
+        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
         self._rehearsals = []

@@ -23,7 +23,7 @@ _MORE = frozenset(
         *("upsample_nearest1d", "upsample_nearest3d", "upsample_bicubic2d", "upsample_linear1d"),
         *("upsample_trilinear3d",),
         *("_upsample_nearest_exact2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "grid_sampler_3d"),
-        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math", "_thnn_fused_lstm_cell"),
+        *("_scaled_dot_product_attention_math", "_thnn_fused_lstm_cell"),
         *("cumprod", "cummax", "cummin", "_cummax_helper", "_cummin_helper", "logcumsumexp", "kthvalue", "median"),
         *("nanmedian", "mode", "aminmax", "sort", "argsort", "searchsorted", "bucketize", "bincount", "histc"),
         *("tril", "triu", "tril_indices", "triu_indices", "diag", "diag_embed", "diagonal_copy", "trace", "eye"),
@@ -38,6 +38,8 @@ _MORE = frozenset(
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "_addmm_activation", "linalg_cross", "complex", "polar"),
     ]
 )
+_BY_CHANCE_IF_ASKED = frozenset(["_scaled_dot_product_flash_attention_for_cpu"])
+"""With a dropout that is nearly always 0; with another one nobody's results are right."""
 _BARRED = frozenset(["set_", "resize_", "_local_scalar_dense", "item", "sym_size", "sym_stride", "sym_numel"])
 
 
@@ -53,6 +55,8 @@ def operator(name: str) -> Any | None:
         tags = set(found.tags)
     except (AttributeError, RuntimeError):
         return None
+    if base in _BY_CHANCE_IF_ASKED:
+        return found
     if tags & _NOT or not (tags & _TAGS or base in _MORE or base in MOVES):
         return None
     return found

@@ -78,12 +78,11 @@ class ReplaySession(Session):
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}
         setup = wire.Setup("", "", 0, paths, program=work.data, blocks=work.places)
-        fixed, written = own_file(work.fixed_fd), memory_file("written")
+        written = memory_file("written")
         try:
             self._written = _mapped(written, work.written)
-            super().__init__(zygote, setup, (fixed, written), limits, deadline_s)
+            super().__init__(zygote, setup, (work.fixed_fd, written), limits, deadline_s)
         finally:
-            os.close(fixed)
             os.close(written)
 
     def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
@@ -119,11 +118,6 @@ def _program(session: Session, said: wire.Recorded, artifacts: Mapping[str, Path
         return program.read(said.program, artifacts), said.program
     except Malformed as error:
         raise session.forged(f"what it recorded is no program: {error}") from error
-
-
-def own_file(fd: int) -> int:
-    """The same content to read, with an offset and locks of its own: a child must not find what another left there."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _write(fd: int, content: torch.Tensor) -> None:
