@@ -99,7 +99,7 @@ def credit(config: Config, records: Sequence[Record]) -> TrainGroup:
     """Each answer's reward, and its advantage over the others of its group."""
     preset, *_ = find_presets(config.reward)
     turns = [turn for record in records if (turn := score(record, preset)) is not None]
-    advantages = find_baseline(config.advantage)([turn.sample.reward for turn in turns])
+    advantages = find_baseline(config.advantage, config.best_of_n)([turn.sample.reward for turn in turns])
     samples = [replace(turn.sample, advantage=a) for turn, a in zip(turns, advantages, strict=True)]
     request = records[0].request
     return TrainGroup(request.group_id, request.problem.problem_id, request.problem.level, samples)

@@ -49,8 +49,7 @@ def main() -> None:
     if not result.ok:
         print(f"{result.fault}: {result.verdict.message}")
     elif (timing := result.timing) is not None:
-        faster = "faster than PyTorch" if timing.is_faster else "not shown to be faster"
-        print(f"speedup {timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f}): {faster}")
+        print(f"speedup {timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f}): {timing.claim}")
 
 
 if __name__ == "__main__":

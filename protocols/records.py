@@ -202,6 +202,19 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Why it was not replayed."""
 
 
+TIMING_CONFIDENCE = 0.98
+"""Of a speedup's interval, two-sided, at all looks together: a speedup that is not there is claimed in at most 1 %."""
+DISTURBED = "disturbed"
+"""Why sampling stopped where others had the core most of the time."""
+WIDEST = 10.0
+"""Of the ends of a speedup's interval, the upper over the lower: pairs that differ by more say nothing of a kernel."""
+
+
+def says_nothing(lo: float | None, hi: float | None) -> bool:
+    """Whether a speedup's interval is so wide that its median is no measurement: two pairs give ends up to 1e15."""
+    return lo is not None and hi is not None and hi > WIDEST * lo
+
+
 class Timing(msgspec.Struct, frozen=True, tag="timing"):
     """A speedup with its uncertainty (I7): median of paired ratios reference/candidate and its confidence interval."""
 
@@ -211,7 +224,7 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     hi: float
     candidate_ms: float
     reference_ms: float
-    confidence: float = 0.95
+    confidence: float = TIMING_CONFIDENCE
     method: str = ""
     stopped: str = ""
     """Why sampling stopped: `"resolved"`, `"decided"`, `"cap"`; `"disturbed"`: others had the core most of the time."""
@@ -235,6 +248,21 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     def is_faster(self) -> bool:
         """A speedup counts only when its whole interval lies above 1."""
         return self.lo > 1.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """It can't be compared with other kernels' times: others had the core, or its pairs disagree."""
+        return self.stopped == DISTURBED or says_nothing(self.lo, self.hi)
+
+    @property
+    def is_slower(self) -> bool:
+        """The same below 1. Where others had the core most of the time, nothing is proven either way."""
+        return self.hi < 1.0 and not self.is_disturbed
+
+    @property
+    def claim(self) -> str:
+        """What the interval proves, in words."""
+        return "proven faster" if self.is_faster else "proven slower" if self.is_slower else "not shown to be faster"
 
 
 class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
@@ -270,6 +298,12 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     """Weight of the plan tokens' advantage beside 1 of the kernel's; 0: all tokens share `advantage`."""
     plan_advantage: float = 0.0
     """Of the plan's tokens, its weight included."""
+    reward_spread: float = 0.0
+    """How much more it would have earned at the upper end of its speedup's interval."""
+    source: str = ""
+    """Digest of its kernel: equal ones in a group are one kernel, measured several times."""
+    truncated: bool = False
+    """Cut at max_tokens."""
 
     @property
     def has_plan(self) -> bool:

@@ -280,7 +280,7 @@ def _stats(
     reward = 0.05 * has_code + 0.15 * is_built + (0.3 + min(0.5, 0.2 * (speedup or 0.0)) if fault is Fault.OK else 0.0)
     return RolloutStats(
         problem_id=problem.problem_id, level=problem.level, reward=reward, format=has_code, compiled=is_built,
-        correct=fault is Fault.OK, cheated=fault is Fault.CHEATING, fast=(speedup or 0) * 0.93 > 1, speedup=speedup,
+        correct=fault is Fault.OK, cheated=fault is Fault.CHEATING, speedup=speedup,
         speedup_lo=speedup and speedup * 0.93, speedup_hi=speedup and speedup * 1.08, turn=turn, tokens=80,
         policy_version=version, seconds={"generate": 0.4, "compile": 0.1, "bench": 0.22, "queue": 0.7},
         rollout_id=rollout_id, fault=str(fault), funnel=tuple(steps),

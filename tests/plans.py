@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kbrl_async.rollouts.buffer.buffer import BufferRules
-from kbrl_async.rollouts.settings import Alarms, Curriculum, Turns
+from kbrl_async.rollouts.settings import Alarms, BestOfN, Curriculum, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.run_memory import RunPlan
 from protocols.records import Problem
@@ -15,8 +15,9 @@ QUIET = {"ess_below": 0.0, "kl_above": 0.0, "entropy_below": 0.0}
 
 
 def buffer_rules(**changes: Any) -> BufferRules:
-    given = {"batch_size": 2, "max_steps": 4, "max_staleness": 1, "advantage": "leave_one_out"}
-    return BufferRules(**{**given, "scale_advantages": True, **changes})
+    given = {"batch_size": 2, "max_steps": 4, "max_staleness": 1, "advantage": "leave_one_out", "hold_s": 20.0}
+    batching = {"scale_advantages": True, "truncated": "negative", "best_of_n": BestOfN()}
+    return BufferRules(**{**given, **batching, **changes})
 
 
 def turn_rules(max_turns: int = 1, gamma: float = 0.4, **turns: Any) -> TurnRules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.figures.__main__ import check
 
 REPOSITORY = Path(__file__).parent.parent
 TINY = (
@@ -121,6 +124,14 @@ def assert_counters_add_up(summary: dict[str, Any]) -> None:
     """I1: every admitted group has exactly one end."""
     ends = ("groups_trained", "groups_filtered", "groups_dropped_stale", "groups_failed")
     assert summary["groups_admitted"] == sum(summary[name] for name in ends), summary
+
+
+def assert_figures_are_true(run: Run) -> None:
+    """All that the run printed follows from its archive, by other formulas, and its funnel adds up."""
+    assert check(run.path)["different"] == []
+    steps = list(run.summary()["funnel"].values())
+    for before, after in itertools.pairwise(steps):
+        assert after["entered"] == before["passed"], steps
 
 
 def assert_replays(run: Run) -> None:

@@ -29,6 +29,7 @@ import msgspec
 
 from kbrl_async.rollouts.buffer.buffer import BufferRules, RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
+from kbrl_async.rollouts.settings import BestOfN
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger, LedgerOptions
@@ -103,11 +104,13 @@ class Simulation:
         self.ledger = ledger or Ledger(LedgerOptions(), rng=random.Random(scenario.seed))
         self.book = RolloutBuffer(
             BufferRules(
-                scenario.p,
-                scenario.batches,
-                scenario.max_lag,
-                "leave_one_out",
+                batch_size=scenario.p,
+                max_steps=scenario.batches,
+                max_staleness=scenario.max_lag,
+                advantage="leave_one_out",
                 scale_advantages=True,
+                truncated="negative",
+                best_of_n=BestOfN(),
                 hold_s=scenario.hold_s,
                 bench_after=1 << 30,
             )

@@ -1,8 +1,8 @@
 """The `kbrl` command.
 
 Owns: arguments, what is printed, exit codes. Each command is the module of this package of its name, with
-`add_arguments(parser)` and `run(args) -> exit code`; to add one, write the module and put a line into `COMMANDS`. Only
-the module of the command that is called is imported.
+`add_arguments(parser)` and `run(args) -> exit code`; to add one, write the module and put an entry into `COMMANDS`.
+Only the module of the command that is called is imported.
 
 Exit codes: 0 done · 1 the candidate of `kbrl verify` is wrong · 2 something asked for is wrong · 3 the host lacks
 something · 4 the run can't go on · 130 stopped.
@@ -15,63 +15,183 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from kbrl_async.errors import KbrlError, UserError
 
 EXAMPLES = """\
 examples:
-  kbrl train                                     the default run: a small policy, CPU kernels, about 5 minutes
-  kbrl train max_steps=3 name=first-try          shorter, in runs/first-try
-  kbrl train --config my.yaml learning_rate=1e-4 settings from a file, one of them replaced
-  kbrl train --dry-run level=1,2                 show what would run, start nothing
-  kbrl train resume=runs/default                 continue a run that was stopped
-  kbrl top                                       watch the newest run: stages, workers, rates, errors
-  kbrl logs -f --level warning                   what all its processes log, by time
-  kbrl summary                                   the result of the newest run again
-  kbrl report                                    the newest run as one HTML page
-  kbrl compare one two --plot reward.svg         runs side by side
-  kbrl eval default --samples 8 --heldout        what the newest policy of a run is worth
-  kbrl optimize my_module.py                     the fastest proven kernel for a module of your own
-  kbrl inspect g000012.r3                        one rollout: prompt, answer, reports, reward, advantage
-  kbrl replay default                            a run's decisions and updates again, compared
-  kbrl export default my-model                   the newest policy as a plain Hugging Face folder
-  kbrl config                                    every key=value there is
-  kbrl problems list                             what the policy is trained on
-  kbrl index build runs/default --output index   worked examples for prompt.option=raicl
-  kbrl verify --problem L1/13 --candidate my.py  build, check and time one kernel
-  kbrl bench --aa                                what this host's bench can tell apart
-  kbrl plan --rollouts-per-hour 100000           how many processes that takes, by a run's stage times
-  kbrl chaos --train --random 20 --seed 1        twenty faults done to a run of its own, then its counters checked
-  kbrl keys new all                              keys for a run that other hosts may join
-  kbrl worker bench --connect tcp://host:5756 --keys host7
-                                                 verify and time for a run on another host
+  kbrl train                          the default run: small policy, CPU kernels
+  kbrl train max_steps=3 name=short   shorter, in runs/short
+  kbrl train resume=runs/default      continue a run that was stopped
+  kbrl top                            watch the newest run
+  kbrl summary                        its result
+  kbrl eval default --heldout         what its newest policy is worth
+  kbrl verify --problem L1/13 --candidate my.py
+                                      build, check and time one kernel
+  kbrl optimize my_module.py          the fastest proven kernel for your module
+
+RUN is a folder or a name in runs/; left out, it is the newest run. Settings are
+key=value, after those of --config FILE and of KBRL_* variables (also in .env).
+'kbrl COMMAND --help' has an example of each and says how long it takes;
+'kbrl completion bash' (zsh, fish) prints what completes words on Tab.
+
+exit codes: 0 done, 1 the candidate is wrong, 2 something asked for is wrong,
+3 the host lacks something, 4 the run can't go on, 130 stopped
 """
 
+
+class Command(NamedTuple):
+    """What help says of a command."""
+
+    group: str
+    does: str
+    example: str
+    takes: str
+    """How long it takes, on two cores."""
+
+
+TRAIN, LOOK, KERNELS, SETUP = "train and evaluate", "look at runs", "kernels and problems", "set up and scale out"
 COMMANDS = {
-    "train": "train a policy; continues the run of that name if it has not ended",
-    "eval": "what a policy is worth: pass@k, fast_p and speedups of n verified answers a problem",
-    "optimize": "the fastest proven kernel for a module of your own, as a file to import",
-    "prepare": "make a run folder and point runs/latest at it, for services that are started by other means",
-    "top": "watch a running system: stages, workers, rates, errors",
-    "logs": "show the logs of all processes of a run by time",
-    "summary": "print the result of a run",
-    "report": "write a run as one self-contained HTML page",
-    "compare": "put runs side by side",
-    "inspect": "print a rollout: prompt, answer, each stage's report, reward, advantage",
-    "replay": "make a run's decisions and updates again and compare, or take one batch through the loss again",
-    "export": "write a policy as a plain Hugging Face folder",
-    "config": "print every setting with its default and meaning",
-    "problems": "list the problems of the suite or of a folder, or audit them",
-    "verify": "build, check and time one candidate, or all of a KernelBench run folder",
-    "index": "build or query an index of worked examples (prompt.option=raicl)",
-    "bench": "time one kernel carefully, or report what this host's bench can tell apart",
-    "plan": "how many processes a throughput needs, from a run's measured stage times",
-    "keys": "make, list and revoke the keys of workers on other hosts",
-    "worker": "join the broker of a run on another host: compile, time or sample for it",
-    "chaos": "kill, stop, cut off, corrupt: faults by a plan, done to a run; then its counters are checked",
+    "train": Command(
+        TRAIN,
+        "train a policy; continues the run of that name if it has not ended",
+        "kbrl train max_steps=3 name=short",
+        "the default run 5 minutes; the first one 3 more to make its policy",
+    ),
+    "eval": Command(
+        TRAIN,
+        "what a policy is worth: pass@k, fast_p, speedups over n answers",
+        "kbrl eval default --samples 8 --heldout",
+        "about a second an answer of the small policy",
+    ),
+    "optimize": Command(
+        TRAIN,
+        "the fastest proven kernel for a module of your own, as a file",
+        "kbrl optimize my_module.py --policy runs/default",
+        "a minute of search (--seconds), and half a minute around it",
+    ),
+    "export": Command(
+        TRAIN,
+        "write a policy as a plain Hugging Face folder",
+        "kbrl export default my-model",
+        "seconds for the small policy; a minute for 7 billion parameters",
+    ),
+    "runs": Command(
+        LOOK,
+        "list the runs: how each stands, and what came of it",
+        "kbrl runs",
+        "a second",
+    ),
+    "top": Command(
+        LOOK,
+        "watch a running system: stages, workers, rates, errors",
+        "kbrl top",
+        "until Ctrl-C; --once: a second",
+    ),
+    "logs": Command(
+        LOOK,
+        "show the logs of all processes of a run by time",
+        "kbrl logs -f --level warning",
+        "a second; -f: until the run ends",
+    ),
+    "summary": Command(
+        LOOK,
+        "print the result of a run",
+        "kbrl summary default",
+        "a second",
+    ),
+    "report": Command(
+        LOOK,
+        "write a run as one self-contained HTML page",
+        "kbrl report default --open",
+        "seconds; half a minute for a day's run",
+    ),
+    "compare": Command(
+        LOOK,
+        "put runs side by side",
+        "kbrl compare one two --output compared.html",
+        "seconds",
+    ),
+    "inspect": Command(
+        LOOK,
+        "print a rollout: prompt, answer, each check, reward, advantage",
+        "kbrl inspect default g000012.r3",
+        "a second",
+    ),
+    "replay": Command(
+        LOOK,
+        "make a run's decisions and updates again and compare",
+        "kbrl replay default",
+        "about as long as the run's updates took; --no-train: seconds",
+    ),
+    "verify": Command(
+        KERNELS,
+        "build, check and time one candidate, or a KernelBench run folder",
+        "kbrl verify --problem L1/13 --candidate my.py",
+        "some ten seconds, most of them for starting",
+    ),
+    "bench": Command(
+        KERNELS,
+        "time one kernel carefully, or say what this bench can tell apart",
+        "kbrl bench --problem L1/13 --candidate my.py",
+        "some twenty seconds; --aa: minutes (--minutes)",
+    ),
+    "problems": Command(
+        KERNELS,
+        "list the problems of the suite or of a folder, or audit them",
+        "kbrl problems list --level 1",
+        "list: a second; audit: seconds a problem",
+    ),
+    "index": Command(
+        KERNELS,
+        "build or query an index of worked examples (prompt.option=raicl)",
+        "kbrl index build runs/default --output index",
+        "build: a minute for ten thousand examples; query: seconds",
+    ),
+    "config": Command(
+        SETUP,
+        "print every setting, or one with its value and where it was set",
+        "kbrl config max_staleness",
+        "a second",
+    ),
+    "prepare": Command(
+        SETUP,
+        "make a run folder, for services that are started by other means",
+        "kbrl prepare name=long max_steps=1000",
+        "a second",
+    ),
+    "worker": Command(
+        SETUP,
+        "join the broker of a run on another host: compile, time or sample",
+        "kbrl worker bench --connect tcp://host:5756 --keys host7",
+        "as long as the run",
+    ),
+    "keys": Command(
+        SETUP,
+        "make, list and revoke the keys of workers on other hosts",
+        "kbrl keys new all",
+        "a second",
+    ),
+    "plan": Command(
+        SETUP,
+        "how many processes a throughput needs, from measured stage times",
+        "kbrl plan default --rollouts-per-hour 100000",
+        "a second",
+    ),
+    "chaos": Command(
+        SETUP,
+        "do faults to a run by a plan, then check its counters",
+        "kbrl chaos --train --random 20 --seed 1",
+        "as long as the run; about 4 seconds a fault",
+    ),
+    "completion": Command(
+        SETUP,
+        "print what makes a shell complete commands, runs and settings",
+        'eval "$(kbrl completion bash)"',
+        "a second; afterwards, half a second a Tab",
+    ),
 }
-"""What `kbrl --help` says of each."""
 
 
 class CommandModule(Protocol):
@@ -86,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what went wrong is one line on stderr."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        _read_dotenv()
         code = _module(args.command).run(args)
         sys.stdout.flush()
     except KbrlError as error:
@@ -103,7 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments with the name of the `command`, and `overrides` where it takes settings, which may stand anywhere."""
-    args, rest = _parser(argv).parse_known_args(argv)
+    if COMPLETING in os.environ:
+        _complete()
+    called = next((word for word in argv if not word.startswith("-")), "")
+    if called and called not in COMMANDS:
+        raise UserError(f"there is no command {called}", _nearest(called))
+    parser = _parser(called)
+    if not argv:
+        parser.print_help()
+        raise SystemExit(0)
+    args, rest = parser.parse_known_args(argv)
     if options := [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]:
         command = f"kbrl {args.command}"
         raise UserError(f"{command} has no argument {options[0]}", f"See '{command} --help'")
@@ -112,22 +242,80 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _nearest(word: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, COMMANDS, 1)
+    return f"Did you mean 'kbrl {near[0]}'?" if near else "'kbrl --help' lists the commands"
+
+
 def _module(command: str) -> CommandModule:
     return cast(CommandModule, importlib.import_module(f"kbrl_async.cli.{command}"))
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(called: str) -> argparse.ArgumentParser:
     """With the arguments of the command that is called, and of no other: each would import its module."""
     parser = argparse.ArgumentParser(
         prog="kbrl",
-        description="Asynchronous reinforcement learning with verified rewards for GPU and CPU kernels.",
-        epilog=EXAMPLES,
+        usage="kbrl [-h] [--version] COMMAND …",
+        description="Asynchronous reinforcement learning of policies that write verified kernels.",
+        epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
-    called = next((word for word in argv if not word.startswith("-")), "")
-    for name, words in COMMANDS.items():
-        sub = commands.add_parser(name, help=words, description=words)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(
+        metavar="COMMAND", required=True, dest="command", prog="kbrl", help=argparse.SUPPRESS
+    )
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            description=f"{command.does}\n\nexample: {command.example}\ntakes:   {command.takes}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if name == called:
             _module(name).add_arguments(sub)
     return parser
+
+
+def _overview() -> str:
+    """All commands by group, then examples."""
+    lines = []
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines.append(f"{group}:")
+        lines += [f"  {name:<11} {command.does}" for name, command in COMMANDS.items() if command.group == group]
+        lines.append("")
+    return "\n".join([*lines, EXAMPLES])
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version  # takes a while, and nothing else asks
+
+        print(f"kbrl {version('kbrl-async')}")
+        parser.exit()
+
+
+COMPLETING = "_ARGCOMPLETE"
+"""Variable by which the shell asks for completions in place of a command, see `completion`."""
+
+
+def _complete() -> None:
+    """Answer the shell, and end."""
+    argcomplete: Any = importlib.import_module("argcomplete")
+    words = os.environ.get("COMP_LINE", "").split()
+    parser = _parser(words[1] if len(words) > 1 and words[1] in COMMANDS else "")
+    argcomplete.autocomplete(parser)
+
+
+def _read_dotenv() -> None:
+    """Variables of `.env` for this process and those that it starts, such as a provider's key; the shell's win.
+
+    Those of `KBRL_*` are settings, which are read where settings are.
+    """
+    if not os.path.isfile(".env"):
+        return
+    from dotenv import dotenv_values
+
+    for name, value in dotenv_values(".env").items():
+        if value is not None and not name.startswith("KBRL_"):
+            os.environ.setdefault(name, value)

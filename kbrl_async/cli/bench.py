@@ -94,14 +94,14 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 def _one(args: argparse.Namespace) -> int:
     from kbrl_async.kernels.backends import guess_backend
-    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, shapes_for
+    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
     from kbrl_async.kernels.problems import find_problem
     from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
     from kbrl_async.kernels.timing.cpu.host import hardware_of
     from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
 
-    text = sys.stdin.read() if args.candidate == "-" else _read(Path(args.candidate))
+    text = sys.stdin.read() + "\n" if args.candidate == "-" else read_text(Path(args.candidate))
     device = choose_device(args.backend or guess_backend(text), args.device)
     problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
     careful = Recipe.of(
@@ -181,13 +181,6 @@ def timing_lines(timing: Timing) -> list[str]:
     for name, (speedup, lo, hi) in timing.baselines.items():
         lines.append(f"over {name}: {speedup:.3f}× ({lo:.3f} … {hi:.3f})")
     return lines
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}", "Give a Python file with ModelNew") from None
 
 
 def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight
-from kbrl_async.cli.shared import add_settings, find, print_json, resolve
+from kbrl_async.cli.shared import add_old_run, add_settings, print_json, resolve, run_of
 from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
@@ -51,15 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--every", metavar="S", type=float, default=4.0, help="mean seconds between faults; default 4")
     what.add_argument("--dry-run", action="store_true", help="print the plan as JSON, do nothing")
     whom = parser.add_argument_group("to whom")
-    whom.add_argument("--run", metavar="RUN", default=LATEST, help="a run that goes on; default: the newest")
     whom.add_argument("--train", action="store_true", help="start a run of its own, with the settings that follow")
     end = parser.add_argument_group("at the end")
     end.add_argument("--broker-back", metavar="S", type=float, default=BROKER_BACK_S, help="limit; default 3 seconds")
     end.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_settings(parser)
+    add_old_run(parser)
+    add_settings(parser, "RUN|key=value", "the run that is harmed (default: the newest), or settings of --train")
 
 
 def run(args: argparse.Namespace) -> int:
+    named = [word for word in args.overrides if "=" not in word]
+    args.overrides = [word for word in args.overrides if word not in named]
+    if len(named) > 1:
+        raise UserError(f"one run at a time, not {named[0]} and {named[1]}", "Settings are written key=value")
+    args.run_folder = next(iter(named), LATEST)
     faults = chosen(args)
     if args.dry_run:
         print_json(faults, pretty=True)
@@ -101,7 +106,7 @@ def chosen(args: argparse.Namespace) -> list[PlannedFault]:
     if (args.plan is None) == (args.random is None):
         raise UserError("what shall be done?", "Give --plan FILE, or --random N")
     if args.overrides and not args.train:
-        raise UserError(f"'{args.overrides[0]}' is a setting, and no run is started", "Add --train, or --run RUN")
+        raise UserError(f"'{args.overrides[0]}' is a setting, and no run is started", "Add --train, or leave it out")
     if args.plan is not None:
         faults = read_plan(args.plan)
     else:
@@ -130,7 +135,7 @@ def _kinds(args: argparse.Namespace) -> tuple[FaultKind, ...]:
 
 
 def _running(args: argparse.Namespace, faults: list[PlannedFault]) -> ChaosReport:
-    run_dir = find(args.run)
+    run_dir = run_of(args)
     if is_finished(run_dir) or not census(run_dir):
         raise UserError(f"{run_dir} is not running here", "Start it, or let kbrl chaos start one: --train")
     report = ChaosReport(run_dir.name, args.seed if args.random else None)

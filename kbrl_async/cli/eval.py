@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kbrl_async.cli import preflight
 from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
-from kbrl_async.cli.shared import add_settings
+from kbrl_async.cli.shared import EVALUATIONS, add_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare
@@ -30,22 +30,27 @@ if TYPE_CHECKING:
 
 KIND = "evaluation"
 """Of its summary.json."""
-FOLDER = "evals"
-"""In log_path: evaluations are runs, but never the newest one that other commands mean."""
 EXAMPLES = """\
 examples:
-  kbrl eval runs/default                              the newest policy of a run, on every problem of its levels
-  kbrl eval default --version best --heldout          the best one so far, on problems that training never saw
-  kbrl eval small --samples 16 --level 1              the small policy before any training
-  kbrl eval runs/default/checkpoints/step-000014 --ids L1/13,L1/14 --temperature 0 --samples 1
-  kbrl eval ./my-adapter model_name=Qwen/Qwen2.5-Coder-7B-Instruct backend=triton --problems KernelBench/
+  kbrl eval default                      a run's newest policy, on its levels
+  kbrl eval default --version best --heldout
+                                         the best one, on problems it never saw
+  kbrl eval model_name=small --samples 16 --level 1
+                                         a model, before any training
+  kbrl eval runs/default/checkpoints/final --ids L1/13,L1/14 --temperature 0
+  kbrl eval ./my-adapter model_name=Qwen/Qwen2.5-Coder-7B-Instruct \\
+      backend=triton --problems kernelbench --limit 20
   kbrl eval http://127.0.0.1:8000/v1 --model my-model --turns 4 --raicl index
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES + "\nThe first word is the policy; the newest run's newest one if it is left out."
+    parser.epilog = (
+        EXAMPLES
+        + """
+The word without '=' is the policy: a run, a folder, a model, an endpoint. Left
+out, it is what model_name=… names, else the newest run's newest policy."""
+    )
     add = parser.add_argument
     add("--version", default="newest", metavar="newest|best|N", help="which policy of a run")
     add("--samples", type=int, metavar="N", help="answers per problem (default 4)")
@@ -98,7 +103,7 @@ def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
     given = {word.partition("=")[0] for word in overrides}
     root = log_path if "log_path" in given or target.run is None else Path(target.run).parent
     broker = config.broker if any(key.startswith("broker.") for key in given) else load(args.config, [], env).broker
-    config = msgspec.structs.replace(config, log_path=str(root / FOLDER), resume=None, name=None, broker=broker)
+    config = msgspec.structs.replace(config, log_path=str(root / EVALUATIONS), resume=None, name=None, broker=broker)
     name = next((word.partition("=")[2] for word in overrides if word.startswith("name=")), "")
     return target, msgspec.structs.replace(config, name=name or f"{target.label}-{config_hash(config)[:6]}")
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kbrl_async.cli.shared import find
+from kbrl_async.cli.shared import completed, find, run_names
 from kbrl_async.errors import CheckpointError, UserError
+from kbrl_async.runs.folder import LATEST
 
 POLICIES = "policies"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN|POLICY", help="a run (its newest policy), or the folder of a policy")
+    source = parser.add_argument(
+        "source",
+        metavar="RUN|POLICY",
+        nargs="?",
+        default=LATEST,
+        help="a run (its newest policy; default: the newest run), or the folder of a policy",
+    )
+    completed(source, run_names)
     parser.add_argument("target", metavar="DIR", type=Path, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--version", type=int, metavar="N", help="of a run: this policy version, not the newest")
     parser.add_argument("--merge", action="store_true", help="add the LoRA adapter to its base model")

@@ -20,8 +20,6 @@ from kbrl_async.kernels.problems import load_file, load_problems
 if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
 
-DENSE = "BAAI/bge-code-v1"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -52,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     query.add_argument("file", metavar="FILE", type=Path, help="a problem file")
     query.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index")
     query.add_argument("-k", type=int, default=3, help="examples; default 3")
+    query.add_argument(
+        "--model", metavar="NAME", default="", help="embedder that the index may load, if not one of ours"
+    )
     query.add_argument("--backend", default="", help="prefer kernels of this backend")
     query.add_argument(
         "--problems", metavar="FOLDER", default="", help="where held-out problems are; default: our suite"
@@ -104,7 +105,9 @@ def default_model() -> str:
         return "lexical"
     import torch
 
-    return DENSE if torch.cuda.is_available() else "lexical"
+    from kbrl_async.rollouts.retrieval.embedders import DENSE
+
+    return DENSE[0] if torch.cuda.is_available() else "lexical"
 
 
 def _levels(text: str) -> frozenset[int]:
@@ -138,7 +141,7 @@ def _query(args: argparse.Namespace) -> int:
 
     problem = load_file(args.file)
     heldout = [(p.problem_id, p.source) for p in load_problems(args.problems) if p.split == "heldout"]
-    retriever = Retriever.open(args.index, heldout)
+    retriever = Retriever.open(args.index, heldout, args.model)
     found = retriever.retrieve(Query(problem.source, problem.problem_id, args.backend, k=args.k))
     console = Console()
     _show_hits(console, found, args.why)

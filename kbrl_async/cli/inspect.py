@@ -16,7 +16,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from kbrl_async.cli.shared import facts, find, print_json
+from kbrl_async.cli.shared import add_old_run, add_run, facts, print_json, run_of
 from kbrl_async.errors import UserError
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import earns, part_of
@@ -24,12 +24,10 @@ from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PARTS
 from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
 from kbrl_async.runs.config import Config
-from kbrl_async.runs.folder import LATEST, load_run
+from kbrl_async.runs.folder import load_run
 from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest, StageReport, Timing, Verdict
 from protocols.rollout import Record
 
-PIPED = 140
-"""Width where there is no terminal to be as wide as."""
 SHOWN = 12
 """Ids that are named where several begin as asked."""
 
@@ -68,20 +66,20 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_old_run(parser)
     parser.add_argument("rollout", metavar="ROLLOUT", help="id of a rollout or turn, or how it begins: g000012.r3")
-    parser.add_argument("--run", metavar="RUN", default=LATEST, help="folder or name; default: the newest")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    run_dir = find(args.run)
+    run_dir = run_of(args)
     with Archive(run_dir / FILE) as archive:
         found = inspect(archive, args.rollout, load_run(run_dir))
     if args.json:
         print_json(found, pretty=True)
     else:
-        console = Console()
-        show(found, console if console.is_terminal else Console(width=max(console.width, PIPED)))
+        show(found, Console())
     return 0
 
 
@@ -140,7 +138,7 @@ def _presets(config: Config | None) -> list[tuple[str, Preset]]:
     """Those that may have paid: the run's own, or each stage of reward.preset=auto."""
     if config is None:
         return []
-    found = find_presets(config.reward)
+    found = find_presets(config.reward, overlong=config.punishes_overlong)
     names = STAGES if len(found) > 1 else (config.reward.preset,)
     return list(zip(names, found, strict=True))
 
@@ -244,7 +242,7 @@ def _of_verdict(verdict: Verdict) -> Iterable[tuple[str, str]]:
 
 def _of_timing(timing: Timing) -> Iterable[tuple[str, str]]:
     share = f"{timing.confidence:.0%} interval {timing.lo:.3f} … {timing.hi:.3f}"
-    yield "speedup", f"{timing.speedup:.3f}, {share}{'' if timing.is_faster else ': not proven faster'}"
+    yield "speedup", f"{timing.speedup:.3f}, {share}: {timing.claim}"
     yield "times", f"{timing.candidate_ms:.4g} ms against {timing.reference_ms:.4g} ms, {timing.n} pairs"
     yield "stopped", f"{timing.stopped} ({timing.method})"
     for name, (speedup, lo, hi) in timing.baselines.items():
@@ -272,12 +270,12 @@ def _reward(turn: InspectedTurn, console: Console) -> None:
 def _group(rollout: Rollout, console: Console) -> None:
     end = f": {rollout.group.outcome} {rollout.group.reason}".rstrip() if rollout.group else ""
     console.rule(f"group {rollout.turns[0].row.group_id}{end}", align="left")
-    table = Table("turn", "ended", "reward", "return", "advantage", "speedup", "policy", box=None, padding=(0, 2))
+    table = Table("turn", "ended", "reward", "return", "advantage", "speedup", "policy", box=None, padding=(0, 1))
     for row in rollout.mates:
         interval = f"{row.speedup:.2f} [{row.lo:.2f}, {row.hi:.2f}]" if row.speedup is not None else ""
         style = "bold" if row.rollout_id == rollout.rollout_id else ""
         table.add_row(
-            row.task_id,
+            row.task_id.removeprefix(f"{row.group_id}."),
             row.fault or row.status,
             _number(row.reward),
             _number(row.turn_return),
@@ -296,4 +294,4 @@ def _number(value: float | None) -> str:
 def _text(title: str, content: str, console: Console) -> None:
     if content:
         console.print(f"\n[bold]{title}[/]")
-        console.print(Text(content.rstrip()))
+        console.print(Text(content.rstrip()), soft_wrap=True)  # code is copied from here

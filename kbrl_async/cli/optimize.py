@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  kbrl optimize my_module.py                           a file with Model, get_inputs and get_init_inputs
-  kbrl optimize my_module.py --policy runs/default     by the newest policy of a run
+  kbrl optimize my_module.py     a file with Model, get_inputs, get_init_inputs
+  kbrl optimize my_module.py --policy default    by the newest policy of a run
   kbrl optimize package.module:function --inputs 'torch.randn(64, 128)'
-  kbrl optimize layers.py:GatedNorm --init 1024 --inputs 'torch.randn(64, 1024)' --seconds 120
-  kbrl optimize my_module.py --policy http://127.0.0.1:8000/v1 model_name=qwen backend=triton
+  kbrl optimize layers.py:GatedNorm --init 1024 \\
+      --inputs 'torch.randn(64, 1024)' --seconds 120
+  kbrl optimize my_module.py --policy http://127.0.0.1:8000/v1 \\
+      model_name=qwen backend=triton
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("target", metavar="FILE|MODULE:NAME", help="a KernelBench file, or a function or nn.Module by name")
@@ -153,6 +154,7 @@ def _conclude(args: argparse.Namespace, output: Path, found: SearchResult) -> in
     if found.proof is not None:
         console.print(facts(evidence.proof_rows(found)))
     else:
+        say(f"asked: {found.facts.engine}", console)
         _explain(console, found)
     for line in evidence.tree_lines(found.search, most=12):
         say("  " + line, console)

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.cli.shared import find, print_json, say, table
+from kbrl_async.cli.shared import add_old_run, add_run, print_json, run_of, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan as planning
 from kbrl_async.lab.plan import TARGET, AdmissionWindow, Capacity, RunObservation
@@ -23,20 +23,22 @@ ENOUGH_UPDATES = 4
 """With fewer, half a run says nothing."""
 EXAMPLES = """\
 examples:
-  kbrl plan                                       what the newest run carried, and what bounded it
-  kbrl plan --rollouts-per-hour 100000            what five times the default run would take
-  kbrl plan --rollouts-per-hour 20000 --model 7B  generation and updates scaled by the parameters
-  kbrl plan --rollouts-per-hour 20000 --times generate=0.4,compile=1.1,bench=2.5,train=0.3
+  kbrl plan                                what a run carried, what bounded it
+  kbrl plan --rollouts-per-hour 100000     what five times the default run takes
+  kbrl plan --rollouts-per-hour 20000 --model 7B
+                                           generation and updates scaled by size
+  kbrl plan --rollouts-per-hour 20000 \\
+      --times generate=0.4,compile=1.1,bench=2.5,train=0.3
 
 Formulas, and what to scale on: docs/capacity.md"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     add = parser.add_argument
+    add_run(parser)
+    add_old_run(parser)
     add("--rollouts-per-hour", type=float, metavar="N", help="scored answers an hour; default: what the run reached")
-    add("--run", metavar="RUN", dest="run_folder", help="folder or name of the measured run; default: the newest")
     add(
         "--times",
         metavar="STAGE=SECONDS",
@@ -61,7 +63,7 @@ class PlanBasis(msgspec.Struct, frozen=True):
 
 def run(args: argparse.Namespace) -> int:
     times = parse_times(args.times)
-    measured = _told(times) if times and args.run_folder is None else _of_run(args.run_folder or LATEST)
+    measured = _told(times) if times and _names_no_run(args) else _of_run(run_of(args))
     observed = measured.observed.replaced(times)
     factor = 1.0
     if args.model is not None:
@@ -107,8 +109,11 @@ def model_factor(model: str, measured: PlanBasis) -> float:
     return planning.count_parameters(model) / planning.count_parameters(str(policies[-1]))
 
 
-def _of_run(wanted: str) -> PlanBasis:
-    folder = find(wanted)
+def _names_no_run(args: argparse.Namespace) -> bool:
+    return args.run_folder == LATEST and args.old_run is None
+
+
+def _of_run(folder: Path) -> PlanBasis:
     samples = Tail(folder / "metrics" / "system.jsonl").new()
     return PlanBasis(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
 

@@ -6,32 +6,34 @@ The work is done by `services.replay`, in a process of its own: this floor impor
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from kbrl_async.cli.shared import find
+from kbrl_async.cli.shared import add_old_run, completed, find, run_names, run_of
 from kbrl_async.errors import UserError
 from kbrl_async.runs.folder import LATEST
 
-BATCH = "batch-"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="RUN|BATCH",
-        nargs="?",
-        default=LATEST,
-        help="a run, by folder or name (default: the newest), or a batch, by id (batch-000003) or folder",
+    words = parser.add_argument(
+        "words",
+        metavar="[RUN] [BATCH]",
+        nargs="*",
+        help="a run by folder or name (default: the newest); one of its batches by id, batch-000003, or by folder",
     )
-    parser.add_argument("--run", metavar="RUN", default=LATEST, help="the run of a batch that is named by its id")
+    completed(words, run_names)
+    add_old_run(parser)
     parser.add_argument("--no-train", action="store_true", help="a run: its decisions only, not the learner's updates")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    run_dir, batch = target(args.target, args.run)
+    run_dir, batch = target(args.words)
+    if args.old_run is not None:
+        run_dir = run_of(args)
     if batch and args.no_train:
         raise UserError("a batch is replayed by training on it", "Leave out --no-train")
     flags = [*(["--batch", batch] if batch else []), *(["--no-train"] if args.no_train else [])]
@@ -40,12 +42,16 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run([sys.executable, "-m", "services.replay", str(run_dir), *flags], check=False).returncode
 
 
-def target(wanted: str, run: str) -> tuple[Path, str]:
-    """The run's folder, and the batch's id (empty: the whole run)."""
-    name = Path(wanted).name
-    if not name.startswith(BATCH) or not name.removeprefix(BATCH).isdigit():
-        return find(wanted), ""
-    folder = Path(wanted)
-    if folder.is_dir():
-        return folder.resolve().parent.parent, name
-    return find(run), name
+def target(words: Sequence[str]) -> tuple[Path, str]:
+    """The run's folder, and the batch's id (empty: the whole run).
+
+    :raises UserError: more than a run and a batch.
+    """
+    batches = [word for word in words if re.fullmatch(r"batch-\d+", Path(word).name)]
+    runs = [word for word in words if word not in batches]
+    if len(batches) > 1 or len(runs) > 1:
+        raise UserError(f"one run and one batch at a time, not {' '.join(words)}", "Write kbrl replay RUN batch-000003")
+    folder = Path(batches[0]) if batches else None
+    if folder is not None and folder.is_dir():
+        return folder.resolve().parent.parent, folder.name
+    return find(runs[0] if runs else LATEST), folder.name if folder else ""

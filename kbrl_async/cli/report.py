@@ -6,7 +6,7 @@ import argparse
 import webbrowser
 from pathlib import Path
 
-from kbrl_async.cli.shared import add_run, find, say
+from kbrl_async.cli.shared import add_run, check_suffix, find, say
 from kbrl_async.durable import write_atomically
 
 FILE = "report.html"
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_suffix(args.output, ".html", "--output", "Write --output FILE.html")
     from kbrl_async.lab.report import read_run, report_page
 
     path = find(args.run_folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kbrl_async.errors import ConfigError, KbrlError, ProblemError, UserError
-from kbrl_async.runs.config import SCALABLE, Config, environment, load
+from kbrl_async.runs.config import KEYS, SCALABLE, Config, environment, load
 from kbrl_async.runs.config.loading import gather
 from kbrl_async.runs.config.loading import resolve as resolved
 from kbrl_async.runs.config.sources import Setting
-from kbrl_async.runs.folder import LATEST
+from kbrl_async.runs.folder import LATEST, latest, runs_in
 
+EVALUATIONS = "evals"
+"""In log_path: evaluations are runs, but never the newest one that other commands mean."""
+SHOWN = 5
+"""Names of runs that an error lists."""
 OUR_FAULT = 3
 """Exit code where the host or the problem failed, not the candidate and not the words of the command."""
 
@@ -29,26 +34,77 @@ OUR_FAULT = 3
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    run = parser.add_argument(
         "run_folder", metavar="RUN", nargs="?", default=LATEST, help="folder or name; default: the newest"
     )
+    completed(run, run_names)
+
+
+def add_old_run(parser: argparse.ArgumentParser) -> None:
+    """`--run RUN`, as some commands took it until the last release; see `run_of`."""
+    parser.add_argument("--run", dest="old_run", help=argparse.SUPPRESS)
+
+
+def run_of(args: argparse.Namespace) -> Path:
+    """The folder of the RUN that a command with `add_run` and `add_old_run` was given."""
+    if args.old_run is not None:
+        print(f"warning: --run is read for one more release; write RUN alone: {args.old_run}", file=sys.stderr)
+        args.run_folder, args.old_run = args.old_run, None
+    return find(args.run_folder)
+
+
+def run_names(prefix: str = "", **_: object) -> list[str]:
+    """What may stand for a RUN, for the shell."""
+    root = log_path()
+    return [path.name for folder in (root, root / EVALUATIONS) for path in runs_in(folder)]
+
+
+def completed(argument: argparse.Action, by: Callable[..., list[str]]) -> None:
+    """The shell completes the argument `by(prefix)`."""
+    argument.completer = by  # type: ignore[attr-defined] # argcomplete's name
+
+
+def log_path() -> Path:
+    """Where the runs of this folder are."""
+    return Path(load(env=environment(os.environ)).log_path)
 
 
 def find(wanted: str) -> Path:
-    """A run folder by its path, or by its name in log_path."""
-    named = Path(load(env=environment(os.environ)).log_path) / wanted
-    for path in (Path(wanted), named):
+    """A run folder by its path, or by its name in log_path; `latest`: the newest run that has begun.
+
+    :raises UserError: there is no such run, or none at all.
+    """
+    root = log_path()
+    if wanted == LATEST:
+        newest = latest(root)
+        if newest is None:
+            raise no_runs(root)
+        return newest
+    for path in (Path(wanted), root / wanted, root / EVALUATIONS / wanted):
         if path.is_dir():
             return path.resolve()
-    raise UserError(f"there is no run {wanted}", f"See what there is in {named.parent}/")
+    names = [path.name for folder in (root, root / EVALUATIONS) for path in runs_in(folder)]
+    if not names:
+        raise no_runs(root)
+    near = difflib.get_close_matches(Path(wanted).name, names, 1)
+    cure = f"Did you mean {near[0]}?" if near else f"There is {', '.join(names[:SHOWN])}; 'kbrl runs' lists all"
+    raise UserError(f"there is no run {wanted}", cure)
+
+
+def no_runs(root: Path) -> UserError:
+    """The error where no run was made yet, or where this is not the folder that they were made from."""
+    return UserError(f"there are no runs in {root}/", "Make one with 'kbrl train', or go to the folder that has them")
 
 
 # ── a configuration ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+SETTINGS = ("key=value", "settings that win over files; 'kbrl config' lists them")
+
+
+def add_settings(parser: argparse.ArgumentParser, metavar: str = SETTINGS[0], words: str = SETTINGS[1]) -> None:
     """Files, `key=value` words, and counts of processes."""
-    add_config(parser)
+    add_config(parser, metavar, words)
     parser.add_argument(
         "--processes",
         metavar="NAME=COUNT",
@@ -58,13 +114,24 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config(
+    parser: argparse.ArgumentParser, metavar: str = SETTINGS[0], words: str = SETTINGS[1]
+) -> argparse.Action:
+    """Files and `key=value` words; who takes other words too says so by `metavar` and `words`."""
     parser.add_argument(
         "--config", metavar="FILE", type=Path, action="append", default=[], help="YAML or TOML; later files win"
     )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings that win over files; 'kbrl config' lists them"
-    )
+    settings = parser.add_argument("overrides", metavar=metavar, nargs="*", help=words)
+    completed(settings, setting_words)
+    return settings
+
+
+def setting_words(prefix: str = "", **_: object) -> list[str]:
+    """`key=` of every setting, and `key=value` where it takes one of a few words; for the shell."""
+    key, sign, _value = prefix.partition("=")
+    if not sign:
+        return [f"{name}=" for name in KEYS]
+    return [f"{key}={word}" for word in KEYS[key].choices] if key in KEYS else []
 
 
 def resolve(args: argparse.Namespace) -> Config:
@@ -124,6 +191,15 @@ def say(text: str, console: Console | None = None) -> None:
 def print_json(value: Any, *, pretty: bool = False) -> None:
     encoded = msgspec.json.encode(value, order="deterministic" if pretty else None)
     print((msgspec.json.format(encoded) if pretty else encoded).decode())
+
+
+def check_suffix(path: Path | None, suffix: str, option: str, cure: str) -> None:
+    """Refuse a file whose name promises another format than is written; None is no file.
+
+    :raises UserError: it does.
+    """
+    if path is not None and path.suffix.lower() not in ("", suffix):
+        raise UserError(f"{option} writes {suffix.removeprefix('.').upper()}, not {path.suffix}", cure)
 
 
 def table(headings: Iterable[str], title: str = "", right: Iterable[str] = ()) -> Table:

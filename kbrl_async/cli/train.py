@@ -14,7 +14,7 @@ from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
-from kbrl_async.runs.folder import Run, is_finished, plan, prepare
+from kbrl_async.runs.folder import Run, is_finished, plan, prepare, settle_latest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> int:
     run = prepare(config)
     doing = "continuing" if run.resumed else "starting"
     print(f"{doing} {run.path}; Ctrl-C stops it, the same command continues it", flush=True)
-    return conclude(run.path, start_and_wait(run.path, process_counts(run.config)))
+    try:
+        ended = start_and_wait(run.path, process_counts(run.config))
+    finally:
+        settle_latest(run.path)
+    return conclude(run.path, ended)
 
 
 def conclude(run_dir: Path, ended: ProcessesEnded) -> int:

@@ -1,6 +1,7 @@
 """`kbrl verify`: one candidate through the whole funnel, or every candidate of a KernelBench run folder.
 
-Exit codes: 0 the candidate is correct · 1 it is not · 2 wrong usage · 3 our fault: the host or the problem failed.
+Exit codes: 0 the candidate is correct · 1 it is not · 2 wrong usage · 3 our fault: the host or the problem failed ·
+130 stopped by Ctrl-C.
 With `--run`: 0 every candidate has its verdict, whatever it is · 3 some have none, and why is in `kbrl_results.json`.
 """
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="the file is a model's answer; default: looked at its text",
     )
+    one.add_argument("--example", metavar="BACKEND", help="write a problem and a kernel to start from, in this folder")
     one.add_argument("--json", action="store_true", help="one JSON document on stdout instead of a table")
     folder.add_argument("--run", metavar="DIR", type=Path, help="level_L_problem_P_sample_S_kernel.py files to verify")
     folder.add_argument("--workers", type=int, default=1, help="candidates verified at once, each on a core of its own")
@@ -51,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.example:
+        return _example(args.example)
     _check_usage(args)
 
     def told(error: KbrlError) -> None:
@@ -64,9 +68,40 @@ def _check_usage(args: argparse.Namespace) -> None:
     if args.run and (args.problem or args.candidate):
         raise UserError("--run verifies a whole folder", "Leave out --problem and --candidate, or --run")
     if not args.run and not (args.problem and args.candidate):
-        raise UserError("kbrl verify needs --problem and --candidate, or --run DIR", "See 'kbrl verify --help'")
+        cure = "To start from an example: kbrl verify --example c"
+        raise UserError("kbrl verify needs --problem and --candidate, or --run DIR", cure)
     if args.workers < 1:
         raise UserError(f"--workers {args.workers} verifies nothing", "Give 1 or more")
+
+
+_INPUTS = """
+
+def get_inputs():
+    return [torch.randn(512, 1024), torch.randn(512, 1024)]
+
+
+def get_init_inputs():
+    return []
+"""
+"""What the plainest worked example of every backend of ours is called with."""
+
+
+def _example(name: str) -> int:
+    """:raises UserError: no such backend, one without an example, or files that would be overwritten."""
+    from kbrl_async.kernels.backends import backend, backends
+
+    shots = backend(name).shots
+    if not shots:
+        raise UserError(f"backend {name} has no worked example", f"Choose among {', '.join(backends())}")
+    files = {Path("example_problem.py"): shots[0].reference + _INPUTS, Path("example_kernel.py"): shots[0].kernel}
+    if there := [str(path) for path in files if path.exists()]:
+        raise UserError(f"{there[0]} is there already", "Take it away, or go into another folder")
+    for path, text in files.items():
+        path.write_text(text)
+    problem, candidate = files
+    say(f"written: {problem} and {candidate}, a module and a right kernel for it, which is not fast yet. Now:")
+    say(f"  kbrl verify --problem {problem} --candidate {candidate}")
+    return 0
 
 
 def _one(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ class Speeds(msgspec.Struct, frozen=True):
     """The same of each problem's best sample: what n tries find."""
     geometric_mean: Figure | None
     median: Figure | None
-    proven_faster: Figure
+    fast_1_proven: Figure
     """Share of samples whose whole interval lies above 1 (I7)."""
 
 
@@ -85,6 +85,7 @@ class ProblemRow(msgspec.Struct, frozen=True):
     compiled: int
     hacked: int
     best_speedup: float | None
+    """Of correct samples whose time was not disturbed."""
     flags: tuple[str, ...]
     faults: dict[str, int]
 
@@ -192,7 +193,7 @@ def _row(cluster: Sequence[Sample]) -> ProblemRow:
     faults: dict[str, int] = {}
     for sample in cluster:
         faults[sample.fault] = faults.get(sample.fault, 0) + 1
-    found = [s for sample in cluster if (s := sample.speedup()) is not None]
+    found = [s for sample in cluster if (s := sample.speedup()) is not None and not sample.disturbed]
     return ProblemRow(
         cluster[0].problem_id,
         cluster[0].level,

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from kbrl_async.evaluation.proportions import CONFIDENCE
 from kbrl_async.rollouts.stats import RolloutStats
 
 THRESHOLDS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 EAGER = "eager"
-CONFIDENCE = 0.95
 RESAMPLES = 1000
 Speed = tuple[float, float, float]
 """Speedup with the ends of its interval."""
@@ -41,6 +41,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
     speedups: Mapping[str, Speed] = msgspec.field(default_factory=dict)
     """Of a correct, timed kernel by baseline: eager, and those of torch.compile that were measured."""
+    disturbed: bool = False
+    """Its speedups can't be compared with others': no best one."""
     candidate_ms: float | None = None
     reference_ms: float | None = None
     flags: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ def sample_of(stats: RolloutStats, sample: int = 0) -> Sample:
         cheated=stats.cheated,
         fault=stats.fault,
         speedups=speedups,
+        disturbed=stats.is_disturbed,
         tokens=stats.tokens,
         reward=stats.reward,
         policy_version=stats.policy_version,
@@ -147,7 +150,7 @@ def heldout_scalars(results: Sequence[RolloutStats]) -> dict[str, float]:
         "hack_rate": mean(lambda s: s.cheated),
         "solved_rate": float(np.mean([any(s.correct for s in cluster) for cluster in clusters])),
         "fast_1": mean(lambda s: (s.speedup() or 0.0) > 1.0),
-        "proven_faster": mean(is_proven_faster),
+        "fast_1_proven": mean(is_proven_faster),
         "speedup_geometric_mean": geometric_mean([v for c in clusters for s in c if (v := s.speedup()) is not None]),
         "policy_version_mean": mean(lambda s: s.policy_version),
     }

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kbrl_async.evaluation.document import Document, Figures, Part
 from kbrl_async.evaluation.metrics import EAGER, THRESHOLDS, Figure
+from kbrl_async.evaluation.proportions import WORDS
 
 
 def render(document: Document) -> Group:
@@ -29,8 +30,8 @@ def _figures_table(document: Document) -> Table:
     table.add_column("")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
-    shown = [dict(_rows(found)) if found else {} for _, found in columns]
-    for name in dict(_rows(overall.raw)) if overall.raw else {}:
+    shown = [dict(figure_rows(found)) if found else {} for _, found in columns]
+    for name in dict(figure_rows(overall.raw)) if overall.raw else {}:
         table.add_row(name, *(rows.get(name, "–") for rows in shown))
     table.caption = _caption(document)
     table.caption_justify = "left"
@@ -38,7 +39,7 @@ def _figures_table(document: Document) -> Table:
 
 
 def _caption(document: Document) -> str:
-    words = ["the interval below each figure is its 95 % bootstrap interval over problems"]
+    words = [f"the interval below each figure is its {WORDS} bootstrap interval over problems"]
     if document.expired:
         words.append(f"{document.expired} samples were given up at a deadline and count as wrong")
     if document.lost:
@@ -50,7 +51,7 @@ def _caption(document: Document) -> str:
     return "; ".join(words)
 
 
-def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+def figure_rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "problems × samples", f"{figures.problems} × {figures.samples / figures.problems:g}"
     yield "compiled", _share(figures.compiled)
     yield "correct", _share(figures.correct)
@@ -61,7 +62,7 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
         against = "" if baseline == EAGER else f" vs {baseline}"
         for p in THRESHOLDS[1:]:
             yield f"fast_{p:g}{against}", _share(speeds.fast_p[f"{p:g}"])
-        yield f"proven faster{against}", _share(speeds.proven_faster)
+        yield f"fast_1_proven{against}", _share(speeds.fast_1_proven)
         yield f"speedup, geometric mean{against}", _times(speeds.geometric_mean)
         yield f"speedup, median{against}", _times(speeds.median)
 
@@ -106,7 +107,7 @@ def _tagged(prefix: str, figures: Figures | None) -> dict[str, float]:
     for baseline, speeds in figures.speedup.items():
         against = "" if baseline == EAGER else f"_vs_{baseline}"
         rates |= {f"fast_{p}{against}": figure for p, figure in speeds.fast_p.items()}
-        rates[f"proven_faster{against}"] = speeds.proven_faster
+        rates[f"fast_1_proven{against}"] = speeds.fast_1_proven
         means = {"geometric_mean": speeds.geometric_mean, "median": speeds.median}
         rates |= {f"speedup_{name}{against}": figure for name, figure in means.items() if figure is not None}
     ends = {f"{tag}_{end}": getattr(rates[tag], end) for tag in ("correct_rate",) for end in ("lo", "hi")}

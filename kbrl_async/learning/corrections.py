@@ -29,8 +29,19 @@ class Ratios:
     sample_T: torch.Tensor
 
 
-Correction = Callable[[Ratios], torch.Tensor]
-"""One multiplier a token [T]."""
+Correction = Callable[..., torch.Tensor]
+"""`(ratios, **constants)` → one multiplier a token [T]."""
+
+
+def over_batch(correction: Correction) -> Correction:
+    """Marks a correction that compares tokens of different sequences. It sees a whole batch, so that it does not
+    depend on how microbatches are packed; that needs π_p, which costs a forward pass over the batch."""
+    correction.over_batch = True  # type: ignore[attr-defined]
+    return correction
+
+
+def is_over_batch(correction: Correction) -> bool:
+    return bool(getattr(correction, "over_batch", False))
 
 
 def safe_ratio(log_ratio_T: torch.Tensor) -> torch.Tensor:
@@ -101,8 +112,9 @@ def opsm(r: Ratios, delta: float = 1e-4) -> torch.Tensor:
     return 1.0 - ((r.advantage_T < 0) & (drift_T > delta)).to(r.log_rho_T.dtype)
 
 
+@over_batch
 def m2po(r: Ratios, tau: float = 0.04) -> torch.Tensor:
-    """Masks the tokens with the largest (log ρ)² until the mean of the others is at most τ (M2PO)."""
+    """Masks the tokens of a batch with the largest (log ρ)² until the mean of the others is at most τ (M2PO)."""
     square_T = r.log_rho_T.square()
     order_T = square_T.argsort()
     mean_T = square_T[order_T].cumsum(0) / torch.arange(1, len(order_T) + 1, device=square_T.device)
@@ -111,7 +123,7 @@ def m2po(r: Ratios, tau: float = 0.04) -> torch.Tensor:
     return mask_T
 
 
-def multiplier(ratios: Ratios, corrections: Sequence[Correction]) -> torch.Tensor:
+def multiplier(ratios: Ratios, corrections: Sequence[Callable[[Ratios], torch.Tensor]]) -> torch.Tensor:
     """The product of all corrections [T]; ones where there are none."""
     product_T = torch.ones_like(ratios.log_rho_T)
     for correction in corrections:

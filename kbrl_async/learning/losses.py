@@ -37,13 +37,16 @@ class Tokens:
     """Versions between writing the token and this update."""
     log_ref_T: torch.Tensor | None = None
     """The reference policy's log-probs, for a KL penalty."""
+    weight_T: torch.Tensor | None = None
+    """The corrections that see all of a batch at once, multiplied; None where there are none."""
 
     def sequences(self) -> torch.Tensor:
         """`sample_T` [T], or one sequence for all."""
         return torch.zeros_like(self.log_mu_T, dtype=torch.long) if self.sample_T is None else self.sample_T
 
 
-LossFunction = Callable[[Tokens, Learner], tuple[torch.Tensor, Diagnostics]]
+LossFunction = Callable[..., tuple[torch.Tensor, Diagnostics]]
+"""`(tokens, learner settings, **constants)` → the loss [T], and what is logged of it."""
 
 
 def needs_proximal(loss: LossFunction) -> LossFunction:
@@ -52,15 +55,21 @@ def needs_proximal(loss: LossFunction) -> LossFunction:
     return loss
 
 
-def dppo_tv(t: Tokens, learner: Learner, penalty: float = 1e-3) -> tuple[torch.Tensor, Diagnostics]:
+def dppo_tv(t: Tokens, learner: Learner, penalty: float = 1e-3, cap: float = 10.0) -> tuple[torch.Tensor, Diagnostics]:
     """−ratio·A·keep + λ·(π − μ)². Drops a token where the step would leave a total-variation ball around μ:
-    A > 0 and e^π − e^μ > δ, or A < 0 and e^μ − e^π > δ (DPPO with binary TV; δ .2, λ 1e-3)."""
+    A > 0 and e^π − e^μ > δ, or A < 0 and e^μ − e^π > δ (DPPO with binary TV; δ .2, λ 1e-3).
+
+    Beyond `cap` the gradient's weight stays at `cap`: a token that the sampler found all but impossible, and that moved
+    up although A < 0, is dropped by neither bound, and would outweigh all others."""
     log_ratio_T = t.log_pi_T - t.log_mu_T
     rise_T = (t.log_pi_T.exp() - t.log_mu_T.exp()).detach()
     too_far_T = ((t.advantage_T > 0) & (rise_T > learner.dppo_delta)) | (
         (t.advantage_T < 0) & (-rise_T > learner.dppo_delta)
     )
-    policy_T = -safe_ratio(log_ratio_T) * t.advantage_T
+    ratio_T = safe_ratio(log_ratio_T)
+    # capped: value and gradient are those of cap · (1 + log π − sg(log π))
+    capped_T = torch.where(ratio_T > cap, cap * (1 + log_ratio_T - log_ratio_T.detach()), ratio_T)
+    policy_T = -capped_T * t.advantage_T
     loss_T = torch.where(too_far_T, torch.zeros_like(policy_T), policy_T) + penalty * log_ratio_T.square()
     return loss_T, {"dropped": too_far_T.float()}
 
@@ -72,13 +81,13 @@ def ppo_clip(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:
 
 
 @needs_proximal
-def decoupled(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:
-    """ρ·max(−r·A, −clip(r)·A): clips around the proximal policy and corrects for the behaviour policy apart
-    (Hilton et al., batch-size invariance; AReaL)."""
+def decoupled(t: Tokens, learner: Learner, cap: float = 5.0) -> tuple[torch.Tensor, Diagnostics]:
+    """min(ρ, C)·max(−r·A, −clip(r)·A): clips around the proximal policy and corrects for the behaviour policy apart
+    (Hilton et al., batch-size invariance; AReaL, which caps ρ, too)."""
     assert t.log_prox_T is not None, "decoupled needs the proximal policy's log-probs"
     log_ratio_T = t.log_pi_T - t.log_prox_T
     loss_T, diagnostics = _clipped(log_ratio_T, t.advantage_T, learner.clip_low, learner.clip_high, learner.dual_clip)
-    return safe_ratio(t.log_prox_T - t.log_mu_T) * loss_T, diagnostics
+    return tis_weight(t.log_prox_T, t.log_mu_T, cap) * loss_T, diagnostics
 
 
 def tis(t: Tokens, learner: Learner, cap: float = 2.0) -> tuple[torch.Tensor, Diagnostics]:
@@ -99,12 +108,12 @@ def gspo(t: Tokens, learner: Learner, low: float = 3e-4, high: float = 4e-4) -> 
     return _clipped(log_s_T, t.advantage_T, low, high)
 
 
-def a3po(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:
+def a3po(t: Tokens, learner: Learner, cap: float = 5.0) -> tuple[torch.Tensor, Diagnostics]:
     """`decoupled` with log π_p ≈ μ + α(π − μ) and α = lag / (lag + 1): no forward pass for the proximal policy
     (A-3PO). Fresh samples have π_p = μ; the older they are, the nearer π_p is to the learner."""
     lag_T = torch.zeros_like(t.log_mu_T) if t.lag_T is None else t.lag_T
     log_prox_T = t.log_mu_T + lag_T / (lag_T + 1) * (t.log_pi_T.detach() - t.log_mu_T)
-    return decoupled(dataclasses.replace(t, log_prox_T=log_prox_T), learner)
+    return decoupled(dataclasses.replace(t, log_prox_T=log_prox_T), learner, cap)
 
 
 def reinforce(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:

@@ -87,14 +87,18 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over all tokens of a minibatch, over sequences, or over sequences by a constant length (max_tokens)."""
     scale_advantages: bool = True
     """Divide a batch's advantages by their root mean square."""
-    kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """Estimator of the divergence from the policy that training started from, added to the loss."""
+    truncated: Literal["negative", "mask", "penalise"] = "negative"
+    """Answers cut at max_tokens: paid like others, not learned from, or up to 1 off from 4/5 of max_tokens on."""
+    kl: Literal["none", "k1", "k2", "k3", "k1+", "k3+"] = "none"
+    """Estimator of the divergence from the policy that training started from; k1+, k3+: its value, k2's gradient."""
     kl_weight: NonNegative = 0.0
     """Weight of that divergence."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after warm-up; cosine falls to nothing at max_steps."""
     dppo_delta: Fraction = 0.2
     """dppo_tv: a token is dropped when its probability has moved the wrong way by more than this."""
+    constants: list[str] = msgspec.field(default_factory=list)
+    """Constants of the loss and the corrections, such as tis.cap=3 or icepop.low=0.4; their own stand beside each."""
     negative_scale: NonNegative = 0.3
     """Factor on negative advantages; below 1 keeps a small policy's entropy up."""
     grad_clip: Positive = 1.0

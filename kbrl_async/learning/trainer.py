@@ -175,13 +175,21 @@ class Trainer:
         if version is not None:
             ages = torch.tensor([float(max(0, version - s.policy_version)) for s in samples])
             lag_T = to_device(ages.repeat_interleave(torch.tensor([len(s.token_ids) for s in samples])), self.device)
+        advantage_T = torch.where(advantage_T < 0, advantage_T * scale, advantage_T)
+        log_prox_T = self._logprobs(self.passes, samples, temperature, tick) if needs.needs_proximal else None
+        weight_T = None
+        if log_prox_T is not None:
+            lengths = torch.tensor([len(s.token_ids) for s in samples])
+            sample_T = to_device(torch.arange(len(samples)).repeat_interleave(lengths), self.device)
+            weight_T = needs.batch_weights(log_prox_T - log_mu_T, advantage_T, sample_T)
         return _Recorded(
             to_device(_starts(samples), self.device),
             log_mu_T,
-            torch.where(advantage_T < 0, advantage_T * scale, advantage_T),
-            self._logprobs(self.passes, samples, temperature, tick) if needs.needs_proximal else None,
+            advantage_T,
+            log_prox_T,
             lag_T,
             self._reference_logprobs(samples, temperature, tick) if needs.needs_reference else None,
+            weight_T,
         )
 
     @torch.no_grad()
@@ -237,13 +245,15 @@ class _Recorded:
     log_prox_T: torch.Tensor | None
     lag_T: torch.Tensor | None
     log_ref_T: torch.Tensor | None
+    weight_T: torch.Tensor | None
 
     def tokens(self, scored: Scored, where_S: torch.Tensor) -> Tokens:
         """Those of a microbatch, beside what the policy gives them now. `where_S`: its samples' places in the batch."""
         flat_T = self.start_S[where_S[scored.sample_T]] + scored.offset_T
-        prox_T, lag_T, ref_T = (None if x is None else x[flat_T] for x in (self.log_prox_T, self.lag_T, self.log_ref_T))
-        advantage_T = self.advantage_T[flat_T]
-        return Tokens(scored.log_pi_T, self.log_mu_T[flat_T], advantage_T, prox_T, scored.sample_T, lag_T, ref_T)
+        parts = (self.log_prox_T, self.lag_T, self.log_ref_T, self.weight_T)
+        prox_T, lag_T, ref_T, weight_T = (None if x is None else x[flat_T] for x in parts)
+        mu_T, advantage_T = self.log_mu_T[flat_T], self.advantage_T[flat_T]
+        return Tokens(scored.log_pi_T, mu_T, advantage_T, prox_T, scored.sample_T, lag_T, ref_T, weight_T)
 
 
 class _Batch(NamedTuple):

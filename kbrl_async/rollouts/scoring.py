@@ -5,17 +5,17 @@ This is the only place where a reward is computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
-from kbrl_async.rollouts.rewards import parts
-from kbrl_async.rollouts.rewards.parts import part_of
-from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of
+from kbrl_async.rollouts.rewards.parts import earns, has_format, is_built, is_correct
+from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of, spread_of
 from kbrl_async.rollouts.stats import RolloutStats, steps_of
 from kbrl_async.rollouts.turns import TurnScore
-from protocols.records import Candidate, Fault, Timing, TrainSample
+from protocols.records import DISTURBED, Candidate, Fault, Timing, TrainSample
 from protocols.rollout import Record, RecordError
 
 
@@ -43,12 +43,12 @@ def received(frames: Sequence[bytes], status: str) -> Record:
 
 def score(record: Record, preset: Preset) -> ScoredTurn | None:
     """The reward of a finished record, or None where infrastructure failed (I4)."""
-    if not parts.earns(record):
+    if not earns(record):
         return None
-    sample, fault = _sample(record, reward_of(record, preset)), record.fault
+    sample, fault = _sample(record, reward_of(record, preset), spread_of(record, preset)), record.fault
     if preset.plan_weight:
         sample = _with_classes(sample, record, preset)
-    passed = {name: part_of(record, name) > 0 for name in ("format", "compile", "correct")}
+    passed = {"format": has_format(record), "compile": is_built(record), "correct": is_correct(record)}
     return ScoredTurn(sample, _stats(record, sample, fault, passed), fault, record.candidate, record.timing)
 
 
@@ -58,11 +58,11 @@ def score_prediction(record: Record, actual: str) -> ScoredTurn | None:
         return None
     guess = predicted(record.generation.text)
     sample = _sample(record, prediction_reward(guess, actual))
-    stats = _stats(record, sample, Fault.OK, {"format": bool(guess)})
+    stats = _stats(record, sample, Fault.OK, {"format": float(bool(guess))})
     return ScoredTurn(sample, stats, Fault.OK, None, None)
 
 
-def _sample(record: Record, reward: float) -> TrainSample:
+def _sample(record: Record, reward: float, spread: float = 0.0) -> TrainSample:
     request, generation = record.request, record.generation
     assert generation is not None, "what is scored was written"
     return TrainSample(
@@ -75,6 +75,9 @@ def _sample(record: Record, reward: float) -> TrainSample:
         generation.policy_version,
         request.turn,
         request.role,
+        reward_spread=spread,
+        source=hashlib.sha256(record.source.encode()).hexdigest()[:16] if record.source else "",
+        truncated=generation.finish_reason == "length",
     )
 
 
@@ -91,21 +94,21 @@ def _with_classes(sample: TrainSample, record: Record, preset: Preset) -> TrainS
     )
 
 
-def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[str, bool]) -> RolloutStats:
+def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[str, float]) -> RolloutStats:
     request, generation, timing = record.request, record.generation, record.timing
     return RolloutStats(
         problem_id=request.problem.problem_id,
         level=request.problem.level,
         flagged=bool(request.problem.flags),
         reward=sample.reward,
-        format=passed.get("format", False),
-        compiled=passed.get("compile", False),
-        correct=passed.get("correct", False),
+        format=bool(passed.get("format")),
+        compiled=bool(passed.get("compile")),
+        correct=bool(passed.get("correct")),
         cheated=fault is Fault.CHEATING,
-        fast=timing is not None and timing.is_faster,
         speedup=timing.speedup if timing else None,
         speedup_lo=timing.lo if timing else None,
         speedup_hi=timing.hi if timing else None,
+        disturbed=timing is not None and timing.stopped == DISTURBED,
         completion_fraction=float(generation is not None and generation.finish_reason == "stop"),
         turn=request.turn,
         tokens=len(sample.token_ids),

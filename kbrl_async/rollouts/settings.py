@@ -37,6 +37,9 @@ REWARD_PRESETS = Door(
         "kevin": f"{_REWARDS}.presets:KEVIN",
         "kevin_offset": f"{_REWARDS}.presets:KEVIN_OFFSET",
         "hierarchical": f"{_REWARDS}.presets:HIERARCHICAL",
+        "hierarchical_raw": f"{_REWARDS}.presets:HIERARCHICAL_RAW",
+        "correct": f"{_REWARDS}.presets:CORRECT",
+        "best_of_n": f"{_REWARDS}.presets:BEST_OF_N",
         "plan_code": f"{_REWARDS}.presets:PLAN_CODE",
         "funnel": f"{_REWARDS}.presets:FUNNEL",
         "fork": f"{_REWARDS}.presets:FORK",
@@ -80,6 +83,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
     index: str | None = None
     """prompt.option=raicl: folder of an index made by 'kbrl index build'."""
+    embedder: str | None = None
+    """prompt.option=raicl: embedder that the index may load; null: only lexical, recommended and installed ones."""
     examples: Annotated[int, Meta(ge=1, le=32)] = 3
     """prompt.option=raicl: most examples in one prompt; those that exceed the token budget are left out."""
     max_tokens: AtLeastOne | None = None
@@ -124,6 +129,15 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
         parts = ("format", "compile", "correctness", "speed")
         given = {part: getattr(self, f"{part}_weight") for part in parts}
         return {part: weight for part, weight in given.items() if weight is not None}
+
+
+class BestOfN(msgspec.Struct, frozen=True, kw_only=True):
+    """What advantage=best_of_n imitates."""
+
+    keep: AtLeastOne = 3
+    """Best samples of a group that are imitated."""
+    above: float = 0.5
+    """A sample is imitated only where its reward is above this."""
 
 
 class Curriculum(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocols.records import SOLVER, Fault
+from protocols.records import SOLVER, Fault, says_nothing
 from protocols.rollout import STEPS, Record
 
 
@@ -34,11 +34,11 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bool = False
     correct: bool = False
     cheated: bool = False
-    fast: bool = False
-    """Correct, and the lower end of the speedup's interval is above 1."""
     speedup: float | None = None
     speedup_lo: float | None = None
     speedup_hi: float | None = None
+    disturbed: bool = False
+    """Others had the core most of the time while it was timed."""
     completion_fraction: float = 1.0
     """1 for an answer that ended by itself, 0 for one that was cut at max_tokens."""
     turn: int = 0
@@ -66,3 +66,18 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of the verdict: `replayed` or `observed`."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Its speedup can't be compared with others': it is marked, and not ranked."""
+        return self.disturbed or says_nothing(self.speedup_lo, self.speedup_hi)
+
+    @property
+    def fast_1(self) -> bool:
+        """Correct, and more than once as fast by the point estimate: what KernelBench counts."""
+        return self.correct and (self.speedup or 0.0) > 1.0
+
+    @property
+    def fast_1_proven(self) -> bool:
+        """Correct, and the whole interval of the speedup lies above 1 (I7)."""
+        return self.correct and (self.speedup_lo or 0.0) > 1.0

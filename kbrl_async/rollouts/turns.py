@@ -53,8 +53,10 @@ def with_returns(samples: Sequence[TrainSample], rules: TurnRules) -> list[Train
     gamma, how = rules.gamma, rules.turns.returns
     returns = turn_returns([sample.reward for sample in samples], gamma, how)
     plans = turn_returns([sample.plan_reward for sample in samples], gamma, how)
+    spreads = turn_returns([sample.reward_spread for sample in samples], gamma, how)
     return [
-        msgspec.structs.replace(s, reward=r, plan_reward=p) for s, r, p in zip(samples, returns, plans, strict=True)
+        msgspec.structs.replace(s, reward=r, plan_reward=p, reward_spread=e)
+        for s, r, p, e in zip(samples, returns, plans, spreads, strict=True)
     ]
 
 

@@ -3,9 +3,10 @@
 ::
 
     runs/.lock            held while a folder is chosen or made
-    runs/latest           → the newest run, replaced atomically
+    runs/latest           → the newest run that has begun, replaced atomically
     runs/NAME/config.yaml the resolved configuration, which every service of the run reads
     runs/NAME/logs/  metrics/  tensorboard/  …
+    runs/NAME/processes/  who lives, and how the others ended: see `standing`
     runs/NAME/summary.json   written last: the run has ended
 
 A name that is taken by an unfinished run continues it; one taken by a finished run gives way to NAME-2, NAME-3, ….
@@ -13,6 +14,7 @@ A name that is taken by an unfinished run continues it; one taken by a finished 
 Invariants
 * A run folder appears with its config.yaml in it, or not at all.
 * An unfinished run is only continued by a configuration of the same experiment (`loading.CHANGEABLE`).
+* A start that failed before the first answer is not `latest` to any command, nor, once it is over, by the link.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from kbrl_async.durable import write_atomically
+from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
+from kbrl_async.runs.archive.archive import FILE as ARCHIVE
+from kbrl_async.runs.archive.archive import Archive
 from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
 from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.standing import SUMMARY_FILE as SUMMARY_FILE
+from kbrl_async.runs.standing import State, forget, standing
+from kbrl_async.runs.standing import is_finished as is_finished
 
-SUMMARY_FILE = "summary.json"
 LATEST = "latest"
 FOLDERS = ("logs", "metrics", "tensorboard")
 
@@ -46,10 +52,6 @@ class Run(msgspec.Struct, frozen=True):
     config: Config
     """As stored: `name` is the folder's."""
     resumed: bool
-
-
-def is_finished(run_dir: Path) -> bool:
-    return (run_dir / SUMMARY_FILE).exists()
 
 
 def load_run(run_dir: Path | str) -> Config:
@@ -121,7 +123,9 @@ def prepare(config: Config) -> Run:
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / ".lock"):
-            return _carry_out(plan(config))
+            todo = plan(config)
+            forget(todo.path)
+            return _carry_out(todo)
 
 
 def ensure_run(env: Mapping[str, str] | None = None) -> Path:
@@ -186,6 +190,47 @@ def _create(todo: Run) -> None:
     except OSError:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def runs_in(log_path: Path) -> list[Path]:
+    """The run folders there, the one that was started last first."""
+    found = [path for path in log_path.glob("[!.]*") if (path / CONFIG_FILE).is_file() and not path.is_symlink()]
+    return sorted(found, key=lambda path: (path / CONFIG_FILE).stat().st_mtime, reverse=True)
+
+
+def latest(log_path: Path) -> Path | None:
+    """The newest run, which is what `latest` points at, unless that start has failed; None where there is none."""
+    linked = (log_path / LATEST).resolve()
+    candidates = [linked, *runs_in(log_path)]
+    return next((p for p in candidates if (p / CONFIG_FILE).is_file() and not _failed_to_start(p)), None)
+
+
+def settle_latest(run_dir: Path) -> None:
+    """Once a run's processes are gone: where it has failed to start, `latest` is again what it was before."""
+    root = run_dir.parent
+    with writing(root), locked(root / ".lock"):
+        if (root / LATEST).resolve() != run_dir.resolve() or not _failed_to_start(run_dir):
+            return
+        before = latest(root)
+        if before is None:
+            (root / LATEST).unlink()
+        else:
+            _point_latest(before)
+
+
+def _failed_to_start(run_dir: Path) -> bool:
+    return standing(run_dir).state is State.CRASHED and not _has_begun(run_dir)
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether anything has come of it: an answer, or an update."""
+    if any(version for version, _ in numbered(run_dir / "policies", "policy-v")):
+        return True
+    try:
+        with Archive(run_dir / ARCHIVE) as archive:
+            return archive.count() > 0
+    except KbrlError:
+        return False
 
 
 def _point_latest(run_dir: Path) -> None:

@@ -50,7 +50,7 @@ def prompts_of(config: Config, run_dir: Path, log: Any) -> FirstPrompts:
     hardware = told_hardware(config, run_dir)
     problems = load_problems(config.problems or "")
     heldout = [(problem.problem_id, problem.source) for problem in problems if problem.split == "heldout"]
-    retriever = Retriever.open(Path(wanted.index).expanduser(), heldout)
+    retriever = Retriever.open(Path(wanted.index).expanduser(), heldout, wanted.embedder or "")
     budget = budget_of(config, policies)
     count, room = budget.count_tokens, wanted.max_tokens or UNKNOWN_CONTEXT
     if needs_policy(config):

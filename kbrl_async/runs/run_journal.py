@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.evaluation.heldout import is_evaluation
-from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, Swept
+from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, StragglersCut, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
 from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
@@ -56,6 +56,6 @@ class RunJournal(EntryJournal[Command]):
                     tally.ended(entry.group_id)
                 case Lost():
                     tally.ended(entry.group_id, entry.reason)
-                case Swept():
+                case Swept() | StragglersCut():
                     tally.swept(entry.group_ids)
         return tally.answers()

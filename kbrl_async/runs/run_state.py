@@ -31,6 +31,7 @@ from kbrl_async.rollouts.buffer.events import (
     Finished,
     Lost,
     RolloutScored,
+    StragglersCut,
 )
 from kbrl_async.rollouts.curriculum import BatchRates
 from kbrl_async.rollouts.stats import RolloutStats
@@ -328,6 +329,9 @@ class RunState(RunMemory):
                 self._stages[event.group_id] = self._curriculum.stage
             case RolloutScored() | Lost():
                 self._trajectories.forget(event.rollout_id)
+            case StragglersCut():
+                for group_id in event.group_ids:
+                    self._trajectories.forget_group(group_id)
             case BatchMade():
                 self._batches[event.batch_id] = event.group_ids
                 self._age(event)
@@ -346,11 +350,14 @@ class RunState(RunMemory):
 
         One by one as they are scored, failures would come first, and the correct ones, last, would weigh most.
         """
-        if not isinstance(event, RolloutScored | Lost) or self._buffer.awaits_more(event.group_id):
-            return
-        for _, stats in sorted(self._open.get(event.group_id, {}).items()):
-            if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
-                self._curriculum.observe(stats.problem_id, stats.turn, stats.correct)
+        if isinstance(event, RolloutScored | Lost):
+            ended = [] if self._buffer.awaits_more(event.group_id) else [event.group_id]
+        else:
+            ended = event.group_ids if isinstance(event, StragglersCut) else []
+        for group_id in ended:
+            for _, stats in sorted(self._open.get(group_id, {}).items()):
+                if stats.role != VERIFIER:  # a prediction says nothing of how hard the problem is
+                    self._curriculum.observe(stats.problem_id, stats.turn, stats.correct)
 
     def _count(self, command: TurnTaken | RolloutEnded) -> None:
         stats = command.stats

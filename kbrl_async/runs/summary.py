@@ -7,13 +7,14 @@ Invariants
 * "first" and "last" are the answers that the first and the last policy versions wrote (`by_version`), never those that
   were scored first and last; `first_and_last` says in words which they are.
 * A mean over nothing is null.
-* Shares come with their 95 % intervals: answers are so few that a difference may be none.
+* Shares come with their intervals: answers are so few that a difference may be none.
 """
 
 from __future__ import annotations
 
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,16 +26,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.evaluation.proportions import KEY, wilson
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import by_version
-from kbrl_async.runs.telemetry.by_version import FIELDS, Answers
-from kbrl_async.runs.telemetry.proportions import wilson
+from kbrl_async.runs.telemetry.by_version import FIELDS, SHARES, Answers, speed_interval
 from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
+from protocols.records import TIMING_CONFIDENCE
 
 Summary = dict[str, Any]
 
-HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "speedup_mean")
+HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
 BEST_KERNELS = 10
 OLD = (
     "This summary compared answers in the order of their scoring, failures first; 'kbrl report' shows the run by "
@@ -75,7 +77,7 @@ def build(
     """The content of `summary.json`.
 
     :param answers: scored training answers, and which of their groups lack some.
-    :param wall_s: seconds of training, from the first admission to the last update.
+    :param wall_s: seconds from the first result, of a held-out answer or one of training, to the last update.
     :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
     :param extra: more fields, such as the run's name, seed and config hash.
     """
@@ -92,7 +94,7 @@ def build(
         **_heldout(heldout_after, "heldout_", "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
-        "funnel": funnel(rollout.funnel for rollout in answers.stats),
+        "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_after]),
     }
 
@@ -113,18 +115,19 @@ def by_versions(summary: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summary:
-    """Rates, and of each share `[lo, hi]` under its name and `_95`; null of none."""
+    """Rates with their intervals `[lo, hi]` under their names and `KEY`, null of none, and of how many answers."""
     answers = kernels(rollouts)
-    hits = {
-        "correct_rate": sum(r.correct for r in answers),
-        "compile_rate": sum(r.compiled for r in answers),
-        "fast_1": sum(r.fast for r in answers),
-    }
+    hits = {name: sum(getattr(r, flag) for r in answers) for name, flag in SHARES.items()}
     intervals = {name: wilson(count, len(answers)) if answers else None for name, count in hits.items()}
+    problems: dict[str, list[RolloutStats]] = defaultdict(list)
+    for answer in answers:
+        problems[answer.problem_id].append(answer)
+    intervals["speedup_mean"] = speed_interval(problems.values())
     rates = outcome_rates(answers)
     return {
+        f"{prefix}answers{suffix}": len(answers),
         **{f"{prefix}{name}{suffix}": rates.get(name) for name in HELDOUT_FIELDS},
-        **{f"{prefix}{name}{suffix}_95": interval for name, interval in intervals.items()},
+        **{f"{prefix}{name}{suffix}{KEY}": interval for name, interval in intervals.items()},
     }
 
 
@@ -138,10 +141,11 @@ def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
 
 
 def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
-    """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval."""
+    """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval;
+    disturbed measurements are not ranked."""
     best: dict[str, RolloutStats] = {}
     for rollout in rollouts:
-        if rollout.correct and rollout.fast and _lo(rollout) > _lo(best.get(rollout.problem_id)):
+        if rollout.fast_1_proven and not rollout.is_disturbed and _lo(rollout) > _lo(best.get(rollout.problem_id)):
             best[rollout.problem_id] = rollout
     ranked = sorted(best.values(), key=_lo, reverse=True)[:count]
     return [
@@ -165,7 +169,19 @@ def read(path: Path) -> Summary:
     :raises FileNotFoundError: the run has not ended.
     :raises msgspec.DecodeError: somebody edited it.
     """
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    return _named_as_today(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+
+
+def _named_as_today(summary: Summary) -> Summary:
+    """A summary from when `fast_1` meant what is called `fast_1_proven` now."""
+    if any("fast_1_proven" in name for name in summary):
+        return summary
+    points = [_proven(point) for point in summary.get("by_version", [])]
+    return _proven(summary) | ({"by_version": points} if points else {})
+
+
+def _proven(figures: Summary) -> Summary:
+    return {name.replace("fast_1", "fast_1_proven"): value for name, value in figures.items()}
 
 
 def render(summary: Summary) -> Group:
@@ -210,7 +226,10 @@ def told(summary: Mapping[str, Any]) -> str:
 
 
 def _add_heldout(table: Table, summary: Mapping[str, Any], title: str, prefix: str) -> None:
-    table.add_row(title, "before", "after", style="bold")
+    heads = [(when, summary.get(f"{prefix}answers_{when}")) for when in ("before", "after")]
+    table.add_row(
+        title, *(when if count is None else f"{when}: {count} answers" for when, count in heads), style="bold"
+    )
     for name in HELDOUT_FIELDS:
         table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
 
@@ -232,7 +251,7 @@ def _run_table(summary: Summary) -> Table:
 
 def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="Fastest verified kernels", title_justify="left")
-    for heading in ("problem", "speedup", "95 % interval", "file"):
+    for heading in ("problem", "speedup", f"{TIMING_CONFIDENCE:.0%} interval", "file"):
         table.add_column(heading, overflow="fold")
     for k in best:
         table.add_row(k["problem"], f"{k['speedup']:.2f}×", f"{k['lo']:.2f} … {k['hi']:.2f}", k["file"])
@@ -241,7 +260,7 @@ def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
 
 def _with_interval(summary: Mapping[str, Any], key: str, name: str) -> str:
     """The value, with its interval where there is one."""
-    shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}_95")
+    shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}{KEY}")
     return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
 
 

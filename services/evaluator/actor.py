@@ -37,7 +37,8 @@ class Evaluator(RolloutActor[Command, Effect]):
         config = outside.service.config
         wanted = config.evaluation.temperature
         super().__init__(outside, course, prompts, config.temperature if wanted is None else wanted, clock)
-        self._reward_preset = find_presets(config.reward)[-1]  # of auto, what it ends at
+        presets = find_presets(config.reward, overlong=config.punishes_overlong)
+        self._reward_preset = presets[-1]  # of auto, what it ends at
         self._said = (-1, -TELL_S)
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────

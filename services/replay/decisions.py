@@ -28,6 +28,7 @@ from kbrl_async.rollouts.buffer.events import (
     HoldBegan,
     Lost,
     RolloutScored,
+    StragglersCut,
     Swept,
 )
 from kbrl_async.rollouts.manager import RolloutManager
@@ -125,7 +126,7 @@ class Decisions:
         match event:
             case Admitted():
                 return state.admission(at)
-            case Swept() | HoldBegan() | BatchMade():
+            case Swept() | HoldBegan() | StragglersCut() | BatchMade():
                 return state.batch_step(at)
             case RolloutScored():
                 return self._scored_again(event)

@@ -69,7 +69,7 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
         state = RunState(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
         manager = RolloutManager(rollout_rules(config), state, template_prompts(config, run_dir), sampling)
-        decisions = Decisions(state, manager, find_presets(config.reward), archive)
+        decisions = Decisions(state, manager, find_presets(config.reward, overlong=config.punishes_overlong), archive)
         updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
         try:
             _run(journal, archive, decisions, updates, report, told)

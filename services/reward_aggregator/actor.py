@@ -67,7 +67,7 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._published: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._alarms = AlarmResponder(self._config, outside.service.run_dir, self._log)
         self._failures = FailureGuard()
-        self._presets = find_presets(self._config.reward)
+        self._presets = find_presets(self._config.reward, overlong=self._config.punishes_overlong)
         self._looked = clock()
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────

@@ -91,7 +91,7 @@ def _is_hopeless(change: AlarmChange) -> bool:
 
 
 def _reason(change: AlarmChange, report: UpdateReport, run_dir: Path) -> tuple[str, str]:
-    again = f"see it with 'kbrl replay {report.batch_id} --run {run_dir}'"
+    again = f"see it with 'kbrl replay {run_dir} {report.batch_id}'"
     if change.name == NON_FINITE:
         cause = f"{report.batch_id} has no finite loss: {report.failure}; the weights are those before it"
         return cause, f"Look at the batch ({again}), then continue; alarms.nonfinite_action=warn goes on without it"

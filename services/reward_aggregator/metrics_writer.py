@@ -58,9 +58,12 @@ class MetricsWriter:
                 self._best[stats.problem_id] = max(stats.speedup_lo or 0.0, self._best.get(stats.problem_id, 0.0))
 
     def keep_kernel(self, scored: ScoredTurn) -> RolloutStats:
-        """The rollout's statistics; with a file where its kernel is the fastest of its problem so far."""
+        """The rollout's statistics; with a file where its kernel is the fastest of its problem so far, as
+        far as its time can be compared."""
         stats, timing = scored.stats, scored.timing
-        if timing is None or scored.candidate is None or timing.lo <= self._best.get(stats.problem_id, 0.0):
+        if timing is None or scored.candidate is None or timing.is_disturbed:
+            return stats
+        if timing.lo <= self._best.get(stats.problem_id, 0.0):
             return stats
         self._best[stats.problem_id] = timing.lo
         name = f"{KERNELS}/{stats.problem_id.replace('/', '_')}.py"

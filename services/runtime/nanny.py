@@ -36,6 +36,7 @@ from typing import NoReturn
 from kbrl_async.durable import wants_room
 from kbrl_async.errors import HostError, InfraError, KbrlError
 from kbrl_async.lineage import LAUNCHER, lives
+from kbrl_async.runs.standing import process
 from services.runtime.pulse import PULSE, Pulse, begin_pulse
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
@@ -72,7 +73,19 @@ def run_service(name: str, main: Main, prepare: Callable[[], object] = lambda: N
         prepare()
     except KbrlError as error:
         sys.exit(_report(error))
-    sys.exit(Nanny(name, _own_command(), on_end=_restore_clocks).run())
+    nanny = Nanny(name, _own_command(), on_end=_restore_clocks)
+    with _recorded(name) as ended:
+        code = nanny.run()
+        ended(code, nanny.was_asked)
+    sys.exit(code)
+
+
+def _recorded(name: str) -> contextlib.AbstractContextManager[Callable[[int, bool], None]]:
+    """The record of this process in its run's folder, by which `kbrl runs` says how the run stands."""
+    run_dir = os.environ.get("KBRL_RUN_DIR")
+    if run_dir is None:
+        return contextlib.nullcontext(lambda _code, _asked: None)
+    return process(Path(run_dir), os.environ.get("HONCHO_PROCESS_NAME") or name)
 
 
 def _restore_clocks() -> None:
@@ -210,6 +223,11 @@ class Nanny:
         self._began = clock()
         self._launcher = os.environ.get(LAUNCHER, "") if launcher is None else launcher
         self._looked_at = clock()
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a signal has asked it to end."""
+        return self._stop_at is not None
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,7 @@ import pytest
 from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.making import ensure_small_policy
 from kbrl_async.runs.config import load
-from tests.running import SERVICES, TINY, Run, assert_counters_add_up
+from tests.running import SERVICES, TINY, Run, assert_counters_add_up, assert_figures_are_true
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,7 +31,7 @@ def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> N
     assert summary["max_staleness"] <= 2
     assert summary["rollouts"] >= 24
     assert set(summary["busy"]) >= {"broker", *(f"{name}.1" for name in SERVICES if name != "broker")}
-    for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean"):
+    for name in ("reward_mean", "compile_rate", "correct_rate", "fast_1", "fast_1_proven", "speedup_mean"):
         assert {f"{name}_first", f"{name}_last"} <= set(summary)
     assert summary["versions_first"] == [0, 0]
     assert summary["answers_left_out"] == 0, "every group of the run ended by itself"
@@ -39,6 +39,7 @@ def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> N
     assert (run.path.parent / "latest").resolve() == run.path.resolve()
     _logs_bind_the_task(run)
     _tensorboard_has_both_parts(run)
+    assert_figures_are_true(run)
 
 
 def _logs_bind_the_task(run: Run) -> None:
@@ -64,6 +65,7 @@ def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> No
     assert 0 <= summary["success_rate_first"] <= 1
     turns = {line["turn"] for line in run.log("reward_aggregator") if line["event"] == "scored"}
     assert turns == {0, 1, 2}
+    assert_figures_are_true(run)
 
 
 def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
@@ -87,6 +89,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     assert_counters_add_up(summary)
     assert (summary["updates"], summary["groups_trained"]) == (5, 10)
     assert again.updates() == 5, f"{before} before the stop: an update was done twice or lost"
+    assert_figures_are_true(again)
 
 
 def free_ports() -> tuple[int, int]:

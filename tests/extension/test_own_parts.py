@@ -112,6 +112,7 @@ def test_an_embedder_of_ones_own_and_a_loss_by_its_entry_point_train_a_policy(
     settings = (
         "prompt.option=raicl",
         f"prompt.index={index}",
+        f"prompt.embedder={PARTS}.embedder:Words",
         "sft.shot_share=0",  # the tiny policy of the other tests
         f"reward.preset={PARTS}.reward:TERSE",  # so that no group is all alike, whatever it writes
         "loss=example_loss",

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from protocols.records import Fault, StageReport, Timing, Verdict
 
 DOCUMENT_VERSION = 1
+_CORES = "candidate 1, reference 1: each is one thread on one core, OpenMP and PyTorch's own threads included"
 _SANITIZER_HINT = "The results were right by luck: stay inside every buffer and inside what the language defines."
 
 
@@ -32,6 +34,8 @@ class Result(msgspec.Struct, frozen=True):
     """Those that ran to their end."""
     findings: tuple[Finding, ...] = ()
     """What they found."""
+    arithmetic: tuple[str, ...] = ()
+    """Compiler options of the candidate by which its arithmetic may differ from what its source says."""
     not_sanitized: str = ""
     """Why one that was asked for could not say anything, or not about everything."""
 
@@ -81,6 +85,8 @@ class Result(msgspec.Struct, frozen=True):
             rows.append(("tolerance", v.tolerance_note))
         if v.kernelbench is not None:
             rows.append(("KernelBench", "would call it correct" if v.kernelbench else "would call it wrong"))
+        if self.arithmetic:
+            rows.append(("arithmetic", f"{', '.join(self.arithmetic)}: {MEANS}"))
         if v.trust:
             rows.append(("trust", f"{v.trust}{f': {v.trust_reason}' if v.trust_reason else ''}"))
         rows += self._timing_rows()
@@ -98,10 +104,11 @@ class Result(msgspec.Struct, frozen=True):
         t = self.timing
         if t is None:
             return []
-        claim = "faster" if t.is_faster else "not shown to be faster"
         interval = f"{t.lo:.3f} … {t.hi:.3f} at {t.confidence:.0%}, {t.n} pairs"
-        rows = [("speedup", f"{t.speedup:.3f}× ({interval}): {claim}")]
+        rows = [("speedup", f"{t.speedup:.3f}× ({interval}): {t.claim}")]
         rows.append(("time", f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"))
+        if self.device == "cpu":
+            rows.append(("cores", _CORES))
         facts = [t.hardware] if t.hardware else []
         facts += [f"{t.clock_mhz:.0f} MHz"] if t.clock_mhz else []
         facts += [f"throttled: {', '.join(t.throttle)}"] if t.throttle else []

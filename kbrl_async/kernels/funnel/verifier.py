@@ -24,6 +24,7 @@ from kbrl_async.errors import InfraError, MissingTool, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import modules_of
 from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.backends.checks.arithmetic import arithmetic_options
 from kbrl_async.kernels.funnel.build import Builder
 from kbrl_async.kernels.funnel.judge import Judge
 from kbrl_async.kernels.funnel.reading import Reading, read_candidate
@@ -37,6 +38,8 @@ from kbrl_async.kernels.timing import Recipe, resolution, roofline
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
 from protocols.records import Candidate, Fault, Problem, StageReport
 
+BARE = {".c": "c", ".h": "c", **dict.fromkeys((".cpp", ".cc", ".cxx"), "cpp"), ".cu": "cuda", ".cuh": "cuda"}
+"""Files of a kernel without a module, and the backend that a candidate with it would have."""
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 _CPU_S = 600
 """Of one child: a reference of many large inputs needs minutes, and every call has its own deadline besides."""
@@ -153,6 +156,7 @@ class Verifier:
             toolchain=build.toolchain,
             build_isolation=build.isolation,
             origin=origin,
+            arithmetic=arithmetic_options(candidate.source),
         )
         if build.fault is not Fault.OK:
             return result
@@ -268,11 +272,14 @@ def load(problem: str | Path, problems: str = "", shapes: str = "cpu") -> Proble
 def read_text(candidate: str | Path) -> str:
     """The content of a file, or the text itself where it has a line break.
 
-    :raises UserError: there is no such file, or it is no text.
+    :raises UserError: there is no such file, or it is no text, or a kernel without the module that launches it.
     """
     if isinstance(candidate, str) and "\n" in candidate:
         return candidate
     path = Path(candidate).expanduser()
+    if path.is_file() and (backend := BARE.get(path.suffix)):
+        cause = f"{path} is a kernel alone; a candidate is a Python file whose class ModelNew launches the kernel"
+        raise UserError(cause, f"To start from one that works: kbrl verify --example {backend}")
     try:
         return path.read_text()
     except OSError as error:

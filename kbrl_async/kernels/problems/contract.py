@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 
 from kbrl_async.errors import ProblemError
 from protocols.records import Problem
@@ -28,7 +29,7 @@ def parse_problem(
     """Checks the contract statically and chooses the shapes. Raises `ProblemError` with file and line."""
     origin = origin or problem_id
     try:
-        names = {getattr(node, "name", "") for node in ast.parse(source).body}
+        names = bound_names(ast.parse(source).body)
     except SyntaxError as error:
         raise ProblemError(
             f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out"
@@ -40,3 +41,10 @@ def parse_problem(
         )
     text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
     return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)
+
+
+def bound_names(body: Sequence[ast.stmt]) -> set[str]:
+    """What a file defines at its top level: functions, classes, and other names for them, as in `Model = Other`."""
+    names = {getattr(node, "name", "") for node in body}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}

@@ -26,6 +26,7 @@ import msgspec
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.statistics import Interval, Sequential, stop_reason, widened
+from protocols.records import DISTURBED, TIMING_CONFIDENCE
 
 PLACEMENT = 0.02
 CAREFUL_PAIRS_A_PLACE = 4
@@ -56,8 +57,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Stop when the interval's relative half width is at most this."""
     margin: float = 0.05
     """… or when the interval is this far away from 1 and at most three times as wide."""
-    confidence: float = 0.98
-    """Of all looks together, two-sided: a speedup that is not there is claimed in at most 1 %."""
+    confidence: float = TIMING_CONFIDENCE
     placement: float = PLACEMENT
     """What two processes of the same code differ by, because of where their memory lies, where `resolved` is empty."""
     resolved: tuple[Point, ...] = ()
@@ -99,7 +99,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 class Measured(msgspec.Struct, frozen=True):
     interval: Interval
-    """Widened by `share` on both sides; its lower end is at most 1 where `stopped` is `"disturbed"`."""
+    """Widened by `share` on both sides; its lower end is at most 1 where `stopped` is `DISTURBED`."""
     n: int
     rejected: int
     reference_ms: float
@@ -206,7 +206,7 @@ class _Run:
         interval, stopped = widened(self._interval, share), self.stopped
         if len(self._polluted) > len(self._kept):
             # What is left of a core that others mostly had is not an independent sample of anything.
-            interval, stopped = Interval(interval.median, min(interval.lo, 1.0), interval.hi), "disturbed"
+            interval, stopped = Interval(interval.median, min(interval.lo, 1.0), interval.hi), DISTURBED
         every = [*self._kept, *self._polluted]
         clocks = [pair.mhz for pair in used if pair.mhz is not None]
         return Measured(

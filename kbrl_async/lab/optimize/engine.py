@@ -20,6 +20,7 @@ from kbrl_async.rollouts.retrieval.code.operations import operations
 from kbrl_async.rollouts.retrieval.code.scope import Scope
 from kbrl_async.rollouts.retrieval.corpora import folders
 from kbrl_async.rollouts.retrieval.store import MANIFEST
+from kbrl_async.rollouts.settings import Prompt
 from kbrl_async.runs import publishing, targets
 from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
 from kbrl_async.sampling.engine import Engine
@@ -66,6 +67,16 @@ def resolve(
     return found, load([*inherited, *files], words, env)
 
 
+def in_words(policy: targets.Target) -> str:
+    """Who writes, as the written file, the evidence and the screen name it."""
+    if policy.kind in ("policy", "checkpoint"):
+        whose = f"policy {Path(policy.run).name}" if policy.run else f"policy {Path(policy.name).parent.name}"
+        return f"{whose} at version {policy.version}"
+    if policy.name == targets.SMALL:
+        return "policy small at version 0, before any training with rewards"
+    return f"{policy.kind} {policy.name}"
+
+
 @contextlib.asynccontextmanager
 async def open_engine(policy: targets.Target, config: Config, threads: int, told: Told) -> AsyncIterator[Opened]:
     """Loads the policy, making the small one first where need be; minutes then.
@@ -94,7 +105,7 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
             def count(text: str) -> int:
                 return len(tokenizer.encode(text, add_special_tokens=False))
 
-            yield Opened(engine, policy.label, count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
+            yield Opened(engine, in_words(policy), count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
         finally:
             await engine.close()
 
@@ -124,14 +135,14 @@ def _device(config: Config) -> str:
 # ── worked examples ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def examples(place: str, problem: Problem, backend: str, k: int) -> list[Hit]:
+def examples(place: str, problem: Problem, backend: str, prompt: Prompt) -> list[Hit]:
     """Worked examples for the prompt, from an index, or from what an index can be made of (a run, a folder)."""
     path = Path(place).expanduser()
     if not path.is_dir():
         raise UserError(f"--examples {place} is no folder", "Give an index, a run folder, or a folder of kernels")
-    query = Query(problem.source, "", backend, True, k)
+    query = Query(problem.source, "", backend, True, prompt.examples)
     if (path / MANIFEST).is_file():
-        return Retriever.open(path).retrieve(query).hits
+        return Retriever.open(path, embedder=prompt.embedder or "").retrieve(query).hits
     with tempfile.TemporaryDirectory(prefix="kbrl-index-") as folder:
         source = open_source(str(path), SourceOptions(), _sources)
         build_index([source], Path(folder) / "index", IndexOptions(embedder="lexical"), lambda *_: None)

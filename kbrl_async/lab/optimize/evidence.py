@@ -54,8 +54,8 @@ def author(search: Search, number: int, engine: str) -> str:
     while first.parent is not None:
         first = search.tree[first.parent]
     if attempt.origin != POLICY:
-        return f"{attempt.origin}, as it was found there"
-    return engine if first.origin == POLICY else f"{engine}, beginning with {first.origin}"
+        return f"{attempt.origin}, and taken as it was found there"
+    return engine if first.origin == POLICY else f"{engine}, beginning with what was written by {first.origin}"
 
 
 def versions() -> dict[str, str]:
@@ -182,7 +182,7 @@ def described(attempt: Attempt) -> str:
         return f"{attempt.number} {attempt.lost or 'not judged'}"
     if judged.is_proven:
         speed = "" if judged.speedup is None else f" {judged.speedup:.2f}× [{judged.lo:.2f}, {judged.hi:.2f}]"
-        return f"{attempt.number} correct{speed}"
+        return f"{attempt.number} correct{speed}" + ("" if attempt.origin == POLICY else f", by {attempt.origin}")
     sets = f" {judged.passed}/{judged.total}" if judged.total else ""
     return f"{attempt.number} {judged.category}{sets} {judged.rule}".rstrip()
 

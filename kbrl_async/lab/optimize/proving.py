@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import InfraError, UserError
+from kbrl_async.kernels.backends.checks.arithmetic import MEANS, arithmetic_options
 from kbrl_async.kernels.funnel import Result, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import default_bench
 from kbrl_async.kernels.settings import TimingBench
@@ -126,6 +127,7 @@ _FUNCTION = '''
 _module = None
 
 
+# By a rule of kbrl optimize.
 def {name}({signature}):
     """Takes the place of {origin}."""
     global _module
@@ -133,15 +135,17 @@ def {name}({signature}):
         _module = ModelNew()
     return _module({arguments})
 '''
-_CLASS = "\n\n{name} = ModelNew\n"
+_CLASS = "\n\n{name} = ModelNew  # by a rule of kbrl optimize\n"
 
 
 def render(target: UserModule, source: str, file_name: str, backend: str, author: str, version: str) -> str:
     """The file that replaces `target` by the kernel in `source`, which `author` wrote; itself a candidate again."""
-    stem = file_name.removesuffix(".py")
+    stem, drop_in, options = file_name.removesuffix(".py"), _drop_in(target), arithmetic_options(source)
+    last = f" but those of the last part, which makes it take the place of {target.name}" if drop_in else ""
     lines = [
         f'"""{_plain(target.title)}, by a verified kernel (backend {backend}), found by `kbrl optimize` {version}.',
-        f"Written by {_plain(author)}.",
+        f"Written by {_plain(author)}: every line of code{last}.",
+        *([f"Compiled with {', '.join(options)}: {MEANS}."] if options else []),
         "",
         f"Usage: {_usage(target, stem)}",
         "",
@@ -150,7 +154,7 @@ def render(target: UserModule, source: str, file_name: str, backend: str, author
         '"""',
         "",
     ]
-    return "\n".join(lines) + source.strip("\n") + "\n" + _drop_in(target)
+    return "\n".join(lines) + source.strip("\n") + "\n" + drop_in
 
 
 def _usage(target: UserModule, stem: str) -> str:

@@ -91,7 +91,7 @@ def _driver(
 ) -> tuple[SearchDriver, tuple[str, ...]]:
     """Ready to run, and the names of the examples in its prompt."""
     place, shown, backend = wanted.examples, target.shown, config.backend
-    hits = engine.examples(place, shown, backend, config.prompt.examples) if place else []
+    hits = engine.examples(place, shown, backend, config.prompt) if place else []
     room = opened.positions - config.max_tokens
     prompts = PromptMaker(config.prompt_option, shown, backend, hits, opened.count_tokens, room)
     state = Search(SearchOptions(wanted.budget, wanted.turns), random.Random(config.seed), time.monotonic())
@@ -99,7 +99,7 @@ def _driver(
     driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
     # won by a run for a similar module: tried before the policy is asked
     for entry in engine.similar_kernels(place, shown, backend) if place else ():
-        driver.plant(entry.kernel, f"{entry.problem_id} of {place}")
+        driver.plant(entry.kernel, f"a policy of run {entry.origin}, for {entry.problem_id}")
     return driver, tuple(hits[number].entry.uid for number in prompts.shown)
 
 

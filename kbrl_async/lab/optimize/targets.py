@@ -23,6 +23,7 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.problems.contract import bound_names
 from kbrl_async.kernels.problems.loading import REQUIRED, load_file
 from kbrl_async.lab.optimize.slicing import Slice, definition, joined, slice_of
 from protocols.records import Problem
@@ -79,7 +80,7 @@ def _whole(path: Path, wanted: str, shapes: str) -> Problem:
 def _defines(text: str, name: str) -> bool:
     """A file that does not parse lacks nothing: the loader says where it is broken."""
     try:
-        return definition(text, name) is not None
+        return name in bound_names(ast.parse(text).body)
     except SyntaxError:
         return True
 

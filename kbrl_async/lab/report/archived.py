@@ -17,6 +17,7 @@ from kbrl_async.runs.archive import archive
 from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.telemetry.by_version import Answers
 from protocols.records import GroupOutcome
+from protocols.rollout import STEPS
 
 PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 """What the archive calls them; rows of other purposes are no part of this report."""
@@ -110,14 +111,14 @@ def _turn(row: Row) -> ScoredTurn:
         problem_id=row.problem_id,
         level=row.level,
         reward=row.reward or 0.0,
-        format=row.fault != "format_error",
+        format=row.fault != "format_error" or bool(row.rule),
         compiled=row.compiled,
         correct=row.correct,
         cheated=row.fault == "cheating",
-        fast=row.lo is not None and row.lo > 1.0,
         speedup=row.speedup,
         speedup_lo=row.lo,
         speedup_hi=row.hi,
+        disturbed=row.disturbed,
         turn=row.turn,
         tokens=row.tokens,
         policy_version=row.policy_version,
@@ -133,24 +134,23 @@ def _turn(row: Row) -> ScoredTurn:
 
 
 def _steps(row: Row) -> tuple[Step, ...]:
-    """How far it came, by its columns: the funnel without the stages' seconds."""
-    passed = {
-        "format": row.fault != "format_error",
-        "static": row.fault != "static_violation",
-        "compile": row.compiled,
-        "full_inputs": row.correct,
-        "timing": row.speedup is not None,
-    }
-    steps = []
-    for name, did_pass in passed.items():
-        steps.append(Step(name, did_pass))
-        if not did_pass:
-            break
-    return tuple(steps)
+    """The funnel without the stages' seconds. Archives from before know less of where a candidate left."""
+    last = row.step or _guessed(row)
+    return tuple(Step(name, row.correct or name != last) for name in STEPS[: STEPS.index(last) + 1])
+
+
+def _guessed(row: Row) -> str:
+    if row.correct:
+        return "full_inputs" if row.speedup is None else "timing"
+    if row.compiled:
+        return "small_inputs"
+    if row.fault == "format_error" and not row.rule:
+        return "format"
+    return "compile" if row.fault == "compile_error" else "static"
 
 
 def _timed(turn: ScoredTurn, row: Row) -> ScoredTurn:
-    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker) for s in row.spans if s.started)
+    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker, s.waited) for s in row.spans if s.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 

@@ -22,12 +22,12 @@ MOST_SOURCES = 24
 def best_turns(turns: Sequence[ScoredTurn]) -> list[ScoredTurn]:
     """The turn of each problem with the highest lower end of its speedup's interval, best first.
 
-    Only correct, timed ones; a speedup below 1 is listed too, as the best that was found.
+    Only correct, timed ones, no disturbed measurements; a speedup below 1 is listed too, as the best that was found.
     """
     best: dict[str, ScoredTurn] = {}
     for turn in turns:
         lo = turn.stats.speedup_lo
-        if not turn.stats.correct or turn.stats.speedup is None or lo is None:
+        if not turn.stats.correct or turn.stats.speedup is None or lo is None or turn.stats.is_disturbed:
             continue
         kept = best.get(turn.stats.problem_id)
         if kept is None or lo > (kept.stats.speedup_lo or 0.0):
@@ -54,7 +54,7 @@ def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
     assert stats.speedup is not None
     assert stats.speedup_lo is not None
     hi = stats.speedup_hi or stats.speedup
-    known = {"file": stats.file, **found}
+    known = {"file": stats.file, "task_id": turn.task_id, **found}
     made = BestKernel(stats.problem_id, stats.speedup, stats.speedup_lo, hi, rollout_id=stats.rollout_id, at=turn.at)
     return msgspec.structs.replace(made, policy_version=stats.policy_version, turn=stats.turn, **known)
 

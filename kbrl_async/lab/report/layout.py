@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,6 @@ from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.scales import time_label, time_ticks
-from kbrl_async.runs.telemetry.by_version import Part
 
 
 def section(key: str, title: str, intro: Content, *parts: Content) -> Markup:
@@ -58,16 +58,20 @@ def data_table(lines: Iterable[Markup], head: Content = "", *, class_: str = "sc
     return element("div", element("table", top, element("tbody", *lines), class_=kind or None), class_=class_)
 
 
-def dumbbell(
-    name: Content, before: float | None, after: float | None, colours: tuple[str, str, str], tip: str
-) -> Markup:
-    """Two shares and what lies between. `colours`: of the second one, of a rise, of a fall."""
-    marks = [Mark(100 * v, c) for v, c in ((before, "none open"), (after, colours[0])) if v is not None]
-    bars = []
-    if before is not None and after is not None and before != after:
-        low, high = sorted((before, after))
-        bars = [Bar(100 * low, 100 * high, colours[1] if after > before else colours[2])]
-    return row(name, bars, marks=marks, value=numbers.percent(after), tip=tip)
+class Share(NamedTuple):
+    """A share and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def two_shares(name: Content, before: Share | None, after: Share | None, colour: str, tip: str) -> Markup:
+    """A row: the share of one time above that of another, each a dot on its interval. `colour`: of the second."""
+    times = [(share, lane, of) for share, lane, of in ((before, 2.5, "none"), (after, 7.5, colour)) if share]
+    bars = [Bar(100 * share.low, 100 * share.high, f"{of} s3", (lane - 1, lane + 1)) for share, lane, of in times]
+    marks = [Mark(100 * share.value, of if lane > 5 else f"{of} open", lane) for share, lane, of in times]
+    return row(name, bars, marks=marks, value=numbers.percent(after.value if after else None), tip=tip, class_="two")
 
 
 def time_axis(run: RunData, start: float = 0.0) -> Axis:
@@ -76,12 +80,26 @@ def time_axis(run: RunData, start: float = 0.0) -> Axis:
     return [(100 * (tick - start) / length, time_label(tick)) for tick in time_ticks(run.duration, 8, start)]
 
 
-def version_ticks(parts: Sequence[Part], most: int = 5) -> list[float]:
-    """Whole versions on an axis."""
-    if not parts:
-        return []
-    first, last = parts[0].first, parts[-1].last
-    return [float(v) for v in range(first, last + 1, max(1, -(-(last - first) // most)))]
+class VersionAxis(NamedTuple):
+    """The axis of every chart by policy version, from the first one to the newest; an update stands at the version that
+    it made."""
+
+    last: int
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return 0.0, float(self.last)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Whole versions."""
+        return [float(v) for v in range(0, self.last + 1, max(1, -(-self.last // most)))]
+
+
+def version_axis(run: RunData) -> VersionAxis:
+    """The same for all charts of a run."""
+    made = [update.version for update in run.updates]
+    wrote = [answer.stats.policy_version for answer in run.answers.listed]
+    return VersionAxis(max([1, *made, *wrote]))
 
 
 def place(run: RunData, moment: float) -> float:
@@ -103,6 +121,8 @@ class Bar(msgspec.Struct, frozen=True):
     start: float
     end: float
     class_: str
+    lane: tuple[float, float] = (0.0, 10.0)
+    """From where to where it reaches down the row, of 10."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -110,6 +130,8 @@ class Mark(msgspec.Struct, frozen=True):
 
     at: float
     class_: str
+    lane: float = 5.0
+    """How far down the row it is, of 10."""
 
 
 Axis = Sequence[tuple[float, str]]
@@ -181,7 +203,7 @@ def _merged(bars: Sequence[Bar]) -> list[Bar]:
     out: list[Bar] = []
     for bar in bars:
         if out and out[-1].class_ == bar.class_ and abs(out[-1].end - bar.start) < 1e-6:
-            out[-1] = Bar(out[-1].start, bar.end, bar.class_)
+            out[-1] = Bar(out[-1].start, bar.end, bar.class_, bar.lane)
         else:
             out.append(bar)
     return out
@@ -191,7 +213,8 @@ def _strip(bars: Sequence[Bar]) -> Markup:
     paths: dict[str, list[str]] = defaultdict(list)
     for bar in bars:
         start, width = bar.start * UNITS / 100, max(1.5, (bar.end - bar.start) * UNITS / 100)
-        paths[bar.class_].append(f"M{start:.1f} 0h{width:.1f}v10h-{width:.1f}z")
+        top, height = bar.lane[0], bar.lane[1] - bar.lane[0]
+        paths[bar.class_].append(f"M{start:.1f} {top:g}h{width:.1f}v{height:g}h-{width:.1f}z")
     drawn = [element("path", d="".join(path), class_=class_) for class_, path in paths.items()]
     return element("svg", *drawn, viewBox=f"0 0 {UNITS} 10", preserveAspectRatio="none", aria_hidden="true")
 
@@ -201,7 +224,7 @@ def _guide(at: float) -> Markup:
 
 
 def _mark(mark: Mark) -> Markup:
-    return element("i", class_=f"mark {mark.class_}", style=f"left:{mark.at:.2f}%")
+    return element("i", class_=f"mark {mark.class_}", style=f"left:{mark.at:.2f}%;top:{10 * mark.lane:g}%")
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> Markup:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.evaluation.document import Document
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
@@ -35,6 +36,8 @@ class StageSpan(msgspec.Struct, frozen=True):
     start: float
     end: float
     worker: str = ""
+    waited: float = 0.0
+    """Seconds in the queue before it."""
 
 
 class ScoredTurn(msgspec.Struct, frozen=True):
@@ -83,7 +86,52 @@ class BestKernel(msgspec.Struct, frozen=True):
     candidate_ms: float | None = None
     reference_ms: float | None = None
     baselines: Mapping[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
+    task_id: str = ""
     pairs: int | None = None
+
+
+class SampledTurn(msgspec.Struct, frozen=True):
+    """One turn with all that was said and found: what the policy read, what it wrote, and what became of that."""
+
+    turn: ScoredTurn
+    prompt: str
+    answer: str
+    message: str = ""
+    """Of the verdict, as the next turn of the rollout would read it."""
+    hint: str = ""
+    checks: tuple[tuple[str, str, float, str], ...] = ()
+    """(step, fault, seconds, detail) in the order of the funnel."""
+
+
+class Mistake(msgspec.Struct, frozen=True):
+    """A kind of failure: messages that are alike but for their numbers, names and places."""
+
+    fault: str
+    kind: str
+    count: int
+    """Among the failures that were read."""
+    problems: int
+    example: str
+    """The whole message of one of them."""
+    hint: str
+    task_id: str
+    """Whose example it is."""
+
+
+class Examples(msgspec.Struct, frozen=True):
+    """What is shown of single turns; see `examples`."""
+
+    mistakes: Mapping[str, Sequence[Mistake]] = {}
+    """By fault, the commonest first."""
+    read: Mapping[str, tuple[int, int]] = {}
+    """By fault: training turns whose message was read, and all that failed so."""
+    sample: Sequence[SampledTurn] = ()
+    kept: int = 0
+    """Turns whose text the archive still has."""
+
+    def place(self, task_id: str) -> int | None:
+        """Where a turn stands in the sample."""
+        return next((i for i, one in enumerate(self.sample) if one.turn.task_id == task_id), None)
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -101,6 +149,8 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     summary: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    evaluation: Document | None = None
+    """Of a run that was an evaluation."""
     config: str = ""
     """The resolved configuration as YAML."""
     turns: Sequence[ScoredTurn] = ()
@@ -112,6 +162,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     curves: Mapping[str, Sequence[tuple[float, float]]] = msgspec.field(default_factory=dict)
     """(update, value) of the learner's metrics."""
     kernels: Sequence[BestKernel] = ()
+    examples: Examples = Examples()
     rules: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How often each tripwire or check against cheating fired."""
     log: Sequence[LogLine] = ()

@@ -56,3 +56,9 @@ def count(value: float | None, noun: str, plural: str = "") -> str:
     if value is None:
         return "–"
     return f"{value:,.0f} {noun if value == 1 else plural or noun + 's'}"
+
+
+def points(found: tuple[float, float, float]) -> str:
+    """A difference of shares with its interval: `+13 points, +4 … +22`."""
+    value, low, high = (f"{100 * part:+.0f}".replace("-", "−") for part in found)
+    return f"{value} points, {low} … {high}"

@@ -57,4 +57,25 @@
       head.addEventListener("keydown", event => { if (event.key === "Enter") sort(head, i); });
     });
   }
+  for (const bar of document.querySelectorAll(".filters")) {
+    const items = [...bar.nextElementSibling.children];
+    const by = [...bar.querySelectorAll("select")];
+    const filter = () => {
+      const shown = items.filter(item => !(item.hidden = by.some(s => s.value && item.dataset[s.dataset.by] !== s.value)));
+      bar.querySelector("output").textContent = shown.length + " of " + items.length;
+    };
+    by.forEach(s => s.addEventListener("change", filter));
+    bar.hidden = false;
+    filter();
+    const open = () => {
+      const item = items.find(each => "#" + each.id === location.hash);
+      if (!item) return;
+      by.forEach(s => { s.value = ""; });
+      filter();
+      item.open = true;
+      item.scrollIntoView();
+    };
+    addEventListener("hashchange", open);
+    open();
+  }
 })();

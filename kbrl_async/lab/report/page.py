@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from kbrl_async.evaluation.proportions import WORDS
 from kbrl_async.lab.report import comparing
-from kbrl_async.lab.report.layout import data_table, figure, grid, section
+from kbrl_async.lab.report.comparing import Cell, Side
+from kbrl_async.lab.report.curves import VERSION, curves, version_curves
+from kbrl_async.lab.report.layout import VersionAxis, data_table, figure, grid, section
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.lab.report.sections import (
+    evaluation,
     faults,
     heldout,
     kernels,
@@ -27,18 +30,21 @@ from kbrl_async.lab.report.sections import (
     overview,
     pipeline,
     problems,
+    rollouts,
     settings,
     timeline,
     turns,
 )
 
 SECTIONS: tuple[tuple[str, str, Callable[[RunData], Markup]], ...] = (
+    ("evaluation", "Evaluation", evaluation.make),
     ("learning", "Learning", learning.make),
     ("heldout", "Held-out", heldout.make),
     ("kernels", "Kernels", kernels.make),
     ("problems", "Problems", problems.make),
     ("faults", "Faults", faults.make),
     ("turns", "Turns", turns.make),
+    ("rollouts", "Rollouts", rollouts.make),
     ("timeline", "Timeline", timeline.make),
     ("system", "System", pipeline.make),
     ("settings", "Configuration", settings.make),
@@ -46,7 +52,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Markup]], ...] = (
 
 COMPARED = (
     ("version/reward_mean", "Reward"), ("version/compile_rate", "Compiles"), ("version/correct_rate", "Correct"),
-    ("version/fast_1", "Faster"), ("version/speedup_mean", "Speedup"), ("version/success_rate", "Solved in a rollout"),
+    ("version/fast_1", "Faster"), ("version/fast_1_proven", "Proven faster"), ("version/speedup_mean", "Speedup"),
+    ("version/success_rate", "Solved in a rollout"),
     ("staleness/versions_mean", "Staleness"), ("policy/entropy", "Entropy"), ("policy/loss", "Loss"),
     ("policy/grad_norm", "Gradient norm"),
 )  # fmt: skip
@@ -54,7 +61,7 @@ COMPARED = (
 
 CURVES = (
     "Reward, rates and speedups are of the answers that a policy version wrote, whenever they were scored; what the "
-    "learner reports is of the batch of an update."
+    "learner reports stands at the version that the update made."
 )
 
 
@@ -66,48 +73,75 @@ def report_page(run: RunData) -> str:
     return page(f"{run.name} · run report", links, overview.make(run), *(part for _, _, part in there))
 
 
-def compare_page(runs: Mapping[str, Path], summaries: Mapping[str, Mapping[str, Any]], window: int = 3) -> str:
-    """Runs side by side. `summaries`: of those that have ended."""
+def compare_page(runs: Mapping[str, Path], sides: Sequence[Side], window: int = 3) -> str:
+    """Runs side by side. `sides`: those that have ended."""
     head = element(
         "header", element("p", "Comparison", class_="kicker"), element("h1", " · ".join(runs)),
         element("p", f"{len(runs)} runs; curves are means of {window} versions or updates", class_="subtitle"),
     )  # fmt: skip
-    body = (
-        [section("figures", "Figures", _compared_in_words(summaries), _compare_table(summaries))] if summaries else []
-    )
-    updates = [tag for tag, _ in COMPARED if not tag.startswith(comparing.VERSION)]
-    by_run = {name: comparing.version_curves(path) | comparing.curves(path, updates) for name, path in runs.items()}
-    charts = [_compare_chart(by_run, tag, title, window) for tag, title in COMPARED]
-    curves = section("curves", "Over versions and updates", CURVES, grid(charts))
-    return page("Runs compared", Markup(""), head, *body, curves)
+    updates = [tag for tag, _ in COMPARED if not tag.startswith(VERSION)]
+    by_run = {name: version_curves(path) | curves(path, updates) for name, path in runs.items()}
+    last = max((x for tags in by_run.values() for found in tags.values() for x, _ in found), default=1.0)
+    charts = [_compare_chart(by_run, tag, title, window, VersionAxis(round(last))) for tag, title in COMPARED]
+    over_versions = section("curves", "Over policy versions", CURVES, grid(charts))
+    return page("Runs compared", Markup(""), head, _compared(sides), _settings(sides), over_versions)
 
 
-def _compared_in_words(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
-    said = ["From the summaries of the runs that have ended.", *comparing.told(summaries)]
-    return join(element("span", words, " ") for words in said)
-
-
-def _compare_table(summaries: Mapping[str, Mapping[str, Any]]) -> Markup:
-    head = element("tr", element("th", ""), join(element("th", name, class_="n") for name in summaries))
-    lines = [
-        element(
-            "tr",
-            element("th", field.replace("_", " ")),
-            join(element("td", value, class_="n") for value in values),
+def _compared(sides: Sequence[Side]) -> Markup:
+    if not sides:
+        return Markup("")
+    said = ["From runs that have ended.", *comparing.told(sides)]
+    if len(sides) > 1:
+        said.append(
+            f"The small lines are {WORDS} intervals, then the difference to {sides[0].name} with its own interval, "
+            "over the problems that both were asked, paired (Student's), for held-out problems and evaluations, and of "
+            "two independent figures over groups (MOVER) for training. Bold: more than chance."
         )
-        for field, values in comparing.rows(summaries)
+    words = join(element("span", each, " ") for each in said)
+    head = element("tr", element("th", ""), join(element("th", side.name, class_="n") for side in sides))
+    return section("figures", "Figures", words, data_table(_compared_rows(sides), head))
+
+
+def _compared_rows(sides: Sequence[Side]) -> Iterator[Markup]:
+    part = ""
+    for row in comparing.rows(sides):
+        if row.part != part:
+            yield element("tr", element("th", row.part, colspan=len(sides) + 1, class_="part"))
+            part = row.part
+        yield element("tr", element("td", row.name), join(map(_compared_cell, row.cells)))
+
+
+def _compared_cell(cell: Cell) -> Markup:
+    difference = element("b" if cell.is_told else "span", cell.difference)
+    small = [element("br") + element("small", line) for line in (cell.interval, difference) if line]
+    return element("td", cell.value, *small, class_="n")
+
+
+def _settings(sides: Sequence[Side]) -> Markup:
+    found = comparing.settings(sides)
+    if not found:
+        return Markup("")
+    head = element("tr", element("th", "setting"), join(element("th", side.name, class_="n") for side in sides))
+    lines = [
+        element("tr", element("td", key), join(element("td", value, class_="n") for value in values))
+        for key, values in found
     ]
-    return data_table(lines, head)
+    return section("settings", "Settings that differ", "All others are the same.", data_table(lines, head))
 
 
 def _compare_chart(
-    by_run: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], tag: str, title: str, window: int
+    by_run: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    tag: str,
+    title: str,
+    window: int,
+    axis: VersionAxis,
 ) -> Markup:
     lines = [Line(name, curves[tag], f"c{i % 8 + 1}", window=window) for i, (name, curves) in enumerate(by_run.items())]
     if not any(line.points for line in lines):
         return Markup("")
-    by = "policy version" if tag.startswith(comparing.VERSION) else "update"
-    return figure(title, f"{tag}, by {by}", line_chart(lines, label=f"{title} by {by}", labels="names"))
+    words = f"{title} by policy version"
+    chart = line_chart(lines, label=words, labels="names", x_ends=axis.ends, x_ticks=axis.ticks())
+    return figure(title, tag, chart)
 
 
 def page(title: str, links: Content, *parts: Content) -> str:

@@ -26,6 +26,8 @@ Format = Callable[[float], str]
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 """Classes of series that have no colour of their own; see theme.css."""
 LABEL_HEIGHT = 14.0
+LETTER = 7.2
+"""Pixels of a letter of a label."""
 LEAST_LABELLED = 0.035
 """Share of a stacked area that has room for its name."""
 ROW = 46
@@ -55,6 +57,18 @@ class Box(msgspec.Struct, frozen=True):
 
 INLINE = Box()
 STANDALONE = Box(720, 400, 62, 150, 62, 48)
+
+
+def fitted(box: Box, words: Sequence[str], empty: float = 0.0) -> Box:
+    """With as much room on the right as the longest label needs, so that the chart has the rest; files keep theirs.
+
+    :param empty: share of the axis behind the last point, where labels find room, too.
+    """
+    if box is not INLINE:
+        return box
+    needs = min(box.right, 16 + LETTER * max(map(len, words), default=-1))
+    whole = box.width - box.left
+    return msgspec.structs.replace(box, right=round(max(12.0, (needs - empty * whole) / (1 - empty))))
 
 
 def text(x: float, y: float, content: Content, class_: str) -> Markup:
@@ -87,15 +101,13 @@ def _roomy(across: Scale, shown: Format) -> list[float]:
     return ticks[:1]
 
 
-def end_labels(box: Box, ends: Sequence[tuple[float, str, str]]) -> list[Markup]:
-    """(height, words, class) beside the ends of series; moved apart where they would overlap."""
+def end_labels(box: Box, ends: Sequence[tuple[float, str, str]], at: float) -> list[Markup]:
+    """(height, words, class) beside the ends of series, which are at `at`; moved apart where they would overlap."""
     bottom, top = box.up
     places = apart([y for y, _, _ in ends], LABEL_HEIGHT, top + 4, bottom)
-    limit = max(6, int((box.right - 8) / 6.6))
+    limit = max(6, int((box.width - at - 8) / LETTER))
     return [
-        text(
-            box.width - box.right + 8, y + 4, words if len(words) <= limit else words[: limit - 1] + "…", f"direct {c}"
-        )
+        text(at + 8, y + 4, words if len(words) <= limit else words[: limit - 1] + "…", f"direct {c}")
         for y, (_, words, c) in zip(places, ends, strict=True)
     ]
 
@@ -148,6 +160,8 @@ class Line(msgspec.Struct, frozen=True):
     dots: bool = False
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): a faint area behind the line."""
+    whiskers: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high): a thin line at the point."""
 
 
 def line_chart(
@@ -163,30 +177,44 @@ def line_chart(
     standalone: Mapping[str, str] | None = None,
     labels: str = "values",
     x_ticks: Sequence[float] | None = None,
+    guides: Sequence[float] = (),
 ) -> Markup:
     """`y_ends`, `x_ends`: values that the axes hold in any case. `log`: `x`, `y` or `xy`. Series without points are
-    left out. `labels` beside the ends of lines: their names and last `values`, their `names`, or "" for none."""
-    if not labels and standalone is None:
-        box = msgspec.structs.replace(box, right=14)
+    left out. `labels` beside the ends of lines: their names and last `values`, their `names`, or "" for none.
+    `guides`: moments on the axis that a thin line marks."""
     drawn = [_ready(line, number) for number, line in enumerate(line for line in lines if line.points)]
+    ended = [_ending(line, y_format, labels) for line, _ in drawn]
     xs = [x for line, _ in drawn for x, _ in line.points]
+    box = fitted(box, ended, _empty(xs, x_ends))
     ys = [y for line, faint in drawn for _, y in (*line.points, *faint)]
-    ys += [y for line, _ in drawn for _, low, high in line.band for y in (low, high)]
+    ys += [y for line, _ in drawn for _, low, high in (*line.band, *line.whiskers) for y in (low, high)]
     across = _scale([*xs, *x_ends], box.across, is_log="x" in log, is_x=True).marked(x_ticks)
     up = _scale([*ys, *(() if "y" in log else y_ends)], box.up, is_log="y" in log, is_x=False)
-    parts = axes(box, across, up, x_format, y_format)
+    marks = "".join(f"M{across(x):.1f} {box.up[0]:.0f}V{box.top}" for x in guides)
+    parts = [element("path", d=marks, class_="guide")] if marks else []
+    parts += axes(box, across, up, x_format, y_format)
     parts += [part for line, faint in drawn for part in _drawn(line, faint, across, up)]
-    ends = []
-    for line, _ in drawn if labels else ():
-        last = line.points[-1][1]
-        words = f"{line.name} {y_format(last)}".strip() if labels == "values" else line.name
-        ends.append((up(last), words, line.colour))
+    ends = [
+        (up(line.points[-1][1]), words, line.colour) for (line, _), words in zip(drawn, ended, strict=True) if words
+    ]
     told = [
         _told(line.name, line.colour, ((across(x), up(y), x_format(x), y_format(y)) for x, y in line.points))
         for line, _ in drawn
         if standalone is None
     ]
-    return svg(box, [*parts, *end_labels(box, ends)], label=label, tip=told, standalone=standalone)
+    last = across(max(xs, default=across.high))
+    return svg(box, [*parts, *end_labels(box, ends, last)], label=label, tip=told, standalone=standalone)
+
+
+def _empty(xs: Sequence[float], ends: Sequence[float]) -> float:
+    """Share of an axis behind the last point."""
+    low, high = min([*xs, *ends], default=0.0), max([*xs, *ends], default=0.0)
+    return min(0.9, (high - max(xs)) / (high - low)) if xs and high > low else 0.0
+
+
+def _ending(line: Line, shown: Format, labels: str) -> str:
+    """What stands beside its last point."""
+    return f"{line.name} {shown(line.points[-1][1])}".strip() if labels == "values" else line.name if labels else ""
 
 
 def _ready(line: Line, number: int) -> tuple[Line, Points]:
@@ -212,6 +240,9 @@ def _drawn(line: Line, faint: Points, across: Scale, up: Scale) -> list[Markup]:
     if faint:
         path = _path([(across(x), up(y)) for x, y in faint])
         parts.append(element("path", d="M" + path.replace(" ", "L"), class_=f"line faint {line.colour}"))
+    if line.whiskers:
+        reach = "".join(f"M{across(x):.1f} {up(low):.1f}V{up(high):.1f}" for x, low, high in line.whiskers)
+        parts.append(element("path", d=reach, class_=f"whisker {line.colour}"))
     places = [(across(x), up(y)) for x, y in line.points]
     parts.append(element("polyline", points=_path(places), class_=f"line {line.colour}"))
     dots = places if line.dots else places[-1:]
@@ -237,12 +268,15 @@ def stacked(
     *,
     label: str,
     x_format: Format,
-    box: Box = INLINE,
+    x_ends: tuple[float, ...] = (),
     x_ticks: Sequence[float] | None = None,
 ) -> Markup:
     """`names`: (name, colour) from the bottom up. `columns`: (x, values in that order), shown as shares of them."""
     shares = [(x, [v / (sum(values) or 1.0) for v in values]) for x, values in columns]
-    across = Scale.linear([x for x, _ in shares], *box.across, exact=True).marked(x_ticks)
+    xs = [x for x, _ in shares]
+    labelled = [name for i, (name, _) in enumerate(names) if shares[-1][1][i] >= LEAST_LABELLED]
+    box = fitted(INLINE, labelled, _empty(xs, x_ends))
+    across = Scale.linear([*xs, *x_ends], *box.across, exact=True).marked(x_ticks)
     up = Scale.linear([0.0, 1.0], *box.up, steps=4)
     below = [0.0] * len(shares)
     areas, ends, tips = [], [], []
@@ -256,7 +290,7 @@ def stacked(
             if shares[-1][1][number] >= LEAST_LABELLED:
                 ends.append((up((below[-1] + above[-1]) / 2), name, colour))
         below = above
-    parts = [*areas, *axes(box, across, up, x_format, numbers.percent), *end_labels(box, ends)]
+    parts = [*areas, *axes(box, across, up, x_format, numbers.percent), *end_labels(box, ends, across(xs[-1]))]
     return svg(box, parts, label=label, tip=tips)
 
 
@@ -292,7 +326,7 @@ def dot_chart(
             if dot is not None:
                 parts += _dot(dot, middle + APART * (number - (len(dots) - 1) / 2), across, COLOURS[number], x_format)
     names = [(box.top + 14.0 * number, name, COLOURS[number]) for number, name in enumerate(series)]
-    return svg(box, [*parts, *end_labels(box, names)], label=label, standalone=standalone)
+    return svg(box, [*parts, *end_labels(box, names, box.across[1])], label=label, standalone=standalone)
 
 
 def _grid(box: Box, across: Scale, x_format: Format) -> list[Markup]:

@@ -23,14 +23,16 @@ from typing import Any
 import msgspec
 import yaml
 
-from kbrl_async.errors import UserError
+from kbrl_async.errors import CheckpointError, UserError
+from kbrl_async.evaluation import document
 from kbrl_async.lab.report import archived, numbers
 from kbrl_async.lab.report.archived import Archived
-from kbrl_async.lab.report.comparing import curves
+from kbrl_async.lab.report.curves import curves
+from kbrl_async.lab.report.examples import read_examples
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import JournalData, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn, StageSpan
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
@@ -62,6 +64,7 @@ def read_run(path: Path) -> RunData:
     return RunData(
         name=str(result.get("run") or path.name),
         summary=result,
+        evaluation=_evaluation(path / document.FILE),
         config=_shown(config),
         turns=turns,
         answers=_answers(turns, journal, stored),
@@ -69,6 +72,7 @@ def read_run(path: Path) -> RunData:
         system=system,
         curves=_curves(path, stored),
         kernels=read_kernels(turns, path, stored.path if stored else None, problems),
+        examples=read_examples(turns, stored),
         rules=stored.rules if stored else {},
         log=[msgspec.structs.replace(line, at=line.at - origin) for line in log.loud],
         log_count=log.loud_count,
@@ -101,6 +105,13 @@ def _summary(path: Path) -> summary.Summary:
         return summary.read(path)
     except (OSError, msgspec.MsgspecError):
         return {}
+
+
+def _evaluation(path: Path) -> document.Document | None:
+    try:
+        return document.read(path) if path.is_file() else None
+    except CheckpointError:
+        return None
 
 
 def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
@@ -165,7 +176,7 @@ def _ages(journal: JournalData) -> dict[str, int]:
 
 
 def _since(turn: ScoredTurn, origin: float) -> ScoredTurn:
-    spans = tuple(StageSpan(s.stage, s.start - origin, s.end - origin, s.worker) for s in turn.spans)
+    spans = tuple(msgspec.structs.replace(s, start=s.start - origin, end=s.end - origin) for s in turn.spans)
     at = None if turn.at is None else turn.at - origin
     asked = None if turn.asked is None else turn.asked - origin
     return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
@@ -234,10 +245,11 @@ def _missing(
     result: Mapping[str, Any],
     samples: Sequence[object],
 ) -> list[str]:
+    is_evaluation = result.get("kind") == document.KIND
     lacks = {
         "The run has no archive (rollouts.sqlite), as runs before it was introduced, or with archive.keep=none: single "
         "rollouts have durations but no times of day, and rules that fired are not known.": stored is None,
-        "The aggregator's journal is missing or can't be read.": journal is None,
+        "The aggregator's journal is missing or can't be read.": journal is None and not is_evaluation,
         "The run has not ended: it has no summary.json, and these are the figures so far.": not result,
         "metrics/system.jsonl is missing: queues and the business of processes are not known.": not samples,
         "config.yaml is missing or can't be read.": config is None,

@@ -14,59 +14,95 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.rollouts.buffer.group import Group
-from kbrl_async.rollouts.rewards.advantages import IMITATES, batch_scale, find_baseline, is_zero_variance, mean_scale
+from kbrl_async.rollouts.rewards.advantages import (
+    IMITATES,
+    NEEDS_NO_GROUP,
+    Baseline,
+    batch_scale,
+    find_baseline,
+    is_zero_variance,
+    mean_scale,
+    settled,
+)
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
+from kbrl_async.rollouts.settings import BestOfN
 from protocols.records import TrainGroup, TrainSample
 
 
-def train_groups(groups: Sequence[Group], baseline: str, *, scale_advantages: bool) -> list[TrainGroup]:
+class BatchRules(msgspec.Struct, frozen=True):
+    """Settings of a run by which groups become samples with advantages, under their names."""
+
+    advantage: str
+    scale_advantages: bool
+    """Divide a batch's advantages by their root mean square."""
+    truncated: str
+    """`mask`: an answer that was cut counts for its group's baseline, and is not learned from."""
+    best_of_n: BestOfN
+
+    @property
+    def baseline(self) -> Baseline:
+        return find_baseline(self.advantage, self.best_of_n)
+
+
+def train_groups(groups: Sequence[Group], rules: BatchRules) -> list[TrainGroup]:
     """The groups with advantages; imitated samples get weights of mean 1, others are divided by their root mean square
-    where `scale_advantages` says so."""
-    found = [_with_advantages(group, baseline) for group in groups]
+    where the rules say so."""
+    found = [_with_advantages(group, rules) for group in groups]
     advantages = [s.advantage for group in found for s in group.samples]
-    if baseline in IMITATES:
+    if rules.advantage in IMITATES:
         scale = mean_scale(advantages)
-    elif scale_advantages:
+    elif rules.scale_advantages:
         scale = batch_scale(advantages)
     else:
         return found
     return [msgspec.structs.replace(g, samples=[_scaled(s, scale) for s in g.samples]) for g in found]
 
 
-def teaches_nothing(group: Group, baseline: str, *, filter_zero_variance: bool) -> bool:
+def teaches_nothing(group: Group, rules: BatchRules) -> bool:
     """No sample of the group would move the policy (DAPO's filter), in no turn and no class of tokens."""
-    rewards = [of_class for turn in by_turn(group).values() for of_class in class_rewards(turn)]
-    if baseline in IMITATES:
-        advantages = find_baseline(baseline)
-        return not any(any(advantages(of_class)) for of_class in rewards)
-    return filter_zero_variance and all(map(is_zero_variance, rewards))
+    turns = [turn for turn in by_turn(group).values() if not all(_is_masked(sample, rules) for sample in turn)]
+    rewards = [of_class for turn in turns for of_class in class_rewards(turn)]
+    if rules.advantage in IMITATES:
+        return not any(any(rules.baseline(of_class)) for of_class in rewards)
+    return not rewards or (rules.advantage not in NEEDS_NO_GROUP and all(map(is_zero_variance, rewards)))
 
 
 def by_turn(group: Group) -> dict[int, list[TrainSample]]:
-    """Samples of a group by turn, in the order of their rollouts."""
+    """Samples of a group by turn, in the order of their rollouts, without differences that timing does not bear out."""
     found: dict[int, list[TrainSample]] = {}
     for rollout_id in sorted(group.scored):
         for sample in group.scored[rollout_id]:
             found.setdefault(sample.turn, []).append(sample)
-    return dict(sorted(found.items()))
+    return {turn: _settled(samples) for turn, samples in sorted(found.items())}
 
 
-def _with_advantages(group: Group, baseline: str) -> TrainGroup:
+def _settled(samples: list[TrainSample]) -> list[TrainSample]:
+    given = ([getattr(s, name) for s in samples] for name in ("reward", "reward_spread", "source"))
+    pairs = zip(samples, settled(*given), strict=True)
+    return [s if reward == s.reward else msgspec.structs.replace(s, reward=reward) for s, reward in pairs]
+
+
+def _with_advantages(group: Group, rules: BatchRules) -> TrainGroup:
     samples = [
         msgspec.structs.replace(sample, advantage=of_code, plan_advantage=of_plan)
         for turn, members in by_turn(group).items()
         for sample, of_code, of_plan in zip(
-            members, _advantages(group, turn, members, baseline), plan_advantages(members, baseline), strict=True
+            members, _advantages(group, turn, members, rules), plan_advantages(members, rules.baseline), strict=True
         )
+        if not _is_masked(sample, rules)
     ]
     return TrainGroup(group.group_id, group.problem_id, group.level, samples)
 
 
-def _advantages(group: Group, turn: int, samples: Sequence[TrainSample], baseline: str) -> list[float]:
+def _is_masked(sample: TrainSample, rules: BatchRules) -> bool:
+    return sample.truncated and rules.truncated == "mask"
+
+
+def _advantages(group: Group, turn: int, samples: Sequence[TrainSample], rules: BatchRules) -> list[float]:
     rewards = [sample.reward for sample in samples]
-    if baseline == "running_mean" and turn in group.running:
+    if rules.advantage == "running_mean" and turn in group.running:
         return [reward - group.running[turn] for reward in rewards]
-    return find_baseline(baseline)(rewards)
+    return rules.baseline(rewards)
 
 
 def _scaled(sample: TrainSample, scale: float) -> TrainSample:

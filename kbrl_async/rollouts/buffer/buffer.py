@@ -4,7 +4,7 @@
 
     admit ─▶ open ── all rollouts ended ─▶ ready ─ poll ─▶ in a batch ─▶ trained | failed
               │             │                  └─ too old ─▶ dropped_stale
-              │             ├─ fewer than 2 scored ─▶ failed | dropped_stale
+              │             ├─ too few scored ─▶ failed | dropped_stale
               │             └─ all rewards the same ─▶ filtered          finish ─▶ failed("run_ended")
 
 Invariants, after every call
@@ -21,13 +21,12 @@ deadline and samples as fresh as their admission, nothing is dropped; S = 0 is t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
-
-import msgspec
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.buffer import batching
+from kbrl_async.rollouts.buffer.batching import BatchRules
 from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
@@ -40,10 +39,11 @@ from kbrl_async.rollouts.buffer.events import (
     HoldBegan,
     Lost,
     RolloutScored,
+    StragglersCut,
     Swept,
 )
 from kbrl_async.rollouts.buffer.group import BufferState, Group, rewards_by_turn
-from kbrl_async.rollouts.rewards.advantages import find_baseline
+from kbrl_async.rollouts.rewards.advantages import NEEDS_NO_GROUP
 from protocols.records import GroupOutcome, TrainGroup, TrainSample
 
 STALE = "stale"
@@ -52,11 +52,15 @@ ZERO_VARIANCE = "zero_variance"
 TOO_FEW = "too_few_rollouts"
 RUNNING_RATE = 0.3
 """Weight of a problem's newest group in its running mean reward."""
-MIN_ROLLOUTS = 2
+COMPARED = 2
 """Scored rollouts without which a group has nothing to compare."""
+STRAGGLER = "straggler"
+HOLD_FLOOR_S = 20.0
+"""Shortest of the waits that a run's own rollouts decide."""
+_REMEMBERED, _QUANTILE = 256, 0.95
 
 
-class BufferRules(msgspec.Struct, frozen=True):
+class BufferRules(BatchRules, frozen=True, kw_only=True):
     """Settings of a run, under their names, and what no run changes."""
 
     batch_size: int
@@ -64,15 +68,16 @@ class BufferRules(msgspec.Struct, frozen=True):
     max_steps: int
     max_staleness: int
     """S."""
-    advantage: str
-    scale_advantages: bool
-    """Divide a batch's advantages by their root mean square."""
-    filter_zero_variance: bool = True
-    hold_s: float = 20.0
-    """Longest wait for a group that would become too old."""
+    hold_s: float | None
+    """Longest wait for a group that would become too old; None: as long as 95 % of the run's own rollouts take."""
     bench_after: int = 3
     """Failed groups in a row after which a problem is benched."""
     bench_s: float = 120.0
+
+    @property
+    def min_rollouts(self) -> int:
+        """Scored rollouts without which a group teaches nothing."""
+        return 1 if self.advantage in NEEDS_NO_GROUP else COMPARED
 
 
 class RolloutBuffer:
@@ -97,7 +102,7 @@ class RolloutBuffer:
         """What admission goes by; an alarm may lower it. What is open already keeps what it was promised."""
         self.is_paused = False
         """Nothing is admitted while anything open may still end by itself."""
-        find_baseline(rules.advantage)
+        _ = rules.baseline  # a name that stands for nothing is told at once
         self._groups: dict[str, Group] = {}
         self._batches: dict[str, BatchMade] = {}
         self._next_group = 0
@@ -106,6 +111,8 @@ class RolloutBuffer:
         self._failures: Counter[str] = Counter()
         self._benched: dict[str, float] = {}
         self._running: dict[str, dict[int, float]] = {}
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
+        """Seconds from admission to the end of the newest scored rollouts."""
 
     @classmethod
     def replay(cls, rules: BufferRules, events: Iterable[Event]) -> RolloutBuffer:
@@ -136,6 +143,7 @@ class RolloutBuffer:
             dict(self._failures),
             dict(self._benched),
             self._running,
+            list(self._durations),
         )
 
     def restore(self, state: BufferState) -> None:
@@ -149,6 +157,7 @@ class RolloutBuffer:
         self._next_group, self._next_batch, self._hold = state.next_group, state.next_batch, state.hold
         self._failures, self._benched = Counter(state.failures), state.benched
         self._running = state.running
+        self._durations = deque(state.durations, maxlen=_REMEMBERED)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,11 +211,20 @@ class RolloutBuffer:
     def train_groups(self, batch_id: str) -> list[TrainGroup]:
         """The groups of an outstanding batch, with advantages: the same on every call."""
         chosen = [self._groups[group_id] for group_id in self._batches[batch_id].group_ids]
-        return batching.train_groups(chosen, self.rules.advantage, scale_advantages=self.rules.scale_advantages)
+        return batching.train_groups(chosen, self.rules)
+
+    @property
+    def hold_s(self) -> float:
+        """Longest wait for a group that would become too old. A fixed one that is shorter than answers take would teach
+        short answers and easy problems: what is slow would always end too old."""
+        if self.rules.hold_s is not None:
+            return self.rules.hold_s
+        known = sorted(self._durations)
+        return max(HOLD_FLOOR_S, known[int(_QUANTILE * (len(known) - 1))] if known else 0.0)
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest."""
-        return None if self._hold is None else self._hold.at + self.rules.hold_s
+        return None if self._hold is None else self._hold.at + self.hold_s
 
     def check(self) -> None:
         """AssertionError unless the counters add up (I1)."""
@@ -217,7 +235,7 @@ class RolloutBuffer:
 
     def admission(self, problem_id: str, level: int, rollouts: int, now: float) -> Admitted | None:
         """A group on the newest version; None when there is no room."""
-        if self.room() < 1 or rollouts < MIN_ROLLOUTS:
+        if self.room() < 1 or rollouts < self.rules.min_rollouts:
             return None
         return Admitted(f"g{self._next_group:06d}", problem_id, level, rollouts, self.version, now)
 
@@ -235,8 +253,9 @@ class RolloutBuffer:
         """A rollout ended without a reward; `reason` is a `Fault` or another word, `"stale"` for too old."""
         return Lost(group_id, rollout_id, reason, now) if self.awaits(group_id, rollout_id) else None
 
-    def poll(self, now: float) -> Swept | HoldBegan | BatchMade | None:
-        """Drops what is too old, then makes a batch if one is due, or begins to hold it back."""
+    def poll(self, now: float) -> Swept | HoldBegan | StragglersCut | BatchMade | None:
+        """Drops what is too old, then makes a batch if one is due, or begins to hold it back; after that, groups that
+        would be too old for every later batch go on without the rollouts that they still wait for."""
         stale = [g.group_id for g in self._groups.values() if self._is_too_old(g)]
         if stale:
             return Swept(stale, now)
@@ -249,8 +268,10 @@ class RolloutBuffer:
         if self._must_wait(ready):
             if self._hold is None or self._hold.index != self._next_index:
                 return HoldBegan(self._next_index, now)
-            if now < self._hold.at + self.rules.hold_s:
+            if now < self._hold.at + self.hold_s:
                 return None
+            if late := self._late():
+                return StragglersCut(late, now)
         chosen = [g.group_id for g in ready[: self.rules.batch_size]]
         return BatchMade(f"batch-{self._next_batch:06d}", self._next_index, chosen, now)
 
@@ -277,7 +298,7 @@ class RolloutBuffer:
         match event:
             case Admitted():
                 self._groups[event.group_id] = Group(
-                    event.group_id, event.problem_id, event.level, event.rollouts, event.version
+                    event.group_id, event.problem_id, event.level, event.rollouts, event.version, admitted_at=event.at
                 )
                 self._next_group += 1
                 self.counts["admitted"] += 1
@@ -285,6 +306,7 @@ class RolloutBuffer:
             case RolloutScored():
                 group = self._groups[event.group_id]
                 group.scored[event.rollout_id] = event.samples
+                self._durations.append(event.at - group.admitted_at)
                 return self._settle(group, event.at)
             case Lost():
                 group = self._groups[event.group_id]
@@ -292,6 +314,10 @@ class RolloutBuffer:
                 return self._settle(group, event.at)
             case Swept():
                 return [self._close(g, GroupOutcome.DROPPED_STALE, STALE, event.at) for g in event.group_ids]
+            case StragglersCut():
+                return [
+                    closed for group_id in event.group_ids for closed in self._cut(self._groups[group_id], event.at)
+                ]
             case HoldBegan():
                 self._hold = event
                 return []
@@ -325,15 +351,20 @@ class RolloutBuffer:
         """Closes a complete group that can't be trained; leaves the others open or ready."""
         if not group.is_complete:
             return []
-        if len(group.scored) < MIN_ROLLOUTS:
+        if len(group.scored) < self.rules.min_rollouts:
             if STALE in group.lost.values():
                 return [self._close(group.group_id, GroupOutcome.DROPPED_STALE, STALE, at)]
             reason = next(iter(group.lost.values()), TOO_FEW)
             return [self._close(group.group_id, GroupOutcome.FAILED, reason, at)]
-        rules = self.rules
-        if batching.teaches_nothing(group, rules.advantage, filter_zero_variance=rules.filter_zero_variance):
+        if batching.teaches_nothing(group, self.rules):
             return [self._close(group.group_id, GroupOutcome.FILTERED, ZERO_VARIANCE, at)]
         return []
+
+    def _cut(self, group: Group, at: float) -> list[Closed]:
+        for rollout_id in rollout_ids(group.group_id, group.expected):
+            if rollout_id not in group.scored:
+                group.lost.setdefault(rollout_id, STRAGGLER)
+        return self._settle(group, at)
 
     def _close(self, group_id: str, outcome: GroupOutcome, reason: str, at: float) -> Closed:
         group = self._groups.pop(group_id)
@@ -374,6 +405,15 @@ class RolloutBuffer:
         # What is known, not what is feared: a group admitted long ago may yet be generated by a fresh policy.
         known = group.known_oldest
         return not group.batch_id and known is not None and self._next_index - known > self.rules.max_staleness
+
+    def _late(self) -> list[str]:
+        """Open groups that no batch after this one can take, with rollouts enough to be trained on without the rest."""
+        oldest = self._next_index - self.rules.max_staleness
+        return [
+            group.group_id
+            for group in self._groups.values()
+            if not group.is_complete and group.oldest <= oldest and len(group.scored) >= self.rules.min_rollouts
+        ]
 
     def _must_wait(self, ready: list[Group]) -> bool:
         """This batch would leave more groups of some version behind than the batches that may take them have places.

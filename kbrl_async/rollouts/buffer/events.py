@@ -53,6 +53,13 @@ class HoldBegan(msgspec.Struct, frozen=True, tag="hold_began"):
     at: float
 
 
+class StragglersCut(msgspec.Struct, frozen=True, tag="stragglers_cut"):
+    """These groups go on without the rollouts that they still wait for: waiting longer would lose the whole of them."""
+
+    group_ids: list[str]
+    at: float
+
+
 class BatchMade(msgspec.Struct, frozen=True, tag="batch_made"):
     batch_id: str
     index: int
@@ -79,7 +86,18 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     at: float
 
 
-Event = Admitted | RolloutScored | Lost | Swept | HoldBegan | BatchMade | BatchTrained | BatchFailed | Finished
+Event = (
+    Admitted
+    | RolloutScored
+    | Lost
+    | Swept
+    | StragglersCut
+    | HoldBegan
+    | BatchMade
+    | BatchTrained
+    | BatchFailed
+    | Finished
+)
 
 
 class Closed(NamedTuple):

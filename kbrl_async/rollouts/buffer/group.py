@@ -22,6 +22,7 @@ class Group:
     batch_id: str = ""
     running: dict[int, float] = dataclasses.field(default_factory=dict)
     """Running mean reward of the problem by turn, as it was when the batch was made."""
+    admitted_at: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -63,6 +64,7 @@ class BufferState(msgspec.Struct, frozen=True):
     failures: dict[str, int]
     benched: dict[str, float]
     running: dict[str, dict[int, float]]
+    durations: list[float] = msgspec.field(default_factory=list)
 
 
 def rewards_by_turn(group: Group) -> dict[int, list[float]]:

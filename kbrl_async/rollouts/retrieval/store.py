@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
 from kbrl_async.rollouts.retrieval.code import Reading
-from kbrl_async.rollouts.retrieval.embedders import Embedder, open_embedder
+from kbrl_async.rollouts.retrieval.embedders import Embedder, is_known, open_embedder
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.vectors import VectorIndex
 
@@ -109,8 +109,14 @@ class Store:
         return self.manifest.count
 
     def embedder(self, name: str = "") -> Embedder:
-        """The embedder that the index was built with; another one's vectors would mean nothing here."""
+        """The embedder that the index was built with; another one's vectors would mean nothing here.
+
+        :raises UserError: it is none of ours and `name` does not name it: a manifest alone must not choose an import.
+        """
         built = self.manifest.embedder
+        if not name and not is_known(built):
+            cause = f"the index in {self._folder.parent} would load the embedder {built}, which nobody here has named"
+            raise UserError(cause, f"If you trust it: prompt.embedder={built} (kbrl index query: --model {built})")
         if name and name != built:
             cause = f"the index was built with the embedder {built}, not {name}"
             raise UserError(cause, f"Leave the name out, or build an index with --model {name}")

@@ -5,13 +5,15 @@ Adding a baseline is one function and one line in `settings.ADVANTAGES`; a user'
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.settings import ADVANTAGES
+from kbrl_async.rollouts.settings import ADVANTAGES, BestOfN
 
 _EPSILON = 1e-6
+STD_FLOOR = 0.02
 Baseline = Callable[[Sequence[float]], list[float]]
 
 
@@ -30,10 +32,11 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def group_mean_std(rewards: Sequence[float]) -> list[float]:
-    """(r_i − mean) / (std + 1e-6) with the population's std (GRPO, Shao et al. 2024)."""
+    """(r_i − mean) / (std + 1e-6) with the population's std (GRPO, Shao et al. 2024), which counts as `STD_FLOOR` at
+    least: next to nothing between rewards must not become advantages of 1."""
     centred = group_mean(rewards)
     std = math.sqrt(sum(a * a for a in centred) / max(1, len(centred)))
-    return [a / (std + _EPSILON) for a in centred]
+    return [a / (max(std, STD_FLOOR) + _EPSILON) for a in centred]
 
 
 def none(rewards: Sequence[float]) -> list[float]:
@@ -41,11 +44,11 @@ def none(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
-def best_of_n(rewards: Sequence[float], keep: int = 3, above: float = 0.5) -> list[float]:
+def best_of_n(rewards: Sequence[float], rules: BestOfN) -> list[float]:
     """1 for the best `keep` samples with a reward above `above`, 0 for the others: with −A·log π this is supervised
     fine-tuning on the best of n."""
     ranked = sorted(range(len(rewards)), key=lambda i: -rewards[i])
-    chosen = {i for i in ranked[:keep] if rewards[i] > above}
+    chosen = {i for i in ranked[: rules.keep] if rewards[i] > rules.above}
     return [float(i in chosen) for i in range(len(rewards))]
 
 
@@ -54,13 +57,13 @@ def reward_weight(rewards: Sequence[float]) -> list[float]:
     return [max(reward, 0.0) for reward in rewards]
 
 
-def find_baseline(advantage: str) -> Baseline:
-    """The baseline of this name.
+def find_baseline(advantage: str, rules: BestOfN) -> Baseline:
+    """The baseline of this name; `rules` are those of `best_of_n`.
 
     :raises UserError: there is none.
     """
     found: Baseline = ADVANTAGES.load(advantage)
-    return found
+    return functools.partial(best_of_n, rules=rules) if advantage == "best_of_n" else found
 
 
 def batch_scale(advantages: Sequence[float]) -> float:
@@ -77,6 +80,33 @@ def mean_scale(advantages: Sequence[float]) -> float:
 
 IMITATES = frozenset({"best_of_n", "reward_weight"})
 """Baselines under which samples are imitated: a group of equally good ones teaches something."""
+NEEDS_NO_GROUP = frozenset({"running_mean", "none", *IMITATES})
+"""Of ours, baselines that do not compare the samples of a group: equal rewards teach, and so does one sample alone."""
+
+
+def settled(rewards: Sequence[float], spreads: Sequence[float], sources: Sequence[str]) -> list[float]:
+    """Rewards without differences that timing does not bear out: equal kernels share one, and so do measured ones whose
+    intervals [reward, reward + spread] overlap that of the lowest among them. Exact rewards stay.
+    """
+    found = _merged(rewards, [[i for i, s in enumerate(sources) if s and s == source] for source in {*sources} - {""}])
+    alike: list[list[int]] = []
+    for place in sorted((i for i, spread in enumerate(spreads) if spread > 0), key=lambda i: (found[i], spreads[i])):
+        first = alike[-1][0] if alike else None
+        if first is not None and found[place] <= found[first] + spreads[first]:
+            alike[-1].append(place)
+        else:
+            alike.append([place])
+    return _merged(found, alike)
+
+
+def _merged(values: Sequence[float], groups: Iterable[Sequence[int]]) -> list[float]:
+    """Each group's values become their mean."""
+    found = list(values)
+    for group in groups:
+        mean = sum(values[place] for place in group) / max(1, len(group))
+        for place in group:
+            found[place] = mean
+    return found
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:

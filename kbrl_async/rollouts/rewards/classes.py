@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kbrl_async.rollouts.rewards.advantages import find_baseline
+from kbrl_async.rollouts.rewards.advantages import Baseline
 from protocols.records import TrainSample
 
 
-def plan_advantages(samples: Sequence[TrainSample], baseline: str) -> list[float]:
+def plan_advantages(samples: Sequence[TrainSample], baseline: Baseline) -> list[float]:
     """α·A of the plan's tokens of each sample of one group and turn; 0 where a sample has no plan.
 
     The baseline is taken over those that have one, and not asked where none has.
@@ -27,7 +27,7 @@ def plan_advantages(samples: Sequence[TrainSample], baseline: str) -> list[float
     planned = [place for place, sample in enumerate(samples) if sample.has_plan]
     if not planned:
         return [0.0] * len(samples)
-    found = find_baseline(baseline)([samples[place].plan_reward for place in planned])
+    found = baseline([samples[place].plan_reward for place in planned])
     by_place = dict(zip(planned, found, strict=True))
     return [sample.plan_weight * by_place.get(place, 0.0) for place, sample in enumerate(samples)]
 

@@ -4,8 +4,8 @@ Adding one is one function and its name in `settings.REWARD_PARTS`; a user's own
 
 Invariants
 * Infrastructure's faults, and records that end without a reason of the candidate's own, earn nothing: no reward (I4).
-* `correctness` is 1 only for a verdict `OK`; `speed` is above 0 only for a correct kernel whose speedup's whole
-  confidence interval lies above 1 (I7).
+* `correctness` is 1 only for a verdict `OK`; `speed` is above 0 only for a correct kernel. It goes by the lower end of
+  the speedup's interval (I7), and pays below 1 too: a third of it at half of the reference's speed.
 * Cheating has no parts: whatever it passed, it passed by fraud.
 """
 

@@ -14,11 +14,12 @@ Weights pay for each part on its own: a kernel that compiles and is wrong still 
 from __future__ import annotations
 
 import difflib
+import math
 
 import msgspec
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.rollouts.rewards.parts import part_of
+from kbrl_async.rollouts.rewards.parts import length, part_of
 from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Reward
 from protocols.records import OBSERVED, Fault
 from protocols.rollout import Record
@@ -48,6 +49,8 @@ class Preset(msgspec.Struct, frozen=True):
     """Weight of their advantage beside 1 of the kernel's tokens."""
     observed_speedup: float | None = None
     """Most speedup that is paid where a verdict is observed; None: as much as was measured."""
+    overlong: bool = False
+    """Take off up to 1 over the last fifth of max_tokens, 1 from an answer that was cut (DAPO's soft punishment)."""
     unproven_share: float = 0.0
     """Share of the way from `floor` to what a right kernel without a time gets, for one that is `UNPROVEN`."""
 
@@ -61,6 +64,11 @@ KEVIN = Preset({"correct": 0.3, "speedup": 1.0})
 """Kevin (Baronio et al. 2025): .3·correct + speedup, cap 10."""
 KEVIN_OFFSET = Preset({"correct": 0.3, "speedup_gain": 1.0})
 HIERARCHICAL = Preset({"correct": 0.7, "speed": 0.3}, gate="valid")
+HIERARCHICAL_RAW = Preset({"correct": 0.7, "speedup": 0.3}, gate="valid")
+"""The same with the raw speedup, as the fusion notes have it."""
+CORRECT = Preset({"correct": 1.0})
+BEST_OF_N = Preset({"correct": 1.0, "speedup": 0.3}, gate="correct")
+"""What imitation ranks by: correct + .3·speedup, and nothing for what is wrong, however many sets it passes."""
 PLAN_CODE = Preset({"correct": 1.0}, gate="valid", plan_part="speedup", plan_weight=0.1)
 """TritonRL (Woo et al. 2025): the plan by the speedup it leads to, the code by its correctness, α = .1."""
 FUNNEL = Preset(
@@ -74,8 +82,9 @@ FORK = Preset(
 )
 
 
-def find_presets(settings: Reward) -> list[Preset]:
-    """The preset that the settings name and change: one, or one for each stage of the curriculum.
+def find_presets(settings: Reward, *, overlong: bool = False) -> list[Preset]:
+    """The preset that the settings name and change: one, or one for each stage of the curriculum. `overlong`: answers
+    near max_tokens are punished.
 
     :raises UserError: nothing has that name.
     :raises ConfigError: it is no preset, has a part that is none, or a plan weight without a plan part.
@@ -85,7 +94,7 @@ def find_presets(settings: Reward) -> list[Preset]:
     if len(stages) not in (1, len(AUTO)) or not all(isinstance(stage, Preset) for stage in stages):
         cause = f"reward.preset={settings.preset} is no Preset, and no tuple of {len(AUTO)}"
         raise ConfigError(cause, "Give a kbrl_async.rollouts.rewards.presets.Preset, see docs/howto-reward.md")
-    return [_changed(stage, settings) for stage in stages]
+    return [msgspec.structs.replace(_changed(stage, settings), overlong=overlong) for stage in stages]
 
 
 def _changed(preset: Preset, settings: Reward) -> Preset:
@@ -98,8 +107,8 @@ def _changed(preset: Preset, settings: Reward) -> Preset:
         preset.floor,
         preset.plan_part if part is None else part,
         weight if weight is not None else preset.plan_weight or (PLAN_WEIGHT if part is not None else 0.0),
-        settings.observed_speedup,
-        settings.unproven,
+        observed_speedup=settings.observed_speedup,
+        unproven_share=settings.unproven,
     )
     named = [*weights, *(rung.part for rung in preset.ladder), preset.gate, changed.plan_part]
     for name in filter(None, named):
@@ -125,6 +134,21 @@ def plan_reward_of(record: Record, preset: Preset) -> float:
 
 def reward_of(record: Record, preset: Preset) -> float:
     """One number for one turn whose record earns one."""
+    punished = 1.0 - length(record) if preset.overlong else 0.0
+    return _paid(record, preset) - punished
+
+
+def spread_of(record: Record, preset: Preset) -> float:
+    """How much more the turn would earn at the upper end of its speedup's interval: what timing leaves open (I7)."""
+    timing = record.timing
+    if record.bench is None or timing is None or not math.isfinite(timing.hi):
+        return 0.0
+    higher = msgspec.structs.replace(timing, lo=max(timing.lo, timing.hi))
+    at_best = msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, timing=higher))
+    return max(0.0, _paid(at_best, preset) - _paid(record, preset))
+
+
+def _paid(record: Record, preset: Preset) -> float:
     if record.fault is Fault.CHEATING:
         return preset.floor
     if record.fault is Fault.UNPROVEN:

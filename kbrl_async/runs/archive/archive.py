@@ -31,6 +31,7 @@ from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
 from kbrl_async.runs.archive.history import open_read_only
 from kbrl_async.runs.archive.rows import GroupEnd, Row, TurnOutcome, Update, make_row
+from protocols.records import says_nothing
 from protocols.rollout import Record, RecordError, StageSpan
 
 __all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Row", "TurnOutcome", "Update", "make_row"]
@@ -68,13 +69,11 @@ CREATE TABLE IF NOT EXISTS updates (
 ) WITHOUT ROWID;
 """
 
+_ADDED = {"disturbed": "0", "step": "''"}
+"""Columns that archives from before lack, and what stands for them there."""
 _OWN = Row.__struct_fields__[: Row.__struct_fields__.index("batch_id")]
 """Columns of the table; the rest of a `Row` is joined."""
 _INSERT_ROW = f"INSERT OR IGNORE INTO rollouts ({', '.join(_OWN)}) VALUES ({', '.join('?' * len(_OWN))})"  # noqa: S608 - constants
-_SELECT = (
-    f"SELECT {', '.join('r.' + name for name in _OWN)}, o.batch_id, o.trained_on, o.return, o.advantage "  # noqa: S608
-    "FROM rollouts r LEFT JOIN outcomes o ON o.task_id = r.task_id"
-)
 _SPANS = msgspec.msgpack.Decoder(tuple[StageSpan, ...])
 _METRICS = msgspec.msgpack.Decoder(dict[str, float])
 _BLOBS = msgspec.msgpack.Decoder(list[bytes])
@@ -99,6 +98,7 @@ class ArchiveWriter:
             self._db.execute("PRAGMA synchronous=NORMAL")
             _check_format(path, self._db)
             self._db.executescript(_SCHEMA)
+            _add_columns(self._db)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._stored = _stored_bytes(self._db)
         except sqlite3.Error as error:
@@ -217,6 +217,12 @@ class Archive:
         self._path = path
         self._db = open_read_only(path)
         _check_format(path, self._db)
+        there = _columns(self._db)
+        own = ", ".join(_ADDED[name] if name in _ADDED and name not in there else f"r.{name}" for name in _OWN)
+        self._select = (
+            f"SELECT {own}, o.batch_id, o.trained_on, o.return, o.advantage "  # noqa: S608 - constants
+            "FROM rollouts r LEFT JOIN outcomes o ON o.task_id = r.task_id"
+        )
 
     def __enter__(self) -> Archive:
         return self
@@ -261,7 +267,7 @@ class Archive:
             terms.append("substr(r.task_id, 1, ?) = ?")
             values += [len(prefix), prefix]
         where = f" WHERE {' AND '.join(terms)}" if terms else ""
-        for found in self._db.execute(f"{_SELECT}{where} ORDER BY r.id", values):
+        for found in self._db.execute(f"{self._select}{where} ORDER BY r.id", values):
             yield _row(found)
 
     def record(self, task_id: str) -> Record | None:
@@ -291,8 +297,21 @@ def _row(found: tuple[object, ...]) -> Row:
     batch_id, trained_on, turn_return, advantage = found[len(_OWN) :]
     spans = _SPANS.decode(values.pop("spans"))  # type: ignore[arg-type] # the column is a blob
     late = {"batch_id": batch_id or "", "trained_on": trained_on, "turn_return": turn_return, "advantage": advantage}
-    flags = {name: bool(values.pop(name)) for name in ("compiled", "correct")}
+    flags = {name: bool(values.pop(name)) for name in ("compiled", "correct", "disturbed")}
+    flags["disturbed"] |= says_nothing(values["lo"], values["hi"])  # type: ignore[arg-type] # numbers or null
     return Row(**values, **flags, **late, spans=spans)  # type: ignore[arg-type] # as they were inserted
+
+
+def _columns(db: sqlite3.Connection) -> set[str]:
+    return {found[1] for found in db.execute("PRAGMA table_info(rollouts)")}
+
+
+def _add_columns(db: sqlite3.Connection) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    for name, default in _ADDED.items():
+        if name not in _columns(db):
+            db.execute(f"ALTER TABLE rollouts ADD COLUMN {name} NOT NULL DEFAULT {default}")
+    db.execute("COMMIT")
 
 
 def _stored_bytes(db: sqlite3.Connection) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.rollouts.stats import steps_of
+from kbrl_async.runs.archive.funnel import way
 from protocols.messages import Stage, Status
-from protocols.records import SOLVER, Fault, Purpose
+from protocols.records import SOLVER, VERIFIER, Fault, Purpose
 from protocols.rollout import Record, StageSpan
 
 BEFORE, AFTER, EVAL, TRAIN = "before", "after", "eval", "train"
@@ -41,6 +43,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float | None = None
     lo: float | None = None
     hi: float | None = None
+    disturbed: bool = False
+    """Its speedup can't be compared with others'; see `Timing.is_disturbed`."""
+    step: str = ""
+    """The last step of the funnel that it came to: it passed it if it is correct, else it left there."""
     tokens: int = 0
     """Length of the answer."""
     spans: tuple[StageSpan, ...] = ()
@@ -113,6 +119,8 @@ def make_row(
         speedup=timing.speedup if timing else None,
         lo=timing.lo if timing else None,
         hi=timing.hi if timing else None,
+        disturbed=timing is not None and timing.is_disturbed,
+        step=way(steps_of(record), record.fault)[-1].name if record.is_scorable and request.role != VERIFIER else "",
         tokens=len(generation.token_ids) if generation is not None else 0,
         spans=(*record.spans, _scoring(record, at)),
     )

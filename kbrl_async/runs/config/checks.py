@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import CLIPPED, check_combination
+from kbrl_async.rollouts.buffer.buffer import COMPARED
+from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.settings import Reward
+from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.schema import Config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -55,17 +58,18 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
         check_combination(config.loss, config.corrections)
     except ConfigError as error:
         yield "corrections", error.cause, error.cure
+    for text in learner.constants:
+        name, dot, rest = text.rpartition("=")[0].rpartition(".")
+        if not dot or not rest or name not in (config.loss, *config.corrections):
+            used = ", ".join((config.loss, *config.corrections))
+            cause = f"learner.constants={text} is no constant of {used}"
+            yield "learner.constants", cause, f"Write it as {config.loss}.cap=2, see docs/learning.md"
     if (learner.kl == "none") != (learner.kl_weight == 0):
         cause = f"learner.kl={learner.kl} and learner.kl_weight={learner.kl_weight:g} do not go together"
         yield "learner.kl", cause, "Set both, such as learner.kl=k3 learner.kl_weight=0.01, or neither"
     if config.sft.hidden_size % (2 * config.sft.heads):
         cause = f"sft.hidden_size={config.sft.hidden_size} does not split into {config.sft.heads} heads of even width"
         yield "sft.hidden_size", cause, "Make it a multiple of 2 × sft.heads"
-
-
-IMITATES = ("best_of_n", "reward_weight")
-KEPT_OF_N = 3
-"""Samples of a group that advantage=best_of_n keeps."""
 
 
 def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -79,9 +83,18 @@ def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "learner.dual_clip", cause, "Use a value above 1, such as 3, or 0 for none"
     if learner.clip_low >= 1 and config.loss in CLIPPED:
         yield "learner.clip_low", "learner.clip_low=1 never clips: a ratio is above 0", "Use a value such as 0.2"
-    if config.advantage == "best_of_n" and config.group_size <= KEPT_OF_N:
-        cause = f"advantage=best_of_n keeps {KEPT_OF_N} rollouts of a group, and group_size is {config.group_size}"
+    if config.advantage == "best_of_n" and config.group_size <= config.best_of_n.keep:
+        cause = f"best_of_n.keep={config.best_of_n.keep} keeps all of a group, whose group_size is {config.group_size}"
         yield "group_size", cause, "Raise group_size, such as group_size=10"
+    if config.group_size < COMPARED and config.advantage not in NEEDS_NO_GROUP:
+        cause = f"advantage={config.advantage} compares the rollouts of a group, and group_size is {config.group_size}"
+        yield "group_size", cause, "Raise group_size, or use method=reinforce (advantage=running_mean or none)"
+    if config.preset is not None and config.method != "grpo":
+        named, own = PRESETS[config.preset], METHODS[config.method]
+        other = [key for key in ("loss", "advantage") if key in named and named[key] != own.get(key)]
+        if other:
+            cause = f"method={config.method} and preset={config.preset} differ in {' and '.join(other)}"
+            yield "preset", cause, f"Leave one of them out: preset={config.preset} goes with method=grpo"
     if config.advantage in IMITATES and "opsm" in config.corrections:
         cause = f"corrections=opsm drops rollouts with a negative advantage, and advantage={config.advantage} has none"
         yield "corrections", cause, "Leave opsm out"

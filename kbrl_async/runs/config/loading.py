@@ -139,7 +139,7 @@ def resolve(settings: Sequence[Setting]) -> Config:
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in settings:
-        value = _convert(_key(setting), setting)
+        value = _convert(find_key(setting.key, setting.origin), setting)
         section, _, leaf = setting.key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[leaf] = value
         origins[setting.key] = setting.origin
@@ -148,15 +148,19 @@ def resolve(settings: Sequence[Setting]) -> Config:
     return config
 
 
-def _key(setting: Setting) -> Key:
-    if key := KEYS.get(setting.key):
+def find_key(name: str, origin: str = "command line") -> Key:
+    """The key of that name, of an older name of it, or of one by which others know it.
+
+    :raises ConfigError: none; the nearest is named.
+    """
+    if key := KEYS.get(RENAMED.get(name) or ALIASES.get(name, name)):
         return key
-    if setting.key in SECTIONS:
-        inside = ", ".join(name.partition(".")[2] for name in KEYS if name.startswith(f"{setting.key}."))
-        raise ConfigError(f"{setting.key} is a section, not a key ({setting.origin})", f"Set one of its keys: {inside}")
-    near = nearest(setting.key)
+    if name in SECTIONS:
+        inside = ", ".join(key.partition(".")[2] for key in KEYS if key.startswith(f"{name}."))
+        raise ConfigError(f"{name} is a section, not a key ({origin})", f"Set one of its keys: {inside}")
+    near = nearest(name)
     cure = f"Did you mean {near}?" if near else "Run 'kbrl config' for all keys"
-    raise ConfigError(f"unknown key '{setting.key}' ({setting.origin})", cure)
+    raise ConfigError(f"unknown key '{name}' ({origin})", cure)
 
 
 def nearest(name: str) -> str:

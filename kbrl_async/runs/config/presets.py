@@ -13,6 +13,8 @@ from typing import Any
 from kbrl_async.runs.config.sources import Setting
 
 _PLAIN: dict[str, Any] = {"learner.negative_scale": 1.0, "learner.scale_advantages": False}
+_CORRECT: dict[str, Any] = {"reward.preset": "best_of_n"}
+"""What is imitated has to be correct."""
 _CLIPPED: dict[str, Any] = {**_PLAIN, "learner.clip_low": 0.2, "learner.clip_high": 0.2}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -25,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "mean_std",
         "learner.normalise": "token_mean",
         "learner.clip_high": 0.28,
+        "learner.truncated": "penalise",
     },
     "ppo": {**_CLIPPED, "loss": "ppo", "advantage": "mean_std", "learner.normalise": "token_mean"},
     "rloo": {**_PLAIN, "loss": "reinforce", "advantage": "leave_one_out", "corrections": ["tis"]},
@@ -33,6 +36,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {**_PLAIN, "loss": "cispo", "advantage": "mean_std", "learner.normalise": "token_mean"},
     "decoupled": {**_CLIPPED, "loss": "decoupled", "advantage": "leave_one_out", "learner.normalise": "token_mean"},
     "a3po": {**_CLIPPED, "loss": "a3po", "advantage": "leave_one_out", "learner.normalise": "token_mean"},
+    "kevin": {
+        "mode": "multi_turn",
+        "gamma": 0.4,
+        "turns.returns": "sum",
+        "turns.stop": "correct",
+        "reward.preset": "kevin",
+    },
     "tis": {**_PLAIN, "loss": "tis", "advantage": "leave_one_out", "learner.normalise": "token_mean"},
 }
 
@@ -40,8 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "reinforce": PRESETS["reinforce"],
-    "best_of_n": {**_PLAIN, "loss": "reinforce", "advantage": "best_of_n", "group_size": 10},
-    "reward_weighted_sft": {**_PLAIN, "loss": "reinforce", "advantage": "reward_weight"},
+    "best_of_n": {**_PLAIN, "loss": "reinforce", "advantage": "best_of_n", "group_size": 10, **_CORRECT},
+    "reward_weighted_sft": {**_PLAIN, "loss": "reinforce", "advantage": "reward_weight", **_CORRECT},
     "sft": {**_PLAIN, "loss": "reinforce", "advantage": "reward_weight", "learner.epochs": 1},
 }
 """Other ways to learn from the same rollouts; `sft` learns from demonstrations, which have the weight 1."""

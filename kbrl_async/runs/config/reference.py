@@ -19,16 +19,22 @@ def _sections() -> list[tuple[str, str, list[Key]]]:
     ]
 
 
-def as_text(width: int = 100) -> str:
-    """`key = default`, what it expects, and what it does, for the terminal."""
+def as_text(width: int = 80) -> str:
+    """`key = default`, what it does, and what it takes, for the terminal."""
     lines: list[str] = []
     for section, purpose, keys in _sections():
-        lines += [f"# {section}: {purpose}" if section else "# keys at the top", ""]
+        heading = f"{section}: {purpose}" if section else "keys at the top"
+        lines += [*textwrap.wrap(heading, width, initial_indent="# ", subsequent_indent="# "), ""]
         for key in keys:
-            lines.append(f"{key.name} = {shown(key.default)}    ({key.expects})")
-            lines += textwrap.wrap(key.doc, width, initial_indent="    ", subsequent_indent="    ")
+            lines.append(f"{key.name} = {shown(key.default)}")
+            lines += [*indented(key.doc, width), *indented(f"takes {key.expects}", width)]
         lines.append("")
     return "\n".join(lines)
+
+
+def indented(text: str, width: int = 80) -> list[str]:
+    """The text as what stands under a key."""
+    return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
 def as_markdown() -> str:

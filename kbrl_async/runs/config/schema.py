@@ -10,21 +10,32 @@ Invariants
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from kbrl_async.evaluation.settings import Evaluation
 from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
-from kbrl_async.ranges import AtLeastOne, Count, Fraction, Positive
-from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, Curriculum, Prompt, Reward, Turns
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
+from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, BestOfN, Curriculum, Prompt, Reward, Turns
 from kbrl_async.runs.settings import Archive, Broker, Cpu, Demonstrations, Metrics, Processes, Tensorboard
 from kbrl_async.sampling.settings import Sampler
 
 PresetName = Literal[
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "dppo_tv", "decoupled", "a3po", "tis"
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce",
+    "ppo",
+    "gspo",
+    "cispo",
+    "dppo_tv",
+    "decoupled",
+    "a3po",
+    "tis",
+    "kevin",
 ]
 
 
@@ -49,8 +60,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Do not train on problems whose audit says that a right verdict means little there: see 'kbrl problems list'."""
     batch_size: AtLeastOne = 8
     """P: groups (one problem each) per update."""
-    group_size: Annotated[int, Meta(ge=2)] = 8
-    """G: rollouts per group, which share a baseline."""
+    group_size: AtLeastOne = 8
+    """G: rollouts per group, which share a baseline; 1 with advantage=running_mean or none."""
     learning_rate: Positive = 2e-4
     """Learning rate of the policy after warm-up."""
     lora_rank: Count = 0
@@ -67,6 +78,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Minutes of training after which the run ends too, without making and evaluating the policy; null: no limit."""
     max_staleness: Count = 2
     """S: how many versions older than the policy a rollout may be when it is trained on; 0: synchronous."""
+    hold_s: NonNegative | None = None
+    """Longest wait of a batch for groups that would become too old; null: what 95 % of the run's rollouts take."""
     method: Literal["grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft"] = "grpo"
     """How a policy learns from its rollouts, or from demonstrations (sft); sets loss and baseline below your keys."""
     preset: PresetName | None = None
@@ -108,6 +121,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Prompt = Prompt()
     reward: Reward = Reward()
     demonstrations: Demonstrations = Demonstrations()
+    best_of_n: BestOfN = BestOfN()
     turns: Turns = Turns()
     agents: Agents = Agents()
     curriculum: Curriculum = Curriculum()
@@ -134,6 +148,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if chosen not in ("auto", "raicl"):
             return chosen
         return "compact" if self.model_name == "small" else "zero_shot"
+
+    @property
+    def punishes_overlong(self) -> bool:
+        """Answers near max_tokens lose reward."""
+        return self.learner.truncated == "penalise"
 
     @property
     def levels(self) -> tuple[int, ...]:

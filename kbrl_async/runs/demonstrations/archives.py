@@ -29,7 +29,7 @@ def is_run(path: Path) -> bool:
 def best_answers(run: Path, keep: int) -> Iterator[tuple[str, Conversation | FormatError]]:
     """The best `keep` different answers a problem, faster ones first among equally good, each with its place."""
     with Archive(run / FILE) as archive:
-        ranked = sorted(_right(archive), key=lambda row: (row.problem_id, -(row.reward or 0.0), -(row.lo or 0.0)))
+        ranked = sorted(_right(archive), key=_rank)
         kept: dict[str, set[str]] = {}
         for row in ranked:
             texts = kept.setdefault(row.problem_id, set())
@@ -42,6 +42,11 @@ def best_answers(run: Path, keep: int) -> Iterator[tuple[str, Conversation | For
                     continue
                 texts.add(answer)
             yield f"{run}:{row.task_id}", found
+
+
+def _rank(row: Row) -> tuple[str, bool, float, float]:
+    """Those whose time was disturbed come last."""
+    return row.problem_id, row.disturbed, -(row.reward or 0.0), -(row.lo or 0.0)
 
 
 def _right(archive: Archive) -> Iterator[Row]:

@@ -25,17 +25,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kbrl_async.evaluation.proportions import KEY, clustered_mean, clustered_share
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs.telemetry.proportions import clustered_mean, clustered_share
-from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, turn_summary
+from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, speedups, turn_summary
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
 SHARE = 0.1
 """Of all answers that the last versions' should be, in a long run."""
 MOST_POINTS = 100
-FIELDS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "speedup_mean")
-SHARES = ("compile_rate", "correct_rate", "fast_1")
+SHARES = {"compile_rate": "compiled", "correct_rate": "correct", "fast_1": "fast_1", "fast_1_proven": "fast_1_proven"}
+"""By name: what an answer has to be."""
+FIELDS = ("reward_mean", *SHARES, "speedup_mean")
 
 
 class Answer(NamedTuple):
@@ -63,7 +64,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 class Figure(NamedTuple):
-    """A mean over answers; its 95 % interval is None where there are too few groups for one."""
+    """A mean over answers; its interval is None where there are too few groups for one."""
 
     value: float
     interval: tuple[float, float] | None
@@ -99,17 +100,20 @@ class Part(msgspec.Struct, frozen=True):
             return {}
         rewards = [[s.reward for s in group] for group in members]
         found = {"reward_mean": Figure(_mean(rewards), clustered_mean(rewards))}
-        flags = ("compiled", "correct", "fast")
-        for name, flag in zip(SHARES, flags, strict=True):
+        for name, flag in SHARES.items():
             hits = [[bool(getattr(s, flag)) for s in group] for group in members]
             found[name] = Figure(_mean(hits), clustered_share(hits))
-        timed = [[s.speedup for s in group if s.correct and s.speedup] for group in members]
-        logs = [[math.log(speedup) for speedup in group] for group in timed if group]
-        if logs:
-            interval = clustered_mean(logs)
-            ends = None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
-            found["speedup_mean"] = Figure(geometric_mean(x for group in timed for x in group) or 0.0, ends)
-        return found
+        mean_speedup = geometric_mean(speedups(self.stats))
+        return (
+            found if mean_speedup is None else {**found, "speedup_mean": Figure(mean_speedup, speed_interval(members))}
+        )
+
+
+def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, float] | None:
+    """Of the geometric mean of correct kernels' speedups; None where fewer than two groups have any."""
+    logs = [[math.log(speedup) for speedup in speedups(group)] for group in groups]
+    interval = clustered_mean([group for group in logs if group])
+    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -237,7 +241,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def fields(answers: Answers) -> dict[str, Any]:
-    """For `summary.json`: each figure of the first and the last versions with its interval (`_95`), which versions and
+    """For `summary.json`: each figure of the first and the last versions with its interval (`KEY`), which versions and
     how many answers they are of, the sentence that says so, and the curve."""
     found = settled(answers)
     two = ends(found)
@@ -265,7 +269,7 @@ def _fields(part: Part | None, which: str) -> dict[str, Any]:
     empty = Figure(math.nan, None)
     values = {f"{name}_{which}": figures[name].value if name in figures else None for name in FIELDS}
     ends_of = {name: figures.get(name, empty).interval for name in FIELDS}
-    intervals = {f"{name}_{which}_95": list(pair) if pair else None for name, pair in ends_of.items()}
+    intervals = {f"{name}_{which}{KEY}": list(pair) if pair else None for name, pair in ends_of.items()}
     versions = [part.first, part.last] if part else None
     return {**values, **intervals, f"versions_{which}": versions, f"answers_{which}": len(part.answers) if part else 0}
 
@@ -307,7 +311,7 @@ class Tally:
             del self._awaited[group_id]
 
     def swept(self, group_ids: Iterable[str]) -> None:
-        """Dropped as too old."""
+        """Dropped as too old, or gone on without some of their answers."""
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:

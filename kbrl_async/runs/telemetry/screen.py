@@ -104,7 +104,7 @@ def _update(view: View) -> Text:
     )
 
 
-_RATES = (("compile", "compile_rate"), ("correct", "correct_rate"), ("fast₁", "fast_1"))
+_RATES = (("compile", "compile_rate"), ("correct", "correct_rate"), ("fast_1", "fast_1"), ("proven", "fast_1_proven"))
 
 
 def _learner(view: View) -> Text:

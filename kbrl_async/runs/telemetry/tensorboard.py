@@ -31,7 +31,7 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "spread": ["reward/std"],
     },
     "Rates": {
-        "stages passed": ["rate/(format|compile|correct|fast_1)"],
+        "stages passed": ["rate/(format|compile|correct|fast_1.*)"],
         "cheating": ["rate/cheat"],
         "answers finished": ["rate/completion"],
         "length of answers, tokens": ["tokens/answer_mean"],
@@ -74,13 +74,13 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "compiled, correct, solved, hacked": ["eval[^/]*/(compile|correct|solved|hack)_rate.*"],
         "reward": ["eval[^/]*/reward_mean"],
         "pass at k": ["eval[^/]*/pass_at_.*"],
-        "faster than p": ["eval[^/]*/(fast_|proven_faster).*"],
+        "faster than p": ["eval[^/]*/fast_.*"],
         "speedup": ["eval[^/]*/speedup_.*"],
     },
     "Per level": {
         "reward": [r"level\d+/reward_mean"],
         "correct": [r"level\d+/correct_rate"],
-        "fast_1": [r"level\d+/fast_1"],
+        "fast_1": [r"level\d+/fast_1.*"],
         "speedup": [r"level\d+/speedup_mean"],
     },
     "Throughput": {

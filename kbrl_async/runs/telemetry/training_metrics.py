@@ -2,7 +2,7 @@
 
 Invariants
 * A mean over nothing is left out, never 0: a batch without a correct kernel has no speedup.
-* `speedup` is that of correct, timed kernels only; `fast` means that its whole confidence interval lies above 1 (I7).
+* `speedup` is that of correct, timed kernels only.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
 
 
 def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, and speedup_mean where there is one,
-    of the rollouts that wrote a kernel.
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, fast_1_proven, and speedup_mean where
+    there is one, of the rollouts that wrote a kernel.
 
     `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
     """
@@ -55,7 +55,8 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
         "compile_rate": mean(r.compiled for r in rollouts),
         "correct_rate": mean(r.correct for r in rollouts),
         "cheat_rate": mean(r.cheated for r in rollouts),
-        "fast_1": mean(r.fast for r in rollouts),
+        "fast_1": mean(r.fast_1 for r in rollouts),
+        "fast_1_proven": mean(r.fast_1_proven for r in rollouts),
         "speedup_mean": geometric_mean(speedups(rollouts)),
     }
     return _present(values)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,8 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert "kbrl train resume=runs/default" in out
-    for command, words in cli.COMMANDS.items():
-        assert f"    {command}" in out
-        assert " ".join(words.split()[:3]) in " ".join(out.split())
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name:<11} {command.does}\n" in out
 
 
 def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
@@ -124,6 +125,78 @@ def test_the_reference_names_every_key(capsys: pytest.CaptureFixture[str]) -> No
         assert key.doc in markdown
 
 
+def test_a_key_is_explained_with_its_value_and_where_that_was_set(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "mine.yaml").write_text("seed: 1\nlearner:\n  epochs: 5\n")
+    monkeypatch.setenv("KBRL_LEARNER__EPOCHS", "6")
+    assert cli.main(["config", "learner.epochs", "max_staleness", "--config", "mine.yaml", "preset=dapo", "loss"]) == 0
+    out = capsys.readouterr().out
+    assert "learner.epochs = 6\n" in out
+    assert "set by:  variable KBRL_LEARNER__EPOCHS, over 5 (mine.yaml:3)\n" in out
+    assert "max_staleness = 2\n    S: how many versions older" in out
+    assert "set by:  the default\n    default: 2\n    takes:   an integer ≥ 0" in out
+    assert "loss = grpo\n" in out
+    assert "set by:  preset dapo\n" in out
+
+
+def test_a_section_and_an_old_name_are_explained_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "archive", "dataset_builder.raicl_k"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name} = " in out for name in KEYS if name.startswith("archive."))
+    assert "prompt.examples = 3" in out
+    assert fails(capsys, "config", "batchsize")[1].endswith("Did you mean batch_size?")
+
+
+def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "trian") == (2, "error: there is no command trian. Did you mean 'kbrl train'?")
+    assert fails(capsys, "xyz", "--help") == (2, "error: there is no command xyz. 'kbrl --help' lists the commands")
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 0
+    assert "kbrl train resume=runs/default" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kbrl {metadata.version('kbrl-async')}\n"
+
+
+def test_the_summary_as_json_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    run = prepare(load(overrides=["name=x"]))
+    summary.write(run.path / "summary.json", SUMMARY)
+    assert cli.main(["summary", "x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((run.path / "summary.json").read_text())
+
+
+def test_a_file_of_another_format_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(load(overrides=["name=x"]))
+    assert (
+        "Write --output FILE.html; --plot FILE.svg writes a picture"
+        in fails(capsys, "compare", "x", "--output", "a.png")[1]
+    )
+    assert fails(capsys, "compare", "x", "--plot", "a.png")[1].endswith("writes SVG, not .png. Write --plot FILE.svg")
+    assert fails(capsys, "report", "x", "--output", "a.pdf")[0] == 2
+
+
+def test_the_variables_of_the_dotenv_file_are_passed_on(folder: Path) -> None:
+    """A provider's key, and where KernelBench is; the shell's win."""
+    (folder / ".env").write_text("MY_KEY=secret\nKERNELBENCH_ROOT=/nowhere\nKBRL_SEED=3\nHOME_OF=file\n")
+    program = (
+        "import os; from kbrl_async import cli; assert cli.main(['keys', 'list']) == 0;"
+        "print(*(os.environ.get(name) for name in ('MY_KEY', 'KERNELBENCH_ROOT', 'KBRL_SEED', 'HOME_OF')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "HOME_OF": "shell"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "secret /nowhere None shell"
+
+
 def test_the_summary_of_the_newest_run_is_printed_again(capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(load(overrides=["name=x"]))
     summary.write(run.path / "summary.json", SUMMARY)
@@ -140,7 +213,15 @@ def test_a_run_without_a_summary_says_how_to_go_on(capsys: pytest.CaptureFixture
 
 
 def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fails(capsys, "summary", "nobody") == (2, "error: there is no run nobody. See what there is in runs/")
+    assert fails(capsys, "summary", "nobody") == (
+        2, "error: there are no runs in runs/. Make one with 'kbrl train', or go to the folder that has them"
+    )  # fmt: skip
+    assert fails(capsys, "summary") == fails(capsys, "logs", "nobody")
+    prepare(load(overrides=["name=anybody"]))
+    assert fails(capsys, "summary", "nobody") == (2, "error: there is no run nobody. Did you mean anybody?")
+    assert fails(capsys, "summary", "x") == (
+        2, "error: there is no run x. There is anybody; 'kbrl runs' lists all"
+    )  # fmt: skip
 
 
 def test_problems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

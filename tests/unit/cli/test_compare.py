@@ -27,7 +27,8 @@ def test_ended_runs_are_a_table_and_all_are_in_the_chart(
     plot = tmp_path / "reward.svg"
     assert main(["compare", *runs, "--plot", str(plot)]) == 0
     shown = capsys.readouterr()
-    assert "correct_rate_first" in shown.out
+    assert "training, first versions" in shown.out
+    assert "192 of v0" in shown.out
     assert "one: First: 192 answers of version 0 (24 groups)" in shown.out
     assert "two has not ended" in shown.err
     assert plot.read_text().count("<polyline") == 2
@@ -44,10 +45,10 @@ def test_runs_are_compared_on_a_page(runs: list[str], tmp_path: Path, capsys: py
     assert main(["compare", *runs, "--output", str(page)]) == 0
     assert f"page: {page}" in capsys.readouterr().out
     text = page.read_text()
-    assert "correct rate first" in text
-    for title in ("Reward", "Compiles", "Correct", "Faster"):
+    assert "training, first versions" in text
+    for title in ("Reward", "Compiles", "Correct", "Faster", "Proven faster"):
         assert f"{title} by policy version" in text
-    assert text.count("<polyline") == 2 * 4
+    assert text.count("<polyline") == 2 * 5
 
 
 def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
@@ -57,7 +58,7 @@ def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
     writer = Writer(tmp_path / "taught" / "tensorboard" / "training")
     writer.scalars({"policy/loss": 0.1}, 1)
     writer.close()
-    after = {"heldout_correct_rate_after": 0.5, "heldout_fast_1_after": 0.25}
+    after = {"heldout_correct_rate_after": 0.5, "heldout_fast_1_after": 0.5, "heldout_fast_1_proven_after": 0.25}
     taught = {"method": "sft", "rollouts": 0, "demonstrations": {"lessons": 640, "bad": 2}, **after}
     summary.write(tmp_path / "taught" / "summary.json", taught)
     summary.write(tmp_path / "one" / "summary.json", {"method": "grpo", "rollouts": 96, **after})
@@ -67,5 +68,6 @@ def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
     rows = {line.split("│")[1].strip(): line for line in shown.out.splitlines() if line.count("│") == 4}
     assert [rows["method"].split("│")[n].strip() for n in (2, 3)] == ["grpo", "sft"]
     assert [rows["lessons"].split("│")[n].strip() for n in (2, 3)] == ["–", "640"]
-    assert "heldout_fast_1_after" in rows
+    assert "held-out, after training" in rows
+    assert [rows["proven faster"].split("│")[n].strip() for n in (2, 3)] == ["25\u00a0%", "25\u00a0%"]
     assert "taught has no version/reward_mean" in shown.err

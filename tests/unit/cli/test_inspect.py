@@ -10,6 +10,7 @@ import pytest
 
 from kbrl_async.cli import main
 from kbrl_async.cli import replay as replay_command
+from kbrl_async.errors import UserError
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, make_row
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.records import (
@@ -52,18 +53,18 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_rollout_is_shown_from_prompt_to_advantage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "g000001.r1", "--run", str(run)]) == 0
+    assert main(["inspect", str(run), "g000001.r1"]) == 0
     out = capsys.readouterr().out
     for piece in (
         "L1/07_relu", "write relu", "class ModelNew", "advantage +1.2500", "batch-000000", "1 old", "static", "compile",
         "own kernels: run ×1", "8.100", "8.000 … 8.200", "4 of 4 secret input sets", "(preset stage3)", "speed",
-        "g000001.r10", "trained", "sampler.1",
+        " r10 ", "trained", "sampler.1",
     ):  # fmt: skip
         assert piece in out, piece
 
 
 def test_the_parts_of_the_reward_add_up_to_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["inspect", "g000001.r1", "--run", str(run), "--json"])
+    main(["inspect", str(run), "g000001.r1", "--json"])
     (turn,) = json.loads(capsys.readouterr().out)["turns"]
     assert turn["preset"] == "stage3"
     assert sum(part["value"] * part["weight"] for part in turn["parts"]) == pytest.approx(turn["row"]["reward"])
@@ -71,21 +72,21 @@ def test_the_parts_of_the_reward_add_up_to_it(run: Path, capsys: pytest.CaptureF
 
 
 def test_an_exact_id_wins_over_those_that_begin_with_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["inspect", "g000001.r1", "--run", str(run), "--json"])
+    main(["inspect", str(run), "g000001.r1", "--json"])
     assert json.loads(capsys.readouterr().out)["rollout_id"] == "g000001.r1"
 
 
 def test_the_beginning_of_an_id_is_enough_where_it_names_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ArchiveWriter(run / FILE) as archive:
         archive.add(make_row("g000007.r4", record("g000007.r4"), at=1.0)).result(DEADLINE_S)
-    main(["inspect", "g000007", "--run", str(run), "--json"])
+    main(["inspect", str(run), "g000007", "--json"])
     assert json.loads(capsys.readouterr().out)["rollout_id"] == "g000007.r4"
-    assert main(["inspect", "g0", "--run", str(run)]) == 2
+    assert main(["inspect", str(run), "g0"]) == 2
     assert "g000001.r0, g000001.r1, g000001.r10" in capsys.readouterr().err
 
 
 def test_an_id_that_is_not_there_is_an_error_with_a_cure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "g999999", "--run", str(run)]) == 2
+    assert main(["inspect", str(run), "g999999"]) == 2
     assert "no rollout begins with 'g999999'" in capsys.readouterr().err
 
 
@@ -93,7 +94,7 @@ def test_a_rollout_whose_record_is_gone_still_shows_its_numbers(run: Path, capsy
     with ArchiveWriter(run / FILE) as archive:
         lost = Record.of(record("g000002.r0").request, status="worker_lost")
         archive.add(make_row("g000002.r0", lost, at=1.0)).result(DEADLINE_S)
-    assert main(["inspect", "g000002", "--run", str(run)]) == 0
+    assert main(["inspect", str(run), "g000002"]) == 0
     out = capsys.readouterr().out
     assert "worker_lost: never scored" in out
     assert "was not kept" in out
@@ -102,9 +103,20 @@ def test_a_rollout_whose_record_is_gone_still_shows_its_numbers(run: Path, capsy
 def test_replay_takes_a_run_a_batch_by_id_and_a_batch_by_folder(run: Path) -> None:
     kept = run / "batches" / "batch-000003"
     kept.mkdir(parents=True)
-    assert replay_command.target(str(run), "latest") == (run, "")
-    assert replay_command.target("batch-000007", str(run)) == (run, "batch-000007")
-    assert replay_command.target(str(kept), "latest") == (run, "batch-000003")
+    assert replay_command.target([str(run)]) == (run, "")
+    assert replay_command.target([str(run), "batch-000007"]) == (run, "batch-000007")
+    assert replay_command.target(["batch-000007", str(run)]) == (run, "batch-000007")
+    assert replay_command.target([str(kept)]) == (run, "batch-000003")
+    with pytest.raises(UserError, match="one run and one batch at a time, not a b"):
+        replay_command.target(["a", "b"])
+
+
+def test_the_option_run_is_read_for_one_more_release(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["inspect", "--run", str(run), "g000001.r1"], ["inspect", "g000001.r1", "--run", str(run)]):
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "L1/07_relu" in out
+        assert err == f"warning: --run is read for one more release; write RUN alone: {run}\n"
 
 
 def test_export_of_a_run_without_a_policy_says_so(

@@ -10,13 +10,16 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.errors import InfraError, KbrlError, MissingTool, ProblemError, UserError
+from kbrl_async.kernels.backends import backend as load_backend
+from kbrl_async.kernels.backends import guess_backend
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.sanitize import Finding
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.kernels.funnel.result import with_findings
 from kbrl_async.kernels.kernelbench.formats import Outcome
 from kbrl_async.kernels.kernelbench.runs import RunFolder, Written
-from protocols.records import Fault, StageReport, Timing, Verdict
+from kbrl_async.kernels.problems import load_file
+from protocols.records import Candidate, Fault, StageReport, Timing, Verdict
 
 VERDICT = Verdict(
     Fault.OK, 5, 5, max_abs_error=1e-6, tolerance=1e-4, isolation="reduced", isolation_missing=["landlock"],
@@ -126,6 +129,40 @@ def test_wrong_usage_is_one_line_and_code_2(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "backend"), [("x.c", "c"), ("x.cpp", "cpp"), ("x.cu", "cuda")])
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_a_kernel_alone_is_told_what_a_candidate_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, backend: str, command: str
+) -> None:
+    (folder / name).write_text("void f(float *x) {}\n")
+    assert cli.main([command, "--problem", "L1/1", "--candidate", name]) == 2
+    error = capsys.readouterr().err
+    assert f"{name} is a kernel alone; a candidate is a Python file whose class ModelNew launches the kernel" in error
+    assert f"kbrl verify --example {backend}" in error
+
+
+@pytest.mark.parametrize("backend", ["c", "cpp"])
+def test_the_example_is_right_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
+    assert cli.main(["verify", "--example", backend]) == 0
+    said = capsys.readouterr().out.splitlines()[-1].split()
+    assert said[:2] == ["kbrl", "verify"]
+    assert cli.main([*said[1:], "--no-timing"]) == 0
+    out = capsys.readouterr().out
+    assert "ok: correct" in out
+    assert "sm_" not in out  # the architecture of a GPU says nothing of a CPU
+    assert cli.main(["verify", "--example", backend]) == 2
+    assert "example_problem.py is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cuda-nvrtc", "triton"])
+def test_the_example_of_every_backend_passes_its_checks(folder: Path, backend: str) -> None:
+    assert cli.main(["verify", "--example", backend]) == 0
+    text = (folder / "example_kernel.py").read_text()
+    assert guess_backend(text) == backend
+    assert load_backend(backend).check(Candidate(text, backend)) is None
+    load_file(folder / "example_problem.py")
 
 
 def test_a_run_folder_without_problems_says_how_to_name_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_speedup_is_proven_only_by_its_whole_interval(document: Document) -> N
     assert document.overall.raw is not None
     speeds = document.overall.raw.speedup["eager"]
     assert speeds.fast_p["1"].value == pytest.approx(3 / 6)
-    assert speeds.proven_faster.value == pytest.approx(2 / 6)
+    assert speeds.fast_1_proven.value == pytest.approx(2 / 6)
     assert speeds.fast_p_best["1"].value == pytest.approx(2 / 3)
 
 
@@ -82,6 +82,11 @@ def test_compiled_baselines_get_figures_where_they_were_measured() -> None:
     assert made.overall.raw.speedup["compile"].fast_p["0.8"].value == 0.0
     assert made.overall.raw.speedup["eager"].fast_p["1.5"].value == 1.0
     assert "eval/speedup_median_vs_compile" in show.scalars(made)
+
+
+def test_a_disturbed_measurement_is_nobody_s_best_speedup() -> None:
+    made = build([sample("L1/1_a", 0, 90.0, disturbed=True), sample("L1/1_a", 1, 1.5)], policy={}, settings={})
+    assert made.problems[0].best_speedup == 1.5
 
 
 def test_it_survives_the_way_to_disk_and_back(document: Document, tmp_path: Path) -> None:

@@ -129,3 +129,25 @@ def test_normalisations(how: str, expected: list[float]) -> None:
 def test_an_unknown_loss_names_the_nearest() -> None:
     with pytest.raises(UserError, match="ppo2"):
         LOSSES.load("ppo2")
+
+
+def test_no_token_outweighs_the_others_under_dppo() -> None:
+    """A < 0 and a token that rose from next to nothing is outside of neither bound: 260 times the weight of others."""
+    t = tokens([0.26, 0.5], [0.001, 0.5], [-1.0, -1.0])
+    dppo_tv(t, OPTIONS, penalty=0.0)[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert t.log_pi_T.grad is not None
+    assert t.log_pi_T.grad.tolist() == pytest.approx([10.0, 1.0])
+
+
+def test_below_the_cap_dppo_is_as_without_one() -> None:
+    for cap in (10.0, 1e9):
+        t = tokens([0.3], [0.04], [-1.0])
+        loss = dppo_tv(t, OPTIONS, penalty=0.0, cap=cap)[0]
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        assert (loss.item(), t.log_pi_T.grad.item()) == pytest.approx((7.5, 7.5))  # type: ignore[union-attr]
+
+
+def test_decoupled_truncates_the_weight_of_the_behaviour_policy() -> None:
+    loss, _ = decoupled(tokens([0.6], [0.001], [1.0], prox=[0.6]), OPTIONS)
+    assert loss.item() == pytest.approx(-5.0)
+    assert decoupled(tokens([0.6], [0.001], [1.0], prox=[0.6]), OPTIONS, cap=7.0)[0].item() == pytest.approx(-7.0)

@@ -9,9 +9,12 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.learning.losses import Tokens, token_weights
 from kbrl_async.learning.settings import LOSSES
 from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
+from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.buffer.group import Group
-from kbrl_async.runs.config import load
+from kbrl_async.rollouts.rewards.advantages import IMITATES
+from kbrl_async.runs.config import Config, load
 from protocols.records import TrainGroup, TrainSample
+from tests.plans import buffer_rules
 
 LENGTH = 3
 REWARDS = [0.1, 0.9, 0.55, 0.7, 0.3, 0.95, 0.5, 0.0, 0.6, 0.2]
@@ -41,9 +44,18 @@ def loss_of(method: str, groups: list[TrainGroup], log_pi: torch.Tensor) -> torc
     return (per_token * token_weights(lengths, place, config.learner.normalise, 1)).sum()
 
 
+def rules_of(config: Config) -> BufferRules:
+    return buffer_rules(
+        advantage=config.advantage,
+        scale_advantages=config.learner.scale_advantages,
+        truncated=config.learner.truncated,
+        best_of_n=config.best_of_n,
+    )
+
+
 def made(method: str, *rewards: list[float]) -> list[TrainGroup]:
     config = load(overrides=[f"method={method}"])
-    return train_groups([group(r) for r in rewards], config.advantage, scale_advantages=config.learner.scale_advantages)
+    return train_groups([group(r) for r in rewards], rules_of(config))
 
 
 def test_best_of_n_ranks_by_reward_and_is_then_supervised_fine_tuning_on_the_best_three() -> None:
@@ -56,8 +68,8 @@ def test_best_of_n_ranks_by_reward_and_is_then_supervised_fine_tuning_on_the_bes
 
 
 def test_a_group_without_a_good_rollout_teaches_best_of_n_nothing() -> None:
-    assert teaches_nothing(group([0.5, 0.4, 0.1]), "best_of_n", filter_zero_variance=True)
-    assert not teaches_nothing(group([0.6, 0.6, 0.6]), "best_of_n", filter_zero_variance=True)
+    assert teaches_nothing(group([0.5, 0.4, 0.1]), buffer_rules(advantage="best_of_n"))
+    assert not teaches_nothing(group([0.6, 0.6, 0.6]), buffer_rules(advantage="best_of_n"))
 
 
 def test_reward_weighted_sft_is_cross_entropy_with_weights_that_add_up_to_one() -> None:
@@ -71,7 +83,7 @@ def test_reward_weighted_sft_is_cross_entropy_with_weights_that_add_up_to_one() 
 def test_reinforce_weighs_by_what_is_above_the_problems_running_mean() -> None:
     learned = group([1.0, 0.0, 0.5, 0.5])
     learned.running = {0: 0.25}
-    (found,) = train_groups([learned], load(overrides=["method=reinforce"]).advantage, scale_advantages=False)
+    (found,) = train_groups([learned], rules_of(load(overrides=["method=reinforce"])))
     assert [s.advantage for s in found.samples] == pytest.approx([0.75, -0.25, 0.25, 0.25])
 
 
@@ -81,10 +93,14 @@ def test_reinforce_weighs_by_what_is_above_the_problems_running_mean() -> None:
         (["learner.dual_clip=3"], "has no part in loss=dppo_tv"),
         (["loss=grpo", "learner.dual_clip=0.5"], "would cut the loss of every token"),
         (["loss=grpo", "learner.clip_low=1"], "never clips"),
-        (["method=best_of_n", "group_size=3"], "keeps 3 rollouts of a group, and group_size is 3"),
+        (["method=best_of_n", "group_size=3"], "keeps all of a group, whose group_size is 3"),
         (["method=reward_weighted_sft", "corrections=opsm"], "has none"),
         (["advantage=best_of_n", "group_size=10"], "holds them at the old policy"),
         (["method=reinforce", "advantage=reward_weight"], "needs a baseline"),
+        (["method=reinforce", "preset=grpo"], "method=reinforce and preset=grpo differ in loss and advantage"),
+        (["method=best_of_n", "preset=rloo"], "differ in advantage"),
+        (["group_size=1"], "advantage=leave_one_out compares the rollouts of a group"),
+        (["learner.constants=tis.cap=3"], "is no constant of dppo_tv"),
         (["reward.plan_weight=0.2"], "weighs no part"),
         (["preset=rloo", "corrections=tis,tis_sequence"], "two corrections weigh"),
         (["learner.kl_weight=0.1"], "do not go together"),
@@ -104,12 +120,12 @@ def test_the_fusion_recipes_differ_in_their_method_only(method: str) -> None:
         "batch_size",
         "group_size",
         "prompt",
-        "reward",
         "timing_bench",
         "eval_samples",
         "learning_rate",
         "sft",
     )
     assert config.method == method
+    assert config.reward.preset == ("correct" if config.advantage in IMITATES and method != "sft" else "stage2")
     assert [getattr(config, key) for key in same] == [getattr(anchor, key) for key in same]
     assert method == "sft" or config.max_steps == anchor.max_steps

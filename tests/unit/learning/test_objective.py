@@ -13,7 +13,7 @@ import torch
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.corrections import Ratios
 from kbrl_async.learning.losses import Tokens, a3po, cispo, decoupled, gspo, tis
-from kbrl_async.learning.objective import Objective, kl_penalty
+from kbrl_async.learning.objective import Objective, constants_of, kl_penalty
 from kbrl_async.learning.settings import CORRECTIONS, LOSSES, WEIGHTS, Learner, check_combination
 
 SMOOTH = Learner(clip_low=0.9, clip_high=9.0, dppo_delta=1.0, kl="k3", kl_weight=0.1)
@@ -117,3 +117,58 @@ def test_a_correction_of_the_user_s_own_comes_in_by_its_place() -> None:
     t = tokens()
     whole = Objective("reinforce", Learner())(t)[0]
     assert torch.equal(Objective("reinforce", Learner(), (f"{__name__}:halves",))(t)[0], whole * 0.5)
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+"])
+def test_a_straight_through_estimator_has_its_own_value_and_the_gradient_of_k2(estimator: str) -> None:
+    reference = torch.tensor([-1.2, -1.7, -0.7])
+    gradients = []
+    for name in (estimator, "k2"):
+        policy = torch.tensor([-1.1, -1.8, -0.6], requires_grad=True)
+        penalty = kl_penalty(policy, reference, name)
+        penalty.sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append(policy.grad)
+        if name == estimator:
+            assert torch.allclose(penalty, kl_penalty(policy.detach(), reference, name[:-1]))
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.allclose(gradients[0], gradients[1])
+
+
+def expected_gradient(estimator: str) -> torch.Tensor:
+    """E over π of the gradient of the penalty, exactly, by all three tokens of a tiny vocabulary."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.double, requires_grad=True)
+    reference = torch.tensor([0.1, 0.2, 0.7], dtype=torch.double).log()
+    policy = logits.log_softmax(0)
+    (policy.detach().exp() * kl_penalty(policy, reference, estimator)).sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    return logits.grad
+
+
+def test_on_policy_only_the_straight_through_estimators_have_the_gradient_of_the_divergence() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.double, requires_grad=True)
+    reference = torch.tensor([0.1, 0.2, 0.7], dtype=torch.double).log()
+    policy = logits.log_softmax(0)
+    (policy.exp() * (policy - reference)).sum().backward()  # type: ignore[no-untyped-call]
+    right = logits.grad
+    assert right is not None
+    assert torch.allclose(expected_gradient("k1"), torch.zeros_like(right))
+    assert not torch.allclose(expected_gradient("k3"), right)
+    for estimator in ("k2", "k1+", "k3+"):
+        assert torch.allclose(expected_gradient(estimator), right)
+
+
+def test_constants_are_set_by_name() -> None:
+    given = Learner(constants=["icepop.low=0.99", "dppo_tv.penalty=0.5"])
+    t = tokens()
+    assert not torch.equal(
+        Objective("dppo_tv", given, ("icepop",))(t)[0], Objective("dppo_tv", Learner(), ("icepop",))(t)[0]
+    )
+    assert constants_of(["tis.cap=3"], {"tis": tis}) == {"tis": {"cap": 3.0}}
+
+
+@pytest.mark.parametrize("text", ["tis.cup=3", "icepop.low=3", "tis.cap", "tis.cap=much", "cap=3"])
+def test_a_constant_that_nothing_has_is_refused_with_those_there_are(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        constants_of([text], {"tis": tis})
+    assert "tis.cap" in f"{caught.value.cause} {caught.value.cure}"

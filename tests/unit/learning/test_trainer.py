@@ -191,3 +191,21 @@ def test_the_mismatch_on_equal_weights_is_that_of_samples_as_new_as_the_policy(
 
 def _aged(sample: TrainSample) -> TrainSample:
     return msgspec.structs.replace(sample, policy_version=0, logprobs=[x - 0.5 for x in sample.logprobs])
+
+
+def test_what_m2po_masks_does_not_depend_on_how_microbatches_are_packed(
+    model: torch.nn.Module, groups: list[TrainGroup]
+) -> None:
+    """It compares tokens of a whole batch: sequences that share a microbatch must not decide over one another."""
+    masked = []
+    for budget in (1, 40, 4096):
+        trainer = Trainer(
+            copy.deepcopy(model),
+            update_settings(
+                loss="reinforce", corrections=["m2po"], token_budget=budget, epochs=1, minibatches=1, learning_rate=1e-3
+            ),
+        )
+        metrics = trainer.step(groups, 1.0)
+        masked.append((round(metrics["masked_share"], 6), round(metrics["loss"], 5)))
+    assert masked[0][0] > 0
+    assert masked == [masked[0]] * 3

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kbrl_async.rollouts.rewards.presets import STAGE3
+from kbrl_async.rollouts.scoring import score
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
-from protocols.records import UpdateReport
+from protocols.records import BenchReport, Fault, Timing, UpdateReport, Verdict
 from services.reward_aggregator.metrics_writer import MetricsWriter
+from tests.records import record
 from tests.unit.services.log import Line, Log
 from tests.unit.services.test_catching_up import service
 from tests.unit.services.test_limits import settings
@@ -25,6 +28,17 @@ def told(folder: Path, rollouts: list[RolloutStats]) -> list[Line]:
     MetricsWriter(frame, state).updated(UpdateReport("b", 3, {}), rollouts, state.counters())
     assert isinstance(frame.log, Log)
     return frame.log.lines
+
+
+def test_a_kernel_whose_time_was_disturbed_is_not_kept_as_the_fastest(tmp_path: Path) -> None:
+    config = settings()
+    frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
+    writer = MetricsWriter(frame, state)
+    wide = Timing(2, 9.0, 1.2, 7e11, 1.0, 9.0)
+    for timing, kept in ((wide, ""), (Timing(9, 1.2, 1.1, 1.3, 1.0, 1.2), "kernels/L1_07_relu.py")):
+        scored = score(record(bench=BenchReport(Verdict(Fault.OK, 4, 4), timing)), STAGE3)
+        assert scored is not None
+        assert writer.keep_kernel(scored).file == kept
 
 
 def test_an_update_without_cheating_says_nothing_of_it(tmp_path: Path) -> None:

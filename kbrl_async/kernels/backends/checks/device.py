@@ -64,24 +64,12 @@ def checked_tree(source: str) -> ast.Module:
     tree = syntax.parsed(source)
     if isinstance(tree, BuildReport):
         raise Refusal(tree.rule, tree.message, tree.hint, fault=tree.fault)
-    _check_model(tree)
+    if report := syntax.model_fault(ast.walk(tree)):
+        raise Refusal(report.rule, report.message, report.hint, fault=report.fault)
     for node in ast.walk(tree):
         _check_import(node)
         _check_name(node)
     return tree
-
-
-def _check_model(tree: ast.Module) -> None:
-    models = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ModelNew"]
-    if not models:
-        hint = "Define `class ModelNew(nn.Module)`."
-        raise Refusal("no_model", "the file defines no class ModelNew", hint, fault=Fault.FORMAT_ERROR)
-    if models[-1].bases and any(
-        isinstance(item, ast.FunctionDef) and item.name == "forward" for item in models[-1].body
-    ):
-        return
-    hint = "Define `def forward(self, …)` in ModelNew, a subclass of nn.Module."
-    raise Refusal("no_forward", "ModelNew has no forward", hint, models[-1], Fault.FORMAT_ERROR)
 
 
 def _check_import(node: ast.AST) -> None:

@@ -50,7 +50,6 @@ class Program(msgspec.Struct, frozen=True):
     """The parsed Python half."""
 
     tree: ast.Module
-    model: ast.ClassDef
     kernels: list[tuple[str, str]]
     """(C source, function name) of every `c_kernel` call; the name is empty where only a run would tell it."""
 
@@ -68,28 +67,19 @@ def parse(source: str) -> Program | BuildReport:
     tree = syntax.parsed(source)
     if isinstance(tree, BuildReport):
         return tree
+    if report := syntax.model_fault(tree.body):
+        return report
     try:
         return _check(tree)
     except _Violation as violation:
-        fault = Fault.FORMAT_ERROR if violation.rule in ("no_model", "no_forward") else Fault.STATIC_VIOLATION
-        return BuildReport(fault, message=violation.message[:800], hint=violation.hint, rule=violation.rule)
+        message, fault = violation.message[:800], Fault.STATIC_VIOLATION
+        return BuildReport(fault, message=message, hint=violation.hint, rule=violation.rule)
 
 
 def _check(tree: ast.Module) -> Program:
-    model = _model(tree)
     _imports(tree)
     _names(tree)
-    return Program(tree, model, _kernels(tree))
-
-
-def _model(tree: ast.Module) -> ast.ClassDef:
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ModelNew"]
-    if not classes:
-        raise _Violation("no_model", "the file defines no class ModelNew", "Define `class ModelNew(nn.Module)`.")
-    model = classes[-1]
-    if not any(isinstance(item, ast.FunctionDef) and item.name == "forward" for item in model.body):
-        raise _Violation("no_forward", "ModelNew has no forward", "Define `def forward(self, …)` in ModelNew.", model)
-    return model
+    return Program(tree, _kernels(tree))
 
 
 def _imports(tree: ast.Module) -> None:

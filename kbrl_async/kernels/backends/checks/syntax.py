@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from protocols.records import BuildReport, Fault
 
@@ -28,3 +29,35 @@ def parsed(source: str) -> ast.Module | BuildReport:
         hint = "The candidate must be one valid Python file."
         text = f"Python syntax error: {message}"[:800]
         return BuildReport(Fault.FORMAT_ERROR, message=text, hint=hint, rule="syntax")
+
+
+def model_fault(nodes: Iterable[ast.AST], name: str = "ModelNew") -> BuildReport | None:
+    """Why `nodes` give no module under that name; None where they do: by `class`, or by `name = Other`."""
+    bound: dict[str, ast.AST] = {}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            bound[node.name] = node
+        elif isinstance(node, ast.Assign):
+            bound.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+    found = bound.get(name)
+    while isinstance(found, ast.Name):
+        found = bound.pop(found.id, None)  # taken out, so that names of one another end
+    if not isinstance(found, ast.ClassDef):
+        hint = f"Define `class {name}(nn.Module)`, or `{name} = Other` below a class Other of this file."
+        return _format_error("no_model", f"the file defines no class {name}", hint)
+    if _has_forward(found, bound):
+        return None
+    hint = f"Define `def forward(self, …)` in {found.name}, a subclass of nn.Module."
+    return _format_error("no_forward", f"line {found.lineno}: {found.name} has no forward", hint)
+
+
+def _has_forward(model: ast.ClassDef, bound: dict[str, ast.AST]) -> bool:
+    """Its own, or that of a base in the same file."""
+    if any(isinstance(item, ast.FunctionDef) and item.name == "forward" for item in model.body):
+        return True
+    bases = [bound.pop(base.id, None) for base in model.bases if isinstance(base, ast.Name)]
+    return any(isinstance(base, ast.ClassDef) and _has_forward(base, bound) for base in bases)
+
+
+def _format_error(rule: str, message: str, hint: str) -> BuildReport:
+    return BuildReport(Fault.FORMAT_ERROR, message=message, hint=hint, rule=rule)

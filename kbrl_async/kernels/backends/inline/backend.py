@@ -118,7 +118,7 @@ class InlineBackend(Backend):
         tree = syntax.parsed(candidate.source)
         if isinstance(tree, BuildReport):
             return tree
-        return _check_model(tree) or _check_names(tree) or self._check_loader(tree)
+        return syntax.model_fault(ast.walk(tree)) or _check_names(tree) or self._check_loader(tree)
 
     def _check_loader(self, tree: ast.Module) -> BuildReport | None:
         if mentions_loader(tree):
@@ -161,7 +161,7 @@ class InlineBackend(Backend):
             )
             return _report(Fault.STATIC_VIOLATION, "flag", f"the flag {refused} is not allowed", hint)
         tools = toolchain()
-        label = tools.label(extension.with_cuda)
+        label = f"{tools.label(True)} {flags.arch}" if extension.with_cuda else tools.label(False)
 
         def make() -> tuple[BuildReport, bool]:
             build = Build(extension, flags, tools, context)
@@ -172,10 +172,10 @@ class InlineBackend(Backend):
             report = _verdict(attempt, extension, context)
             isolation = attempt.run.isolation if attempt.run else "none"
             is_deterministic = attempt.run is None or attempt.run.is_deterministic
-            stamped = msgspec.structs.replace(report, toolchain=f"{label} {flags.arch} {way}", isolation=isolation)
+            stamped = msgspec.structs.replace(report, toolchain=f"{label} {way}", isolation=isolation)
             return stamped, is_deterministic
 
-        return context.cached("inline", label, flags.arch, slim_version(), extension.key, make=make)
+        return context.cached("inline", label, slim_version(), extension.key, make=make)
 
 
 class CppBackend(InlineBackend):
@@ -265,18 +265,6 @@ def _recorded(candidate: Candidate, problem: Problem | None, context: BuildConte
         text = recorded.error or "the candidate called no loader"
         return _report(Fault.RUNTIME_ERROR, "no_extension", text, "Call load_inline at the top level, or in __init__.")
     return extensions[:_MAX_EXTENSIONS]
-
-
-def _check_model(tree: ast.Module) -> BuildReport | None:
-    models = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ModelNew"]
-    if not models:
-        hint = "Define `class ModelNew(nn.Module)`."
-        return _report(Fault.FORMAT_ERROR, "no_model", "the file defines no class ModelNew", hint)
-    if any(isinstance(item, ast.FunctionDef) and item.name == "forward" for item in models[-1].body):
-        return None
-    return _report(
-        Fault.FORMAT_ERROR, "no_forward", "ModelNew has no forward", "Define `def forward(self, …)` in ModelNew."
-    )
 
 
 def _check_names(tree: ast.Module) -> BuildReport | None:

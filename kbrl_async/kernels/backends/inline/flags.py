@@ -63,6 +63,8 @@ def chosen(extension: Extension, arch: str) -> Flags:
     """The flags that an extension is built with for `arch`. Raises `Refused`."""
     host = [_checked(flag, _HOST) for flag in _split(extension.cflags)]
     libraries, link = _link(_split(extension.ldflags))
+    if "-fopenmp" in host and "-fopenmp" not in link:
+        link.append("-fopenmp")  # torch's own loader needs no such flag: its libraries bring an OpenMP along
     for path in extension.include_paths:
         if not path.startswith(("/usr/local/cuda", "/usr/include")):
             raise Refused(f"extra_include_paths={path!r}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.problems.contract import parse_problem
+from kbrl_async.kernels.problems.contract import bound_names, parse_problem
 from protocols.records import Problem
 
 DIFFICULTIES = {"trivial": 0.0, "easy": 0.2, "medium": 0.5, "hard": 0.8, "very hard": 1.0, "expert": 1.0}
@@ -87,7 +87,7 @@ def _source(row: Mapping[str, Any], origin: str) -> str:
     except SyntaxError as error:
         cause = f"{origin}: pytorch_code does not parse, line {error.lineno}: {error.msg}"
         raise ProblemError(cause, "Mend the task or take it out") from None
-    names = {getattr(node, "name", "") for node in body}
+    names = bound_names(body)
     if "torch" not in _imported(body):
         code = _PREAMBLE + "\n" + code
     if "Model" not in names:

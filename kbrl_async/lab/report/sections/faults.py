@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.layout import Bar, data_table, figure, grid, row, rows, section, version_ticks
+from kbrl_async.lab.report.layout import Bar, data_table, figure, grid, row, rows, section, version_axis
 from kbrl_async.lab.report.markup import Content, Markup, element
-from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.model import Mistake, RunData
 from kbrl_async.lab.report.plots import stacked
+from kbrl_async.lab.report.sections.rollouts import link
+from kbrl_async.lab.report.verdict import FAULT_NAMES
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry.by_version import points, settled
+from protocols.records import Fault
 
 COLUMNS, LEAST_A_COLUMN = 36, 32
+MOST_FAULTS = 6
 OUTCOMES = (
     ("faster", "fast"), ("correct", "correct"), ("incorrect", "slow"), ("crashed", "c5"), ("no compile", "wrong"),
     ("static check", "broken"), ("no code", "none"), ("cheating", "cheat"),
@@ -40,11 +44,11 @@ def make(run: RunData) -> Markup:
         "as a lost worker, is never scored."
     )
     charts = grid([_funnel(run), _by_version(run), _counts(run)])
-    return section("faults", "Faults and cheating", intro, charts, _rules(run))
+    return section("faults", "Faults and cheating", intro, charts, _mistakes(run), _rules(run))
 
 
 def _funnel(run: RunData) -> Markup:
-    steps = funnel(turn.stats.funnel for turn in run.training) or run.summary.get("funnel") or {}
+    steps = funnel(turn.stats for turn in run.training) or run.summary.get("funnel") or {}
     if not steps:
         return Markup("")
     whole = max(step["entered"] for step in steps.values()) or 1
@@ -67,10 +71,10 @@ def _funnel(run: RunData) -> Markup:
 
 
 def outcome(stats: RolloutStats) -> int:
-    """Index into `OUTCOMES`."""
+    """Index into `OUTCOMES`. Code that is no Python, or no `ModelNew`, fails the static check, as in the funnel."""
     if stats.fault in FAULTS:
-        return FAULTS[stats.fault]
-    return 0 if stats.fast else 1 if stats.correct else 2
+        return FAULTS["static_violation" if stats.fault == "format_error" and stats.format else stats.fault]
+    return 0 if stats.fast_1_proven else 1 if stats.correct else 2
 
 
 def _by_version(run: RunData) -> Markup:
@@ -84,7 +88,8 @@ def _by_version(run: RunData) -> Markup:
         shares,
         label="outcomes by policy version",
         x_format=numbers.plain,
-        x_ticks=version_ticks(found),
+        x_ends=version_axis(run).ends,
+        x_ticks=version_axis(run).ticks(),
     )
     return figure("Outcomes by policy version", "share of the answers that a version wrote", chart)
 
@@ -106,6 +111,33 @@ def _counts(run: RunData) -> Markup:
         f"of all {numbers.count(len(run.training), 'training answer')} that were scored, in whatever groups",
         rows(made, label="outcomes", kind="bars"),
     )
+
+
+def _mistakes(run: RunData) -> Markup:
+    """The commonest kinds of each of the commonest faults, with an example to go to."""
+    found = [_of_fault(run, fault) for fault in list(run.examples.mistakes)[:MOST_FAULTS]]
+    return grid(found, "grid two")
+
+
+def _of_fault(run: RunData, fault: str) -> Markup:
+    known, every = run.examples.read[fault]
+    kinds = run.examples.mistakes[fault]
+    if not kinds:
+        return Markup("")
+    part = f" of which {known:,} were read" if known < every else ""
+    note = f"{numbers.count(every, 'training answer')}{part}, messages that are alike together"
+    title = f"{FAULT_NAMES[Fault(fault)].capitalize()}, the commonest"
+    return figure(title, note, *(_mistake(run, kind, known) for kind in kinds))
+
+
+def _mistake(run: RunData, one: Mistake, known: int) -> Markup:
+    share = f"{one.count:,} · {numbers.percent(one.count / known)}"
+    head = element("summary", element("span", one.kind), element("small", share))
+    where = element(
+        "p", f"on {numbers.count(one.problems, 'problem')}; for example ", link(run, one.task_id), class_="facts"
+    )
+    hint = element("p", one.hint, class_="said") if one.hint and one.hint != one.kind else ""
+    return element("details", head, where, element("pre", one.example), hint, class_="mistake")
 
 
 def _rules(run: RunData) -> Content:

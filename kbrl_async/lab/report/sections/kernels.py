@@ -9,7 +9,10 @@ from kbrl_async.lab.report.layout import Bar, Mark, axis_row, data_table, figure
 from kbrl_async.lab.report.markup import Content, Markup, element, join, source
 from kbrl_async.lab.report.model import BestKernel, RunData
 from kbrl_async.lab.report.scales import Scale
+from kbrl_async.lab.report.sections.rollouts import link
+from protocols.records import TIMING_CONFIDENCE
 
+CONFIDENCE = f"{100 * TIMING_CONFIDENCE:.0f}\u00a0%"
 MOST_INTERVALS, MOST_ROWS, MOST_SOURCES = 60, 300, 24
 WIDEST = 2.0
 """Factor by which the axis goes beyond the slowest and the fastest kernel; intervals are cut there."""
@@ -20,10 +23,16 @@ def make(run: RunData) -> Markup:
         return Markup("")
     faster = sum(kernel.lo > 1 for kernel in run.kernels)
     intro = (
-        f"The best correct kernel of each of {numbers.count(len(run.kernels), 'problem')}, ranked by the lower end of "
-        f"its speedup's 95\u00a0% interval. Faster than the reference, the whole interval above 1×: {faster or 'none'}."
+        f"Of each of {numbers.count(len(run.kernels), 'problem')} the correct kernel whose {CONFIDENCE} interval of "
+        "the speedup begins highest. Proven faster than the reference, the whole interval above 1×: "
+        f"{faster or 'none'}.{_disturbed(run)}"
     )
     return section("kernels", "Kernels", intro, _forest(run.kernels), _table(run), _sources(run.kernels))
+
+
+def _disturbed(run: RunData) -> str:
+    count = sum(turn.stats.is_disturbed for turn in run.turns)
+    return f" Measurements that were disturbed, and rank nowhere: {count:,}." if count else ""
 
 
 def _forest(kernels: Sequence[BestKernel]) -> Markup:
@@ -33,7 +42,7 @@ def _forest(kernels: Sequence[BestKernel]) -> Markup:
     made = [_interval(kernel, scale, one) for kernel in shown]
     axis = [(scale.percent(tick), f"{tick:g}×") for tick in scale.ticks()]
     left = f" The first {MOST_INTERVALS} of {len(kernels)}." if len(kernels) > MOST_INTERVALS else ""
-    note = f"median of paired runs over the reference, and its 95 % interval; logarithmic.{left}"
+    note = f"median of paired runs over the reference, and its {CONFIDENCE} interval; logarithmic.{left}"
     return figure("Speedups", note, rows([*made, axis_row(axis)], label="speedup intervals", kind="bare thin forest"))
 
 
@@ -58,25 +67,26 @@ def _between(kernel: BestKernel) -> str:
 def _table(run: RunData) -> Markup:
     baselines = sorted({name for kernel in run.kernels for name in kernel.baselines})
     has_times = any(kernel.candidate_ms is not None for kernel in run.kernels)
-    heads = [("problem", ""), ("speedup", "n"), ("95 % interval", "n")]
+    heads = [("problem", ""), ("speedup", "n"), (f"{CONFIDENCE} interval", "n"), ("against 1×", "n")]
     heads += [("kernel", "n"), ("reference", "n")] if has_times else []
     heads += [(f"over {name}", "n") for name in baselines] + [("policy", "n"), ("found at", "n"), ("rollout", "")]
     head = element(
         "tr",
         join(element("th", name, class_=class_ or None, data_sort=str(i)) for i, (name, class_) in enumerate(heads)),
     )
-    body = [_line(kernel, baselines, has_times) for kernel in run.kernels[:MOST_ROWS]]
+    body = [_line(run, kernel, baselines, has_times) for kernel in run.kernels[:MOST_ROWS]]
     made = data_table(body, head, class_="scroll tall", kind="sortable")
     left = f"the first {MOST_ROWS} of {len(run.kernels):,}" if len(run.kernels) > MOST_ROWS else ""
-    return figure("Leaderboard", left, made)
+    return figure("Kernels by problem", left, made)
 
 
-def _line(kernel: BestKernel, baselines: Sequence[str], has_times: bool) -> Markup:
+def _line(run: RunData, kernel: BestKernel, baselines: Sequence[str], has_times: bool) -> Markup:
     who = f"{kernel.rollout_id}{f' turn {kernel.turn + 1}' if kernel.turn else ''}"
     values: list[tuple[Content, float | None]] = [
         (numbers.times(kernel.speedup), kernel.speedup),
         (_between(kernel), kernel.lo),
     ]
+    values += [(_standing(kernel), kernel.lo)]
     if has_times:
         values += [(numbers.milliseconds(ms), ms) for ms in (kernel.candidate_ms, kernel.reference_ms)]
     values += [
@@ -85,7 +95,11 @@ def _line(kernel: BestKernel, baselines: Sequence[str], has_times: bool) -> Mark
     version = None if kernel.policy_version is None else float(kernel.policy_version)
     values += [(f"v{kernel.policy_version}", version), (numbers.seconds(kernel.at), kernel.at)]
     cells = [element("td", shown, class_="n", data_v="" if key is None else f"{key:.6g}") for shown, key in values]
-    return element("tr", element("td", kernel.problem_id), *cells, element("td", who))
+    return element("tr", element("td", kernel.problem_id), *cells, element("td", link(run, kernel.task_id, who)))
+
+
+def _standing(kernel: BestKernel) -> str:
+    return "proven faster" if kernel.lo > 1 else "proven slower" if kernel.hi < 1 else "not told"
 
 
 def _over(kernel: BestKernel, name: str) -> str:

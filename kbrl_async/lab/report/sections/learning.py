@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kbrl_async.evaluation.proportions import WORDS
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.layout import figure, grid, section, version_ticks
+from kbrl_async.lab.report.layout import VersionAxis, figure, grid, section, version_axis
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
@@ -28,11 +29,13 @@ POLICY = (
 def make(run: RunData) -> Markup:
     found = settled(run.answers)
     parts = points(found, MOST, LEAST_A_POINT)
-    charts = [_reward(parts), _rates(parts), _speed(parts), _levels(run)]
-    charts += [_policy(run, *what) for what in POLICY]
+    axis = version_axis(run)
+    charts = [_reward(parts, axis), _rates(parts, axis), _speed(parts, axis), _levels(run, axis)]
+    charts += [_policy(run, axis, *what) for what in POLICY]
     intro = (
-        "Training answers by the policy version that wrote them, whenever they were scored; about "
-        f"{_size(parts)} a point. {sentence(run.answers, found)}"
+        "Every chart runs over policy versions: training answers stand at the version that wrote them, whenever they "
+        f"were scored, about {_size(parts)} a point; what the learner reports stands at the version that the update "
+        f"made. {sentence(run.answers, found)}"
     )
     return section("learning", "What the policy learned", intro, grid(charts))
 
@@ -44,31 +47,35 @@ def _line(name: str, parts: Sequence[Part], figure_name: str, colour: str, *, ba
     return Line(name, [(x, each.value) for x, each in there], colour, band=ends)
 
 
-def _reward(parts: Sequence[Part]) -> Markup:
+def _reward(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     if not parts:
         return Markup("")
     line = _line("mean", parts, "reward_mean", "c1", band=True)
-    return figure("Reward", "mean, with its 95 % interval", _chart([line], parts, "reward", numbers.plain))
+    return figure("Reward", f"mean, with its {WORDS} interval", _chart([line], axis, "reward", numbers.plain))
 
 
-def _rates(parts: Sequence[Part]) -> Markup:
+def _rates(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     if not parts:
         return Markup("")
-    wanted = (("compiles", "compile_rate", "compile"), ("correct", "correct_rate", "c3"), ("faster", "fast_1", "c4"))
+    wanted = (
+        ("compiles", "compile_rate", "compile"),
+        ("correct", "correct_rate", "c3"),
+        ("proven", "fast_1_proven", "c4"),
+    )
     lines = [_line(name, parts, rate, colour, band=name == "correct") for name, rate, colour in wanted]
-    chart = _chart(lines, parts, "rates", numbers.percent, (0.0, 1.0))
-    return figure("Rates", "share of the answers; faster than the reference; the band: 95 % interval of correct", chart)
+    chart = _chart(lines, axis, "rates", numbers.percent, (0.0, 1.0))
+    return figure("Rates", f"share of the answers; proven: fast_1_proven; the band: {WORDS} interval of correct", chart)
 
 
-def _speed(parts: Sequence[Part]) -> Markup:
+def _speed(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     line = _line("mean", parts, "speedup_mean", "c2")
     if not line.points:
         return Markup("")
-    chart = _chart([line], parts, "speedup of correct kernels", numbers.times, (0.0, 1.0))
+    chart = _chart([line], axis, "speedup of correct kernels", numbers.times, (0.0, 1.0))
     return figure("Speedup", "geometric mean of correct kernels over the reference", chart)
 
 
-def _levels(run: RunData) -> Markup:
+def _levels(run: RunData, axis: VersionAxis) -> Markup:
     found = settled(run.answers)
     levels = sorted({answer.stats.level for answers in found.versions.values() for answer in answers})
     if len(levels) < 2:
@@ -76,7 +83,7 @@ def _levels(run: RunData) -> Markup:
     # a level has its share of each point only: fewer points keep it as steady
     parts = points(found, max(6, MOST // len(levels)), LEAST_A_POINT * len(levels))
     lines = [Line(f"L{level}", _of_level(parts, level), f"c{n % 8 + 1}") for n, level in enumerate(levels[:6])]
-    chart = _chart(lines, parts, "correct by level", numbers.percent, (0.0, 1.0))
+    chart = _chart(lines, axis, "correct by level", numbers.percent, (0.0, 1.0))
     return figure("Correct by level", "share of answers", chart)
 
 
@@ -93,18 +100,18 @@ def _size(parts: Sequence[Part]) -> str:
 
 def _chart(
     lines: Sequence[Line],
-    parts: Sequence[Part],
+    axis: VersionAxis,
     label: str,
     y_format: Callable[[float], str],
     y_ends: tuple[float, ...] = (0.0,),
 ) -> Markup:
     words = f"{label} by policy version"
-    return line_chart(lines, label=words, y_format=y_format, y_ends=y_ends, x_ticks=version_ticks(parts))
+    return line_chart(lines, label=words, y_format=y_format, y_ends=y_ends, x_ends=axis.ends, x_ticks=axis.ticks())
 
 
-def _policy(run: RunData, name: str, title: str, note: str) -> Markup:
+def _policy(run: RunData, axis: VersionAxis, name: str, title: str, note: str) -> Markup:
     points = run.curves.get(name) or []
     if not points:
         return Markup("")
     line = Line("", points, "c8", window=max(3, len(points) // 30) if len(points) > 6 else 1)
-    return figure(title, note, line_chart([line], label=f"{title} by update", y_ends=()))
+    return figure(title, note, _chart([line], axis, title, numbers.plain, ()))

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from kbrl_async.evaluation.document import Document
+from kbrl_async.evaluation.metrics import EAGER, Figure
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.markup import Content, Markup, element, join
-from kbrl_async.lab.report.model import RunData
+from kbrl_async.lab.report.model import BestKernel, RunData
+from kbrl_async.lab.report.verdict import verdict
 from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
+from protocols.records import TIMING_CONFIDENCE
 
 
 def make(run: RunData) -> Markup:
@@ -18,7 +22,7 @@ def make(run: RunData) -> Markup:
     line = element("p", " · ".join(word for word in what if word), class_="subtitle")
     found = settled(run.answers)
     which = (
-        element("p", f"Correct, faster and reward: {sentence(run.answers, found)}", class_="subtitle")
+        element("p", f"Correct, proven faster and reward: {sentence(run.answers, found)}", class_="subtitle")
         if run.training
         else ""
     )
@@ -27,7 +31,8 @@ def make(run: RunData) -> Markup:
         element("p", "Run report", class_="kicker"),
         element("h1", run.name),
         line,
-        _tiles(run, ends(found)),
+        element("p", said, class_="verdict") if (said := verdict(run)) else "",
+        element("div", *(_evaluated(run.evaluation) if run.evaluation else _tiles(run, ends(found))), class_="tiles"),
         which,
         _notes(run),
     )
@@ -39,22 +44,49 @@ def _settings(run: RunData) -> list[str]:
     return [words.format(found[key].replace("_", " ")) for key, words in wanted if key in found]
 
 
-def _tiles(run: RunData, two: Ends) -> Markup:
+def _tiles(run: RunData, two: Ends) -> list[Markup]:
     s = run.summary
-    best = run.kernels[0] if run.kernels else None
-    tiles = [
+    best = next((kernel for kernel in run.kernels if kernel.lo > 1), None)
+    return [
         _compared("correct", two, "correct_rate", numbers.percent),
-        _compared("faster than reference", two, "fast_1", numbers.percent),
+        _compared("proven faster", two, "fast_1_proven", numbers.percent),
         _compared("reward", two, "reward_mean", numbers.plain),
-        _tile(
-            "best kernel",
-            numbers.times(best.speedup if best else None),
-            best.problem_id if best else "none correct yet",
-        ),
+        _best(best),
         _tile("updates", numbers.plain(len(run.updates)), _rate(run)),
         _tile("rollouts", numbers.plain(float(len(run.training))), _groups(s)),
     ]
-    return element("div", *tiles, class_="tiles")
+
+
+def _evaluated(document: Document) -> list[Markup]:
+    figures = document.overall.raw
+    if figures is None:
+        return []
+    eager = figures.speedup[EAGER]
+    shown = {
+        "correct": figures.correct, **{f"pass@{k}": figure for k, figure in list(figures.pass_at_k.items())[-1:]},
+        "fast_1": eager.fast_p["1"], "proven faster": eager.fast_1_proven,
+    }  # fmt: skip
+    tiles = [_tile(name, numbers.percent(one.value), _ends(one, numbers.percent)) for name, one in shown.items()]
+    if (mean := eager.geometric_mean) is not None:
+        tiles.append(_tile("speedup of correct kernels", numbers.times(mean.value), _ends(mean, numbers.times)))
+    asked = f"to {numbers.count(figures.problems, 'problem')}; {sum(document.lost.values())} lost"
+    return [*tiles, _tile("answers", numbers.plain(figures.samples), asked)]
+
+
+def _ends(one: Figure, shown: Callable[[float | None], str]) -> str:
+    return f"{shown(one.lo)} … {shown(one.hi)}" if one.lo < one.hi else "alike in every problem"
+
+
+def _best(best: BestKernel | None) -> Markup:
+    """A kernel is called fastest only where its whole interval says so."""
+    if best is None:
+        return _tile("fastest proven kernel", "none", "no kernel's whole interval lies above 1×")
+    ends = f"{numbers.times(best.lo)} … {numbers.times(best.hi)}"
+    return _tile(
+        "fastest proven kernel",
+        numbers.times(best.speedup),
+        f"{best.problem_id} ({ends}, {100 * TIMING_CONFIDENCE:.0f} %)",
+    )
 
 
 def _tile(name: str, value: str, note: str) -> Markup:

@@ -20,28 +20,66 @@ from kbrl_async.lab.report.layout import (
     rows,
     section,
     time_axis,
+    version_axis,
 )
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import STAGES, RunData, StageSpan
 from kbrl_async.lab.report.plots import Line, line_chart
 from kbrl_async.lab.report.scales import Points, binned, time_label, time_ticks
+from kbrl_async.lab.report.waiting import StageWait, waits
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.messages import Stage
 
 COLUMNS = 150
 QUEUES = tuple(stage for stage in STAGES if stage != Stage.SCORE)
 DETAIL_S = 20.0
+MOST_GUIDES = 60
 MOST_LANES = 8
 MOST_ROWS = 40
 
 
 def make(run: RunData) -> Markup:
     intro = (
-        "Every stage works at the same time and hands its results on through a queue. A row of the first chart is a "
-        "process; the darker, the busier it was."
+        "Every stage works at the same time and hands its results on through a queue. Curves over time run from the "
+        "run's beginning to its end; a dotted line is where a policy version was made."
     )
     charts = grid([_staleness(run), *_queues(run), _throughput(run), *_processes(run)])
-    return section("system", "How the system ran", intro, _gantt(run), _detail(run), charts)
+    return section("system", "How the system ran", intro, _waits(run), _gantt(run), _detail(run), charts)
+
+
+# ── what is waited for ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _waits(run: RunData) -> Markup:
+    """Seconds before and in each stage, and how busy it was."""
+    found = waits(run)
+    if found is None:
+        return Markup("")
+    stages = [stage for stage in found.stages if stage.stage != Stage.TRAIN]
+    longest = max(stage.waited + stage.worked for stage in stages) or 1.0
+    made = [_wait_row(stage, longest) for stage in stages]
+    busy = [
+        row(stage.stage, [Bar(0, 100 * stage.busy, f"{stage.stage} s5")], value=numbers.percent(stage.busy))
+        for stage in found.stages
+    ]
+    axis = [(100 * tick / longest, time_label(tick)) for tick in time_ticks(longest, 5)]
+    note = f"mean before a stage (grey) and in it; from asking to score {numbers.seconds(found.whole)}"
+    return grid(
+        [
+            figure("Where rollouts wait", note,
+                   rows([*made, axis_row(axis)], label="where rollouts wait", kind="bars")),
+            figure("How busy each stage was", "share of training in which its workers were at work",
+                   rows(busy, label="how busy each stage was", kind="bars")),
+        ],
+        "grid two",
+    )  # fmt: skip
+
+
+def _wait_row(stage: StageWait, longest: float) -> Markup:
+    before, until = 100 * stage.waited / longest, 100 * (stage.waited + stage.worked) / longest
+    tip = f"{stage.stage}: {numbers.seconds(stage.waited)} before, {numbers.seconds(stage.worked)} in it"
+    bars = [Bar(0.0, before, "wait s5"), Bar(before, until, f"{stage.stage} s5")]
+    return row(stage.stage, bars, value=numbers.seconds(stage.waited), tip=tip)
 
 
 # ── who was busy when ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,8 +200,11 @@ def _staleness(run: RunData) -> Markup:
     found = sorted(by_version.items())
     mean = Line("mean", [(float(v), statistics.fmean(ages)) for v, ages in found], "c1")
     most = Line("max", [(float(v), float(max(ages))) for v, ages in found], "c2")
-    chart = line_chart([mean, most], label="staleness by update", y_ends=(0.0, 1.0))
-    return figure("Staleness", "versions from writing to training, by update", chart)
+    axis = version_axis(run)
+    chart = line_chart(
+        [mean, most], label="staleness by policy version", y_ends=(0.0, 1.0), x_ends=axis.ends, x_ticks=axis.ticks()
+    )
+    return figure("Staleness", "versions from writing to training, by the policy version that was made", chart)
 
 
 def _queues(run: RunData) -> list[Markup]:
@@ -187,7 +228,8 @@ def _by_stage(run: RunData, points: Mapping[str, Points], title: str, note: str)
 
 def _over_time(run: RunData, lines: Sequence[Line], label: str) -> Markup:
     return line_chart(
-        lines, label=label, x_format=_clock, x_ends=(0.0, run.duration), labels="", x_ticks=time_ticks(run.duration, 5)
+        lines, label=label, x_format=_clock, x_ends=(0.0, run.duration), labels="", x_ticks=time_ticks(run.duration, 5),
+        guides=[update.at for update in _some(run.updates, MOST_GUIDES)],
     )  # fmt: skip
 
 
@@ -212,14 +254,7 @@ def _throughput(run: RunData) -> Markup:
     parts = binned(turns, float, 40, 0.0, run.duration)
     width = run.duration / 40
     line = Line("rollouts", [((i + 0.5) * width, len(part) / width) for i, part in enumerate(parts)], "c6")
-    chart = line_chart(
-        [line],
-        label="rollouts scored a second",
-        x_format=_clock,
-        x_ticks=time_ticks(run.duration, 5),
-        x_ends=(0.0,),
-        labels="",
-    )
+    chart = _over_time(run, [line], "rollouts scored a second")
     return figure("Throughput", "rollouts scored a second", chart)
 
 

@@ -12,6 +12,7 @@ from kbrl_async.lab.report.layout import Bar, axis_row, figure, legend, row, row
 from kbrl_async.lab.report.markup import Markup, element, join
 from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
 from kbrl_async.lab.report.scales import time_label, time_ticks
+from kbrl_async.lab.report.sections.rollouts import link
 from protocols.messages import Stage
 from protocols.rollout import STAGES
 
@@ -36,7 +37,7 @@ def make(run: RunData) -> Markup:
             "after the bench its score is known, and it waits for its group, and its group for a batch."
         )
         return section(
-            "timeline", "A rollout through the stages", intro, legend(KEY), _singles(journeys), _share(journeys)
+            "timeline", "A rollout through the stages", intro, legend(KEY), _singles(run, journeys), _share(journeys)
         )
     are_known = any(turn.spans for turn in run.training)
     why = "No rollout went through all stages to an update" if are_known else "Single rollouts' times were not kept"
@@ -63,27 +64,27 @@ def _journey(turn: ScoredTurn, update: PolicyUpdate | None) -> Journey | None:
     return Journey(turn, moved, turn.at - turn.asked, update.at - turn.asked)
 
 
-def _singles(journeys: Sequence[Journey]) -> Markup:
+def _singles(run: RunData, journeys: Sequence[Journey]) -> Markup:
     """Evenly chosen from the shortest to the longest."""
     ordered = sorted(journeys, key=lambda j: j.end)
     count = min(SHOWN, len(ordered))
     chosen = [ordered[round(i * (len(ordered) - 1) / max(1, count - 1))] for i in range(count)]
     longest = max(journey.end for journey in chosen) or 1.0
-    made = [_row(journey, longest) for journey in chosen]
+    made = [_row(run, journey, longest) for journey in chosen]
     axis = [(100 * tick / longest, time_label(tick)) for tick in time_ticks(longest, 7)]
     title = f"{count} of {len(journeys):,} rollouts"
     note = "from the one that was trained on soonest to the one that took longest"
     return figure(title, note, rows([*made, axis_row(axis)], label="rollouts through the stages", kind="bare"))
 
 
-def _row(journey: Journey, longest: float) -> Markup:
+def _row(run: RunData, journey: Journey, longest: float) -> Markup:
     stats = journey.turn.stats
     bars = [Bar(0.0, 100 * journey.end / longest, "wait s5")]
     bars += [
         Bar(100 * s.start / longest, 100 * s.end / longest, f"{s.stage} s5") for s in journey.spans if s.end > s.start
     ]
     said = [f"{s.stage} {numbers.seconds(s.end - s.start)}" for s in journey.spans if s.end > s.start]
-    name = join([stats.rollout_id, element("small", f"  {stats.problem_id}")])
+    name = join([link(run, journey.turn.task_id, stats.rollout_id), element("small", f"  {stats.problem_id}")])
     who = f"{stats.rollout_id} · {stats.problem_id} · {stats.fault or 'ok'}"
     tip = f"{who}\n{', '.join(said)}; all {numbers.seconds(journey.end)}"
     took = time_label(journey.end) if journey.end >= 60 else numbers.seconds(journey.end)

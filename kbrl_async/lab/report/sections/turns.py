@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from kbrl_async.evaluation.proportions import clustered_share
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.layout import axis_row, dumbbell, figure, grid, legend, rows, section
+from kbrl_async.lab.report.layout import Share, axis_row, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.sections.heldout import AXIS, two_times
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
-from kbrl_async.runs.telemetry.by_version import Ends, ends, sentence, settled
-from kbrl_async.runs.telemetry.training_metrics import outcome_rates
+from kbrl_async.runs.telemetry.by_version import Ends, Part, ends, sentence, settled
 
 MOST_TURNS = 16
 
@@ -36,41 +37,32 @@ def make(run: RunData) -> Markup:
         f"{numbers.count(rollouts, 'rollout')} of {len(written) / max(1, rollouts):.1f} turns on average: after each "
         f"turn the policy is told what happened and tries again.{said} {sentence(run.answers, found)}"
     )
-    key = legend([("none", "first versions"), ("c3", "last versions")])
-    correct = _by_turn(two, "correct_rate", "Correct by turn")
-    compiles = _by_turn(two, "compile_rate", "Compiles by turn")
+    key = legend([("none", "first versions (above)"), ("correct", "last versions (below)")])
+    correct = _by_turn(two, "correct", "Correct by turn")
+    compiles = _by_turn(two, "compiled", "Compiles by turn")
     return section("turns", "Refinement turns", intro, key, grid([correct, compiles, _success(two)]))
 
 
-def _both(two: Ends) -> list[list[RolloutStats]]:
-    return [part.stats if part else [] for part in (two.first, two.last)]
+def _by_turn(two: Ends, flag: str, title: str) -> Markup:
+    parts = (two.first, two.last)
+    numbered = sorted({answer.stats.turn for part in parts if part for answer in part.answers})[:MOST_TURNS]
+    made = [two_times(f"turn {n + 1}", *(_share(part, n, flag) for part in parts)) for n in numbered]
+    return figure(title, "share of the turns", rows([*made, axis_row(AXIS)], label=title, kind="bare"))
 
 
-def _by_turn(two: Ends, rate: str, title: str) -> Markup:
-    first, last = map(_by_number, _both(two))
-    made = [
-        _dumbbell(number, outcome_rates(first.get(number, [])).get(rate), outcome_rates(last.get(number, [])).get(rate))
-        for number in sorted(set(first) | set(last))[:MOST_TURNS]
-    ]
-    axis = ((0.0, "0"), (50.0, "50"), (100.0, "100 %"))
-    return figure(title, "share of the turns", rows([*made, axis_row(axis)], label=title, kind="bare thin"))
-
-
-def _dumbbell(number: int, before: float | None, after: float | None) -> Markup:
-    tip = f"turn {number + 1}: {numbers.percent(before)} of the first versions, {numbers.percent(after)} of the last"
-    return dumbbell(f"turn {number + 1}", before, after, ("c3", "c3 s2", "c3 s2"), tip)
-
-
-def _by_number(stats: Sequence[RolloutStats]) -> dict[int, list[RolloutStats]]:
-    found: dict[int, list[RolloutStats]] = defaultdict(list)
-    for s in stats:
-        found[s.turn].append(s)
-    return found
+def _share(part: Part | None, turn: int, flag: str) -> Share | None:
+    """Of the turns of this number that are so; answers of one group are alike."""
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for answer in part.answers if part else ():
+        if answer.stats.turn == turn:
+            groups[answer.group_id].append(bool(getattr(answer.stats, flag)))
+    hits = list(groups.values())
+    return Share(sum(map(sum, hits)) / sum(map(len, hits)), *clustered_share(hits)) if hits else None
 
 
 def _success(two: Ends) -> Markup:
     """How many rollouts have a correct kernel by their n-th turn, of the first and of the last versions."""
-    first, last = _both(two)
+    first, last = (part.stats if part else [] for part in (two.first, two.last))
     lines = [
         Line(name, _solved(part), colour, dots=True)
         for name, colour, part in (("first versions", "c8", first), ("last versions", "c3", last))

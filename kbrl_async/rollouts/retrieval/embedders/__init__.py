@@ -14,8 +14,18 @@ from kbrl_async.rollouts.retrieval.embedders.sentence import SentenceEmbedder
 
 EMBEDDERS = Door("embedders", {"lexical": f"{__name__}.lexical:LexicalEmbedder"})
 """Classes: `cls()` makes a new one, `cls.open(folder)` one of what `save` wrote."""
+DENSE = ("BAAI/bge-code-v1", "nomic-ai/nomic-embed-code")
+"""Models of sentence-transformers that the docs recommend; the first is the default where there is a GPU."""
 
-__all__ = ["EMBEDDERS", "Embedder", "Passage", "Vectors", "make_embedder", "open_embedder"]
+__all__ = ["DENSE", "EMBEDDERS", "Embedder", "Passage", "Vectors", "is_known", "make_embedder", "open_embedder"]
+
+
+def is_known(name: str) -> bool:
+    """Whether an index may name it on its own: ours, an installed package's, or a model that the docs recommend.
+
+    Any other name has code imported, or a model's folder opened, that whoever wrote the index has chosen.
+    """
+    return name in EMBEDDERS.names() or name in DENSE
 
 
 def make_embedder(name: str) -> Embedder:

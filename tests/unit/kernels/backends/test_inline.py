@@ -174,6 +174,13 @@ def test_ordinary_flags_are_accepted(flags: dict[str, tuple[str, ...]]) -> None:
     assert chosen(_with(**flags), "sm_90").arch == "sm_90"
 
 
+@pytest.mark.parametrize("ldflags", [(), ("-fopenmp",), ("-lgomp",)])
+def test_openmp_is_linked_where_it_is_compiled(ldflags: tuple[str, ...]) -> None:
+    flags = chosen(_with(cflags=("-O3", "-fopenmp"), ldflags=ldflags), "sm_90")
+    assert flags.link == ["-fopenmp"]
+    assert chosen(_with(cflags=("-O3",)), "sm_90").link == []
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 
 import pytest
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.checks import syntax
 from protocols.records import BuildReport, Candidate, Fault
 
 Make = Callable[..., Candidate]
@@ -165,3 +167,25 @@ def test_text_that_is_in_no_file_is_no_program(candidate: Make, name: str) -> No
     report = _refused(Candidate(candidate().source + "\nHALF = '\\ud800'\n", name))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.FORMAT_ERROR, "syntax")
+
+
+_OTHER = "class Other(nn.Module):\n    def forward(self, x):\n        return x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (_OTHER + "ModelNew = Other\n", None),
+        (_OTHER + "Alias = Other\nModelNew = Alias\n", None),
+        (_OTHER + "class ModelNew(Other):\n    pass\n", None),
+        (_OTHER, "no_model"),
+        (_OTHER + "ModelNew = Nothing\n", "no_model"),
+        ("ModelNew = ModelNew\n", "no_model"),
+        ("A = B\nB = A\nModelNew = A\n", "no_model"),
+        ("class ModelNew(nn.Module):\n    pass\n", "no_forward"),
+        ("class ModelNew(ModelNew):\n    pass\n", "no_forward"),
+    ],
+)
+def test_the_module_may_have_another_name(text: str, rule: str | None) -> None:
+    report = syntax.model_fault(ast.parse(text).body)
+    assert (report and report.rule) == rule

@@ -17,7 +17,7 @@ from kbrl_async.errors import MissingTool, ProblemError, UserError
 from kbrl_async.kernels.backends import guess_backend
 from kbrl_async.kernels.funnel import Result, Verifier, read_candidate
 from kbrl_async.kernels.problems import parse_problem
-from protocols.records import Fault, Problem
+from protocols.records import Fault, Problem, Timing, Verdict
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel
 
 
@@ -170,3 +170,48 @@ def test_importing_the_package_stays_light() -> None:
 def test_a_name_that_the_package_lacks_is_still_an_error() -> None:
     with pytest.raises(AttributeError, match="verifi"):
         kbrl_async.verifi  # noqa: B018 - looking it up is the test
+
+
+_THREADS = """
+int threads = 0, *count = &threads;
+{
+#pragma omp parallel num_threads(4)
+#pragma omp atomic
+    (*count)++;
+}
+for (long i = 0; i < n; i++) y[i] = 2 * x[i] + threads;
+"""
+
+
+def test_a_kernel_and_its_reference_have_one_core_each(verifier: Verifier, problem: Problem) -> None:
+    """The right answer is 2x + 1: it is right because four threads were asked for, and one came."""
+    result = verifier.verify(problem, kernel(extra=_THREADS))
+    assert result.ok, result.verdict.message
+    assert dict(result.rows())["cores"].startswith("candidate 1, reference 1")
+
+
+def test_the_module_of_a_candidate_may_have_another_name(verifier: Verifier, problem: Problem) -> None:
+    assert verifier.verify(problem, kernel().replace("class ModelNew", "class Other") + "\nModelNew = Other\n").ok
+
+
+def test_options_that_change_arithmetic_are_said(verifier: Verifier, problem: Problem) -> None:
+    loose = kernel().replace("#include <math.h>", '#pragma GCC optimize("Ofast")\\n#include <math.h>')
+    result = verifier.verify(problem, loose)
+    assert result.ok, result.verdict.message
+    assert dict(result.rows())["arithmetic"].startswith("-Ofast: ")
+    assert "arithmetic" not in dict(verifier.verify(problem, kernel()).rows())
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "stopped", "claim"),
+    [
+        (1.01, 2.0, "resolved", "proven faster"),
+        (0.5, 0.99, "resolved", "proven slower"),
+        (0.5, 1.0, "cap", "not shown to be faster"),
+        (0.5, 0.99, "disturbed", "not shown to be faster"),
+    ],
+)
+def test_what_the_interval_proves_is_said(lo: float, hi: float, stopped: str, claim: str) -> None:
+    timing = Timing(8, (lo + hi) / 2, lo, hi, 1.0, 1.0, stopped=stopped)
+    result = Result("L1/01_x", "c", "cpu", Verdict(Fault.OK), (), timing)
+    assert dict(result.rows())["speedup"].endswith(f"): {claim}")

@@ -87,3 +87,10 @@ def test_a_folder_without_problems_is_refused(tmp_path: Path, content: str) -> N
 def test_selecting_nothing_is_an_error_and_not_an_empty_run() -> None:
     with pytest.raises(ProblemError, match="level \\[9\\]"):
         load_suite(levels=[9])
+
+
+def test_the_module_of_a_problem_may_have_another_name() -> None:
+    text = GOOD.replace("class Model", "class Other") + "\n\nModel = Other\n"
+    assert parse_problem(text, "L0/x").source.endswith("Model = Other\n")
+    with pytest.raises(ProblemError, match="lacks Model"):
+        parse_problem(text.replace("Model = ", "Net = "), "L0/x")

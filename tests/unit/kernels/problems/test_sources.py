@@ -114,6 +114,12 @@ def test_a_task_with_the_whole_contract_is_taken_as_it_stands(tmp_path: Path) ->
     assert one.source == "# Fuse it.\n" + CONTRACT
 
 
+_TWO = (
+    "class Half(nn.Module):\n    def forward(self, x):\n        return x.half()\n"
+    "class Net(nn.Module):\n    def forward(self, x):\n        return x[:1]\n"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "inputs", "result"),
     [
@@ -123,6 +129,7 @@ def test_a_task_with_the_whole_contract_is_taken_as_it_stands(tmp_path: Path) ->
         ("def pick(table, i):\n    return table[i]", [[9, 4], {"shape": [5], "dtype": "int64", "high": 9}], (5, 4)),
         ("def where(m, x):\n    return torch.where(m, x, 0)", [{"shape": [3], "dtype": "bool"}, [3]], (3,)),
         ("class Net(nn.Module):\n    def forward(self, x):\n        return x.half()", [6], (6,)),
+        (_TWO + "Model = Half", [6], (6,)),
         ("def f(x):\n    return F.gelu(x)", "[torch.randn(7, 8)]", (7, 8)),
         ("def f(x):\n    return x", "def get_inputs():\n    return [torch.ones(3)]", (3,)),
     ],

@@ -9,6 +9,7 @@ import pytest
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize.engine import examples, resolve
+from kbrl_async.rollouts.settings import Prompt
 from kbrl_async.runs.config import Config, to_yaml
 
 
@@ -53,4 +54,4 @@ def test_a_model_folder_without_a_run_keeps_the_users_settings(tmp_path: Path) -
 def test_examples_from_nowhere_are_refused() -> None:
     problem = next(p for p in load_suite() if p.problem_id == "L1/13_softmax")
     with pytest.raises(UserError, match="--examples nowhere is no folder"):
-        examples("nowhere", problem, "c", 3)
+        examples("nowhere", problem, "c", Prompt())

@@ -189,12 +189,26 @@ def test_the_author_of_what_was_written_is_named_in_the_file_and_in_the_evidence
     search.tree.ask(None, 0.0)
     authors = [evidence.author(search, number, "small") for number in range(3)]
     assert authors == [
-        "L1/01_tanh of runs/one, as it was found there",
-        "small, beginning with L1/01_tanh of runs/one",
+        "L1/01_tanh of runs/one, and taken as it was found there",
+        "small, beginning with what was written by L1/01_tanh of runs/one",
         "small",
     ]
     for number, author in enumerate(authors):
         found = SearchResult(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(number, result(), "")))
         assert evidence.document(found)["written"]["author"] == author
         assert f"| written by | {author} |" in evidence.markdown(found)
-        assert f"\nWritten by {author}.\n" in proving.render(TARGET, "", "x.py", "c", author, "1.0")
+        made = proving.render(TARGET, "", "x.py", "c", author, "1.0")
+        assert f"\nWritten by {author}: every line of code but those of the last part, " in made
+
+
+@pytest.mark.parametrize(("source", "named"), [('#pragma GCC optimize("Ofast")', True), ("#include <math.h>", False)])
+def test_the_written_file_names_options_that_change_arithmetic(source: str, named: bool) -> None:
+    made = proving.render(TARGET, source, "x.py", "c", "small", "1.0")
+    assert ("Compiled with -Ofast: sums may be reordered" in made.split('"""')[1]) == named
+
+
+def test_a_kernel_that_was_taken_from_elsewhere_is_marked_in_the_tree() -> None:
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    search.plant("taken", "a policy of run one, for L1/01_tanh", 0.0)
+    search.tree.judge(0, right(2.0))
+    assert evidence.tree_lines(search) == ["0 correct 2.20× [2.00, 2.40], by a policy of run one, for L1/01_tanh"]

@@ -31,7 +31,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_planned_from_and_checked_against(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--run", str(run_folder), "--rollouts-per-hour", "100000"]) == 0
+    assert cli.main(["plan", str(run_folder), "--rollouts-per-hour", "100000"]) == 0
     out = capsys.readouterr().out
     assert "36,000 rollouts an hour predicted for its own processes, 28,800 measured (+25.0%); bench" in out
     assert "timing benches" in out
@@ -39,7 +39,7 @@ def test_a_run_is_planned_from_and_checked_against(run_folder: Path, capsys: pyt
 
 
 def test_the_plan_is_json_for_other_programs(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--run", str(run_folder), "--json"]) == 0
+    assert cli.main(["plan", str(run_folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rollouts_per_hour"] == pytest.approx(28_800)
     assert {r["stage"]: r["servers"] for r in found["resources"]}["bench"] == 1
@@ -66,7 +66,7 @@ def test_told_times_need_no_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["--times", "bench=soon"], "--times bench=soon: no number of seconds"),
         (["--times", "bench=1"], "how much is wanted is not said"),
         (["--times", "bench=1", "--model", "7B", "--rollouts-per-hour", "9"], "holds no policy to compare 7B with"),
-        (["--run", "nowhere"], "there is no run nowhere"),
+        (["nowhere"], "there are no runs in runs/"),
         (["--times", "bench=1", "--rollouts-per-hour", "-3"], "a rate above 0"),
     ],
 )

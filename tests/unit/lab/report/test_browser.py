@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(browser.find() is None, reason="no chromium here
 PROBE = """(() => {
   const seen = node => { const b = node.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
   const name = node => (node.textContent || "").trim().slice(0, 60);
-  const wide = document.documentElement.scrollWidth - innerWidth;
+  const wide = document.documentElement.scrollWidth - visualViewport.width;  // a phone widens innerWidth
   const cut = [...document.querySelectorAll("h1,h2,h3,.tile b,.tile small,figcaption,.row .value,.intro,label")]
     .filter(seen).filter(n => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map(name);
   const over = [];
@@ -82,7 +82,7 @@ def looks(run: RunData, run_folder: Path, tmp_path_factory: pytest.TempPathFacto
     report, compared, sorted_page = folder / "report.html", folder / "compared.html", folder / "sorted.html"
     report.write_text(report_page(run), encoding="utf-8")
     runs = {"one": run_folder, "two": run_folder}
-    compared.write_text(compare_page(runs, comparing.summaries(runs)), encoding="utf-8")
+    compared.write_text(compare_page(runs, comparing.read(runs)), encoding="utf-8")
     found: dict[str, Look] = {}
     with browser.Browser(folder) as opened:
         if not opened.answers():
@@ -108,7 +108,7 @@ POINT = """(() => { const n = document.querySelector("svg.chart"); n.scrollIntoV
 
 def look(page: browser.Page, picture: Path) -> Look:
     probe = msgspec.json.decode(page.evaluate(PROBE), type=Probe)
-    return Look(probe, page.complaints(), page.screenshot(picture, 1800), page.load_s)
+    return Look(probe, page.complaints(), page.screenshot(picture, 2800), page.load_s)
 
 
 each_view = pytest.mark.parametrize("view", [*VIEWS, "comparison"])

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kbrl_async.lab.report import comparing, read_run, report_page
+from kbrl_async.lab.report import comparing, numbers, read_run, report_page
+from kbrl_async.lab.report.curves import version_curves
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.page import compare_page
+from kbrl_async.lab.report.verdict import verdict
 from kbrl_async.runs import summary
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import AFTER, BEFORE, Evaluated
@@ -53,8 +55,9 @@ def test_its_tiles_terminal_page_and_comparison_say_one_sentence(folder: Path, s
     assert sentence(seen.answers, settled(seen.answers)) == said
     assert said in printed(summary.render(made))
     assert report_page(seen).count(said) >= 2
-    assert said in " ".join(comparing.told({"slow": made}))
-    assert said in compare_page({"slow": folder}, {"slow": made})
+    sides = comparing.read({"slow": folder})
+    assert said in " ".join(comparing.told(sides))
+    assert said in compare_page({"slow": folder}, sides)
 
 
 def test_its_tiles_show_no_progress(seen: RunData) -> None:
@@ -73,19 +76,36 @@ def test_its_curves_are_flat(folder: Path, seen: RunData) -> None:
     parts = points(settled(seen.answers), least=32)
     shares = [part.figures()["correct_rate"].value for part in parts]
     assert all(abs(share - CORRECT) < 0.2 for share in shares)
-    curve = comparing.version_curves(folder)["version/correct_rate"]
+    curve = version_curves(folder)["version/correct_rate"]
     assert [x for x, _ in curve] == sorted(x for x, _ in curve)
     early, late = [y for _, y in curve][: len(curve) // 2], [y for _, y in curve][len(curve) // 2 :]
     assert abs(sum(late) / len(late) - sum(early) / len(early)) < 0.1
 
 
-def test_its_comparison_shows_the_versions_and_the_intervals(folder: Path) -> None:
+def test_its_verdict_is_that_nothing_can_be_told(seen: RunData) -> None:
+    assert verdict(seen).startswith("No change that can be told from chance: training correct (version 0 → ")
+
+
+def test_its_comparison_shows_the_versions_and_the_intervals(folder: Path, tmp_path: Path) -> None:
     made = summary.read(folder / "summary.json")
-    rows = dict(comparing.rows({"slow": made, "old": {"correct_rate_first": 0.0, "correct_rate_last": 0.79}}))
-    assert rows["versions_first"] == ["0", "–"]
+    summary.write(tmp_path / "summary.json", {"rollouts": 9, "correct_rate_first": 0.0, "correct_rate_last": 0.79})
+    rows = {
+        (row.part, row.name): row.cells for row in comparing.rows(comparing.read({"slow": folder, "old": tmp_path}))
+    }
+    assert [cell.value for cell in rows["training, first versions", "answers"]] == ["192 of v0", "–"]
     low, high = made["correct_rate_last_95"]
-    assert rows["correct_rate_last"] == [f"{made['correct_rate_last']:.3f} ({low:.3f} … {high:.3f})", "–"]
+    correct, old = rows["training, last versions", "correct"]
+    assert (correct.value, correct.interval) == (
+        numbers.percent(made["correct_rate_last"]), f"{numbers.percent(low)} … {numbers.percent(high)}"
+    )  # fmt: skip
+    assert (old.value, old.difference) == ("–", ""), "the order of scoring is no figure"
     assert low < CORRECT < high
+
+
+def test_two_such_runs_differ_by_nothing_that_can_be_told(folder: Path, tmp_path: Path) -> None:
+    other = SlowBench(updates=14, seed=1).folder(tmp_path / "other")
+    for row in comparing.rows(comparing.read({"slow": folder, "other": other})):
+        assert not any(cell.is_told for cell in row.cells)
 
 
 def test_a_run_that_goes_on_is_not_judged_by_what_was_quick(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.report import comparing, numbers
+from kbrl_async.lab.report import comparing, curves, numbers
 from kbrl_async.lab.report.layout import cells
 from kbrl_async.lab.report.plots import STANDALONE, Dot, Line, dot_chart, line_chart, stacked
 from kbrl_async.lab.report.scales import MOST, Scale, apart, binned, smoothed, thinned, time_label, time_ticks
@@ -136,26 +136,26 @@ def test_runs_are_compared_by_their_summaries_and_curves(tmp_path: Path) -> None
             tmp_path / name / "summary.json", {"first_and_last": "words", "reward_mean_last": reward, "updates": 3}
         )
     paths = {name: tmp_path / name for name in ("one", "two")}
-    assert comparing.curve(paths["one"], "reward/mean") == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
-    assert comparing.curve(paths["one"], "no/such") == []
-    assert "two" in (comparing.chart(paths, "reward/mean") or "")
-    assert comparing.chart(paths, "no/such") is None
+    assert curves.curve(paths["one"], "reward/mean") == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
+    assert curves.curve(paths["one"], "no/such") == []
+    assert "two" in (curves.chart(paths, "reward/mean") or "")
+    assert curves.chart(paths, "no/such") is None
     console = Console(width=100, file=io.StringIO())
-    console.print(comparing.table(comparing.summaries(paths)))
+    console.print(comparing.table(comparing.read(paths)))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "reward_mean_last" in shown
-    assert "0.250" in shown
-    assert "success_rate" not in shown
+    assert "training, last versions" in shown
+    assert "0.25" in shown
+    assert "solved in a rollout" not in shown
 
 
 def test_a_summary_that_somebody_edited_is_named(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary\.json can't be read"):
-        comparing.summaries({"run": tmp_path})
+        comparing.read({"run": tmp_path})
 
 
 def test_runs_of_one_name_are_told_apart() -> None:
-    found = comparing.named([Path("/a/runs/default"), Path("/b/runs/default"), Path("/b/runs/other")])
+    found = curves.named([Path("/a/runs/default"), Path("/b/runs/default"), Path("/b/runs/other")])
     assert list(found) == ["a/runs/default", "b/runs/default", "other"]
 
 

@@ -10,9 +10,12 @@ import pytest
 
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import read_run
-from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
+from kbrl_async.lab.report.kernels import best_turns
+from kbrl_async.lab.report.model import AFTER, BEFORE, BestKernel, RunData, ScoredTurn
 from kbrl_async.lab.report.reading import Clock
+from kbrl_async.lab.report.sections import kernels
 from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, Row
+from tests.records import stats
 
 
 @pytest.fixture
@@ -136,3 +139,14 @@ def test_the_archive_alone_leaves_out_groups_of_which_it_can_t_tell_that_they_ar
     assert (answers.unfinished, answers.dropped) == ({"g1": 2, "g3": 0}, {"g2"})
     assert answers.lost == {"worker_lost": 1}
     assert len(answers.listed) == 15
+
+
+def test_disturbed_measurements_are_not_ranked_and_how_many_there_are_is_said() -> None:
+    wide = stats(1.0, "L1/a", correct=True, speedup=90.0, speedup_lo=2.0, speedup_hi=7e11)
+    told = stats(1.0, "L1/b", correct=True, speedup=9.0, speedup_lo=1.0, speedup_hi=9.5, disturbed=True)
+    sound = stats(1.0, "L1/a", correct=True, speedup=1.5, speedup_lo=1.4, speedup_hi=1.6)
+    turns = [ScoredTurn(each) for each in (wide, told, sound)]
+    assert [turn.stats.speedup for turn in best_turns(turns)] == [1.5]
+    made = kernels.make(RunData(name="r", turns=turns, kernels=[BestKernel("L1/a", 1.5, 1.4, 1.6)]))
+    assert "rank nowhere: 2." in made
+    assert "98\u00a0% interval" in made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,22 @@ class Constant:
 
 def test_an_embedder_of_your_own_is_named_by_its_place(tmp_path: Path) -> None:
     assert build(tmp_path, ROWS[:5], embedder=Constant.name).dimension == 3
-    assert len(Retriever.open(tmp_path).retrieve(Query(module("x = torch.sin(x)"), k=2)).hits) == 2
+    opened = Retriever.open(tmp_path, embedder=Constant.name)
+    assert len(opened.retrieve(Query(module("x = torch.sin(x)"), k=2)).hits) == 2
+
+
+@pytest.mark.parametrize("named", ["stranger_s_code:Words", "a-stranger/model", "."])
+def test_an_index_does_not_choose_what_is_imported(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's manifest may name a module that lies here, or a folder of a model with code in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger_s_code.py").write_text("raise SystemExit('it was imported')")
+    build(tmp_path / "index", ROWS[:5])
+    path = tmp_path / "index" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "embedder": named}))
+    with pytest.raises(UserError, match=rf"nobody here has named\. If you trust it: prompt\.embedder={named}"):
+        Retriever.open(tmp_path / "index")
+    assert "stranger_s_code" not in sys.modules
 
 
 def test_the_source_of_a_build_is_a_plain_value() -> None:

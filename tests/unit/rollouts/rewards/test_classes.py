@@ -10,12 +10,14 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
 from kbrl_async.rollouts.buffer.group import Group
+from kbrl_async.rollouts.rewards.advantages import leave_one_out
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, plan_reward_of, reward_of
 from kbrl_async.rollouts.settings import Reward
 from kbrl_async.rollouts.turns import with_returns
 from protocols.records import BenchReport, BuildReport, Fault, Generation, Timing, TrainSample, Verdict
-from tests.plans import turn_rules
+from tests.extension.kbrl_example_parts.advantage import over_the_median
+from tests.plans import buffer_rules, turn_rules
 from tests.records import timing, turn
 
 
@@ -32,7 +34,7 @@ def group(*samples: TrainSample) -> Group:
 
 
 def advantages(*samples: TrainSample, baseline: str = "leave_one_out") -> list[tuple[float, float]]:
-    (made,) = train_groups([group(*samples)], baseline, scale_advantages=False)
+    (made,) = train_groups([group(*samples)], buffer_rules(advantage=baseline, scale_advantages=False))
     return [(s.advantage, s.plan_advantage) for s in made.samples]
 
 
@@ -57,25 +59,25 @@ def test_without_a_weight_there_is_one_class() -> None:
 def test_a_baseline_is_not_asked_about_plans_where_there_are_none() -> None:
     """A user's own may be a median, which nothing at all has not."""
     plain = [sample(reward, weight=0.0) for reward in (3.0, 1.0, 0.0)]
-    assert plan_advantages(plain, "tests.extension.kbrl_example_parts.advantage:over_the_median") == [0.0, 0.0, 0.0]
+    assert plan_advantages(plain, over_the_median) == [0.0, 0.0, 0.0]
 
 
 def test_a_batch_is_brought_to_one_scale_that_keeps_the_classes_in_proportion() -> None:
     chosen = group(sample(1.0, 2.0), sample(0.0, 0.0))
-    (made,) = train_groups([chosen], "leave_one_out", scale_advantages=True)
+    (made,) = train_groups([chosen], buffer_rules())
     assert made.samples[0].advantage == pytest.approx(1.0)
     assert made.samples[0].plan_advantage == pytest.approx(0.1 * 2.0)
 
 
 def test_a_group_whose_plans_alone_differ_still_teaches() -> None:
     same_code = group(sample(1.0, 2.0), sample(1.0, 0.0))
-    assert not teaches_nothing(same_code, "leave_one_out", filter_zero_variance=True)
+    assert not teaches_nothing(same_code, buffer_rules())
     all_same = group(sample(1.0, 2.0), sample(1.0, 2.0))
-    assert teaches_nothing(all_same, "leave_one_out", filter_zero_variance=True)
+    assert teaches_nothing(all_same, buffer_rules())
 
 
 def test_plan_advantages_of_nothing_are_nothing() -> None:
-    assert plan_advantages([], "leave_one_out") == []
+    assert plan_advantages([], leave_one_out) == []
 
 
 def test_a_plan_earns_the_discounted_plan_rewards_of_later_turns() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
-from kbrl_async.rollouts.buffer.events import BatchMade, Change, Event, HoldBegan
+from kbrl_async.rollouts.buffer.events import BatchMade, Change, Event, HoldBegan, StragglersCut
 from protocols.records import GroupOutcome, TrainSample
 from tests.plans import buffer_rules
 from tests.records import sample
@@ -447,3 +447,86 @@ def test_a_group_without_a_good_sample_is_filtered_and_one_of_equally_good_ones_
 def test_reward_weights_have_mean_one_and_are_never_negative() -> None:
     _, advantages = imitate("reward_weight", [0.5, -1.0, 1.5])
     assert advantages[0] == pytest.approx([0.75, 0.0, 2.25])
+
+
+def test_after_the_hold_a_group_goes_on_without_its_stragglers_instead_of_being_lost() -> None:
+    """Its two answers that came are trained on; the one that is waited for is nobody's any more."""
+    book = RolloutBuffer(RULES)
+    slow = book.take(book.admission("L1/slow", 1, 3, 0.0)).event.group_id
+    quick = opened(book, 3)
+    for group_id in quick[:2]:
+        score_all(book, group_id)
+    train_one(book)
+    for place in (0, 1):
+        name = f"{slow}.r{place}"
+        book.take(book.scored(slow, name, samples(name, float(place), 0), 0.0))
+    score_all(book, quick[2], version=1)
+    for group_id in opened(book, 2):
+        score_all(book, group_id, version=1)
+    assert isinstance(book.take(book.poll(0.0)).event, HoldBegan)
+    assert book.take(book.poll(9.0)).event is None
+    assert book.take(book.poll(10.0)).event == StragglersCut([slow], 10.0)
+    assert slow in train_one(book, 10.0).group_ids
+    assert book.counts[GroupOutcome.DROPPED_STALE] == 0
+    assert book.scored(slow, f"{slow}.r2", samples(f"{slow}.r2", 1.0, 0), 11.0) is None
+    book.check()
+
+
+def test_a_group_with_too_few_answers_is_not_cut() -> None:
+    book, slow = slow_group_at_version_one()
+    book.take(book.poll(0.0))
+    assert not isinstance(book.poll(10.0), StragglersCut)
+    assert book.awaits_more(slow)
+
+
+def test_the_hold_follows_what_95_percent_of_the_runs_rollouts_take() -> None:
+    """A thinking model writes for minutes: a wait of 20 s would teach it short answers."""
+    book = RolloutBuffer(msgspec.structs.replace(RULES, hold_s=None, batch_size=100, max_steps=9))
+    assert book.hold_s == 20.0
+    for number in range(100):
+        group_id = book.take(book.admission("L1/a", 1, 2, 0.0)).event.group_id
+        name = f"{group_id}.r0"
+        book.take(book.scored(group_id, name, samples(name, 1.0, 0), 3.0 * number))
+    assert book.hold_s == 3.0 * 94
+    restored = RolloutBuffer(book.rules)
+    restored.restore(book.state())
+    assert restored.hold_s == book.hold_s
+    assert RolloutBuffer(msgspec.structs.replace(RULES, hold_s=7.0)).hold_s == 7.0
+
+
+@pytest.mark.parametrize("advantage", ["running_mean", "none"])
+def test_without_a_baseline_of_the_group_equal_rewards_teach_and_one_rollout_is_enough(advantage: str) -> None:
+    book = RolloutBuffer(buffer_rules(batch_size=1, max_steps=9, max_staleness=0, advantage=advantage))
+    alone = book.take(book.admission("L1/a", 1, 1, 0.0)).event.group_id
+    name = f"{alone}.r0"
+    book.take(book.scored(alone, name, samples(name, 0.5, 0), 0.0))
+    assert train_one(book).group_ids == [alone]
+    alike = opened(book, 1)[0]
+    score_all(book, alike, version=1, same=True)
+    assert train_one(book).group_ids == [alike]
+    compared = RolloutBuffer(RULES)
+    assert compared.admission("L1/a", 1, 1, 0.0) is None
+
+
+def test_an_answer_that_was_cut_counts_for_the_baseline_and_is_not_learned_from() -> None:
+    book = RolloutBuffer(
+        buffer_rules(batch_size=1, max_steps=9, max_staleness=0, truncated="mask", scale_advantages=False)
+    )
+    group_id = book.take(book.admission("L1/a", 1, 3, 0.0)).event.group_id
+    for place, reward in enumerate((1.0, 0.0, 0.5)):
+        name = f"{group_id}.r{place}"
+        (one,) = samples(name, reward, 0)
+        book.take(book.scored(group_id, name, [msgspec.structs.replace(one, truncated=place == 1)], 0.0))
+    made = book.take(book.poll(0.0)).event
+    (trained,) = book.train_groups(made.batch_id)
+    assert {s.rollout_id[-2:]: s.advantage for s in trained.samples} == pytest.approx({"r0": 0.75, "r2": 0.0})
+
+
+def test_a_group_of_cut_answers_alone_teaches_nothing_under_a_mask() -> None:
+    book = RolloutBuffer(buffer_rules(batch_size=1, max_steps=9, max_staleness=0, truncated="mask"))
+    group_id = opened(book, 1)[0]
+    for place in (0, 1):
+        name = f"{group_id}.r{place}"
+        cut = [msgspec.structs.replace(one, truncated=True) for one in samples(name, float(place), 0)]
+        book.take(book.scored(group_id, name, cut, 0.0))
+    assert book.counts[GroupOutcome.FILTERED] == 1

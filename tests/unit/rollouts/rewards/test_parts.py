@@ -229,3 +229,39 @@ def test_a_kernel_that_nothing_proves_gets_its_share_of_what_a_right_one_without
     assert reward_of(unproven, half) == pytest.approx((none.floor + right) / 2)
     assert reward_of(unproven, whole) == pytest.approx(right)
     assert part_of(unproven, "correct") == part_of(unproven, "correctness") == 0.0
+
+
+def test_nothing_wrong_is_imitated_and_what_is_right_goes_by_its_speed() -> None:
+    """Nine of ten sets passed paid .93 under stage2, and everything above .5 was imitated."""
+    preset = presets.BEST_OF_N
+    assert reward_of(record(verdict=Fault.INCORRECT, passed=4), preset) == 0.0
+    assert reward_of(record(), preset) == 1.0
+    assert reward_of(record(lo=2.0), preset) == pytest.approx(1.6)
+
+
+def test_the_raw_speedup_is_paid_as_the_fusion_notes_have_it() -> None:
+    assert reward_of(record(lo=2.0), presets.HIERARCHICAL_RAW) == pytest.approx(0.7 + 0.3 * 2.0)
+    assert reward_of(NO_COMPILE, presets.HIERARCHICAL_RAW) == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "off"), [(80, 0.0), (90, 0.5), (100, 1.0)])
+def test_answers_near_the_limit_lose_up_to_one(tokens: int, off: float) -> None:
+    """DAPO: nothing before 4/5 of max_tokens (100 here), linear to 1 from there."""
+    long = Record.of(
+        REQUEST, generation(tokens=tokens), BuildReport(Fault.OK), BenchReport(Verdict(Fault.OK, 5, 5), None)
+    )
+    (plain,), (punished,) = find_presets(Reward()), find_presets(Reward(), overlong=True)
+    assert reward_of(long, plain) - reward_of(long, punished) == pytest.approx(off)
+
+
+def test_an_answer_that_was_cut_loses_one_however_short_it_is() -> None:
+    cut = Record.of(REQUEST, generation(Fault.FORMAT_ERROR, tokens=5, finish="length"))
+    assert reward_of(cut, *find_presets(Reward(), overlong=True)) == -1.0
+
+
+def test_the_spread_of_a_reward_is_what_its_interval_leaves_open() -> None:
+    stage3 = presets.STAGE3
+    expected = 0.35 * (log_speed(2.0 * 1.2) - log_speed(2.0))
+    assert presets.spread_of(record(lo=2.0), stage3) == pytest.approx(expected)
+    assert presets.spread_of(record(), stage3) == presets.spread_of(WRONG, stage3) == 0.0
+    assert presets.spread_of(record(lo=2.0), presets.STAGE1) == 0.0

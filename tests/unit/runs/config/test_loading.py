@@ -167,7 +167,7 @@ def test_a_wrong_key_in_the_environment_is_named_with_its_variable() -> None:
     [
         ("batch_size=0", "batch_size must be an integer ≥ 1, not 0 (command line). Its default is 8"),
         ("batch_size=many", "batch_size must be an integer ≥ 1, not many (command line). Its default is 8"),
-        ("group_size=1", "group_size must be an integer ≥ 2, not 1 (command line). Its default is 8"),
+        ("group_size=0", "group_size must be an integer ≥ 1, not 0 (command line). Its default is 8"),
         ("temperature=0", "temperature must be a number > 0, not 0 (command line). Its default is 1.0"),
         ("max_staleness=-1", "max_staleness must be an integer ≥ 0, not -1 (command line). Its default is 2"),
         ("learning_rate=inf", "learning_rate must be a number > 0, not inf (command line). Its default is 0.0002"),

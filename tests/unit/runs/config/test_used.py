@@ -107,7 +107,6 @@ OTHERWISE: Mapping[str, str] = {
     "Order.temperature": "the wire between ranks, whose orders say it where it counts",
     "load_model.lora_rank": AS_IT_IS,
     "load_model.base_quantisation": AS_IT_IS,
-    "best_of_n.keep": "of the samples of one group, not of demonstrations",
     "submit.max_staleness": "-1 on the wire: may be of any age",
 }
 """By struct.field or function.parameter, why it is no second default of the setting of that name."""

@@ -201,3 +201,16 @@ def test_a_record_that_cannot_be_written_leaves_the_writer_at_work(tmp_path: Pat
 
 async def _written(archive: ArchiveWriter, one: Row) -> None:
     await asyncio.wrap_future(archive.add(one))
+
+
+def test_an_archive_from_before_is_read_and_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    write(path, row(), row("g000001.r1", lo=0.01, hi=600.0))
+    with sqlite3.connect(path) as db:
+        for name in ("disturbed", "step"):
+            db.execute(f"ALTER TABLE rollouts DROP COLUMN {name}")
+    with Archive(path) as archive:
+        assert [(found.disturbed, found.step) for found in archive.rows()] == [(False, ""), (True, "")]
+    write(path, row("g000001.r2", disturbed=True))
+    with Archive(path) as archive:
+        assert [(found.disturbed, found.step) for found in archive.rows()][1:] == [(True, ""), (True, "full_inputs")]

@@ -8,9 +8,9 @@ import random
 import pytest
 from scipy.stats import binomtest, t
 
+from kbrl_async.evaluation.proportions import clustered_mean, clustered_share, wilson
 from kbrl_async.runs.telemetry import by_version
 from kbrl_async.runs.telemetry.by_version import Answer, Answers, Tally, ends, fields, points, sentence, settled
-from kbrl_async.runs.telemetry.proportions import clustered_mean, clustered_share, wilson
 from protocols.records import VERIFIER
 from tests.records import stats
 from tests.slow_bench import COMPILES, CORRECT, SlowBench, tenths

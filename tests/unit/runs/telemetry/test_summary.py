@@ -12,10 +12,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.timing import Recipe
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
+from protocols.records import Timing
 from tests.records import stats
 
 COUNTERS = RunCounters(
@@ -24,9 +27,9 @@ COUNTERS = RunCounters(
 )  # fmt: skip
 
 
-def kernel(problem: str, speedup: float, lo: float, *, fast: bool = True, correct: bool = True) -> RolloutStats:
+def kernel(problem: str, speedup: float, lo: float, *, correct: bool = True) -> RolloutStats:
     return RolloutStats(
-        problem_id=problem, level=1, reward=1.0, format=True, compiled=True, correct=correct, fast=fast,
+        problem_id=problem, level=1, reward=1.0, format=True, compiled=True, correct=correct,
         speedup=speedup, speedup_lo=lo, speedup_hi=speedup + 0.5, file=f"kernels/{problem}-{speedup}.py",
     )  # fmt: skip
 
@@ -63,12 +66,12 @@ def test_updates_are_counted_by_the_hour() -> None:
 
 
 def test_first_and_last_are_policy_versions_whenever_they_were_scored() -> None:
-    late = [msgspec.structs.replace(kernel("a", 2.0, 1.5, fast=fast), policy_version=1) for fast in (True, False)]
+    late = [msgspec.structs.replace(kernel("a", 2.0, lo), policy_version=1) for lo in (1.5, 0.9)]
     made = built([*late, wrong(compiled=True), wrong()])
     first = [made[f"{name}_first"] for name in FIELDS]
     last = [made[f"{name}_last"] for name in FIELDS]
-    assert first == [0.0, 0.5, 0.0, 0.0, None]
-    assert last == pytest.approx([1.0, 1.0, 1.0, 0.5, 2.0])
+    assert first == [0.0, 0.5, 0.0, 0.0, 0.0, None]
+    assert last == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.5, 2.0])
 
 
 def test_the_table_says_which_answers_its_figures_are_of() -> None:
@@ -137,8 +140,19 @@ def test_best_kernels_are_one_a_problem_by_the_lower_end_of_the_interval() -> No
 
 
 def test_a_speedup_whose_interval_includes_one_is_no_best_kernel() -> None:
-    rollouts = [kernel("a", 2.0, 0.9, fast=False), kernel("b", 50.0, 40.0, correct=False), wrong()]
+    rollouts = [kernel("a", 2.0, 0.9), kernel("b", 50.0, 40.0, correct=False), wrong()]
     assert built(rollouts)["best_kernels"] == []
+
+
+def test_a_disturbed_measurement_is_not_ranked() -> None:
+    wide = msgspec.structs.replace(kernel("a", 90.0, 2.0), speedup_hi=7e11)
+    told = msgspec.structs.replace(kernel("b", 9.0, 3.0), disturbed=True)
+    assert [k["speedup"] for k in built([wide, told, kernel("a", 2.0, 1.5)])["best_kernels"]] == [2.0]
+
+
+def test_the_interval_of_a_kernel_is_called_by_its_own_confidence() -> None:
+    assert Timing(2, 1.0, 1.0, 1.0, 1.0, 1.0).confidence == Recipe.of(TimingBench()).confidence == 0.98
+    assert "98% interval" in printed(built([kernel("a", 3.0, 2.0)]))
 
 
 def test_there_are_at_most_ten_best_kernels() -> None:
@@ -183,3 +197,15 @@ def test_the_versions_name_python_and_what_computes() -> None:
     found = summary.versions()
     assert found["python"] == platform.python_version()
     assert found["torch"] == metadata.version("torch")
+
+
+def test_a_summary_from_before_is_read_by_the_names_of_today(tmp_path: Path) -> None:
+    point = {"versions": [0, 0], "fast_1": 0.25}
+    summary.write(tmp_path / "old.json", {"fast_1_last": 0.5, "fast_1_last_95": [0.1, 0.9], "by_version": [point]})
+    assert summary.read(tmp_path / "old.json") == {
+        "fast_1_proven_last": 0.5, "fast_1_proven_last_95": [0.1, 0.9],
+        "by_version": [{"versions": [0, 0], "fast_1_proven": 0.25}],
+    }  # fmt: skip
+    today = {"fast_1_last": 0.5, "fast_1_proven_last": 0.25}
+    summary.write(tmp_path / "new.json", today)
+    assert summary.read(tmp_path / "new.json") == today

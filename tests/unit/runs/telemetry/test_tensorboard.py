@@ -113,7 +113,7 @@ def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
 
 def test_an_evaluation_is_on_a_dashboard_of_its_own() -> None:
     made = ["eval/correct_rate", "eval_filtered/pass_at_4", "eval_level1/fast_1.5", "eval/speedup_geometric_mean",
-            "eval/proven_faster", "eval/correct_rate_lo", "eval/hack_rate"]  # fmt: skip
+            "eval/fast_1_proven", "eval/correct_rate_lo", "eval/hack_rate"]  # fmt: skip
     rollout = RolloutStats(problem_id="a", level=1, reward=1, correct=True, speedup=2.0)
     made += [tag for tag in heldout_scalars([rollout]) if tag != "eval/policy_version_mean"]
     assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Evaluation"))] == []

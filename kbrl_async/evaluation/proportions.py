@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
-Z95 = 1.959963984540054
 CONFIDENCE = 0.95
+"""Of every interval of a share or a mean. That of a single kernel's speedup has another: `TIMING_CONFIDENCE`."""
+KEY = f"_{100 * CONFIDENCE:.0f}"
+"""Ends the names of intervals in JSON."""
+WORDS = f"{100 * CONFIDENCE:.0f} %"
+_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
-def wilson(hits: float, total: float, z: float = Z95) -> tuple[float, float]:
-    """The score interval of `hits` in `total` independent tries (Wilson, 1927), both ends in 0 … 1; 95 % by default.
+def wilson(hits: float, total: float, z: float = _Z) -> tuple[float, float]:
+    """The score interval of `hits` in `total` independent tries (Wilson, 1927), both ends in 0 … 1.
 
     Of several answers to each of a fixed set of problems it is, if anything, too wide: the problems don't vary.
     `total` may be an effective number of tries, and then no whole one.
@@ -26,7 +31,7 @@ def wilson(hits: float, total: float, z: float = Z95) -> tuple[float, float]:
 
 
 def clustered_share(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """95 % interval of the share of hits over all tries of all groups, none of them empty.
+    """Interval of the share of hits over all tries of all groups, none of them empty.
 
     Wilson's interval of total / deff tries, deff being the design effect: the ratio estimator's variance over groups
     by that of independent tries (Kish, 1965; Korn & Graubard, 1998), at least 1, and Student's quantile for as many
@@ -43,7 +48,7 @@ def clustered_share(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def clustered_mean(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """95 % interval of the mean of all values of all groups, none of them empty; None of fewer than two groups."""
+    """Interval of the mean of all values of all groups, none of them empty; None of fewer than two groups."""
     if len(groups) < 2:
         return None
     sums = [(math.fsum(group), len(group)) for group in groups]

@@ -1,0 +1,101 @@
+"""What a run waits for: how long rollouts wait before each stage, and how much each stage was at work. Pure.
+
+The window keeps a fixed number of rollouts under way, so they gather before whatever is slowest: the stage with the
+longest queue in front of it is the one that more or faster workers of would make the run faster. Batches are made when
+the learner is free, so nothing waits visibly before it: it is the slowest where it works more than that stage does.
+
+Invariant: everything is of training rollouts, between the first that was asked for and the last update's end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from kbrl_async.lab.report.model import RunData, StageSpan
+from kbrl_async.runs.telemetry.system_metrics import busy_fractions
+from protocols.messages import Stage
+from protocols.rollout import STAGES
+
+NEGLIGIBLE = 0.1
+"""Share of a rollout's time from asking to score below which its longest queue holds nothing up."""
+
+
+class StageWait(msgspec.Struct, frozen=True):
+    """One stage of training."""
+
+    stage: str
+    rollouts: int
+    """That came there, each turn once."""
+    waited: float
+    """Seconds before it, mean over all training rollouts, those that never came there too; or over all updates."""
+    worked: float
+    """Seconds in it, likewise."""
+    busy: float
+    """Share of training in which its workers were at work, by their own word; mean over them. Without that: in which
+    they had something in hand."""
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """Of all stages, and which one is waited for."""
+
+    stages: tuple[StageWait, ...]
+    whole: float
+    """Seconds from asking to score, mean."""
+    longest: StageWait | None
+    """None where nothing is waited for much."""
+
+
+def waits(run: RunData) -> Waits | None:
+    """None where the times of single rollouts were not kept."""
+    turns = [turn for turn in run.training if turn.spans and turn.asked is not None and turn.at is not None]
+    if not turns or not run.updates:
+        return None
+    start, end = min(turn.asked or 0.0 for turn in turns), max(update.at for update in run.updates)
+    by_stage: dict[str, list[StageSpan]] = defaultdict(list)
+    for turn in turns:
+        for span in turn.spans:
+            by_stage[span.stage].append(span)
+    updates = [StageSpan(Stage.TRAIN, u.start, u.at, "learner") for u in run.updates if u.start is not None]
+    said = _said(run, start, end)
+    found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
+    whole = sum((turn.at or 0.0) - (turn.asked or 0.0) for turn in turns) / len(turns)
+    longest = max(found, key=lambda stage: stage.waited, default=None)
+    if longest is not None and longest.waited < NEGLIGIBLE * whole:
+        longest = None
+    if updates:
+        learner = _of_stage(Stage.TRAIN, updates, len(updates), start, end, said)
+        found.append(learner)
+        if learner.busy > max((stage.busy for stage in found[:-1]), default=0.0):
+            longest = learner
+    return Waits(tuple(found), whole, longest)
+
+
+def _said(run: RunData, start: float, end: float) -> dict[str, float]:
+    """Busy share of each stage, as its workers told the broker."""
+    stages = {name: worker.stages for sample in run.system for name, worker in sample.workers.items()}
+    busy = busy_fractions(run.system, start, end)
+    shares = {stage: [busy[name] for name in busy if stage in stages.get(name, ())] for stage in (*STAGES, Stage.TRAIN)}
+    return {stage: sum(each) / len(each) for stage, each in shares.items() if each}
+
+
+def _of_stage(
+    stage: str, spans: Sequence[StageSpan], rollouts: int, start: float, end: float, said: Mapping[str, float]
+) -> StageWait:
+    workers: dict[str, list[StageSpan]] = defaultdict(list)
+    for span in spans:
+        workers[span.worker].append(span)
+    held = sum(_covered(mine, start, end) for mine in workers.values()) / len(workers) / ((end - start) or 1.0)
+    waited, worked = sum(s.waited for s in spans) / rollouts, sum(s.end - s.start for s in spans) / rollouts
+    return StageWait(stage, len(spans), waited, worked, said.get(stage, held))
+
+
+def _covered(spans: Iterable[StageSpan], start: float, end: float) -> float:
+    """Seconds of start … end in which at least one of the spans runs."""
+    total, until = 0.0, start
+    for span in sorted(spans, key=lambda s: s.start):
+        total += max(0.0, min(end, span.end) - max(until, span.start))
+        until = max(until, span.end)
+    return total
