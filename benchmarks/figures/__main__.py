@@ -11,8 +11,9 @@ Nothing here calls what it checks: the archive is read as a database, records as
 other formulas (Wilson's as the roots of its quadratic). What the summary takes from the journal (which answers count,
 which groups were cut off) is taken from the archive here.
 
-What it does not see: how busy processes were, which is not in the archive; `wall_s` is compared to a second. The
-first policy version of a group that ended without one recorded answer is taken from the group before it.
+What it does not see: how busy processes were, which is not in the archive; `wall_s` is only about the same, because the
+clock of a score is read before it is archived. The first policy version of a group that ended without one recorded
+answer is taken from the group before it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.harness import Commands, Result
 
 commands = Commands("figures", __doc__)
 
-CLOSE, SECOND = 1e-9, 1.0
+CLOSE = 1e-9
 NO_FIGURE = ("run", "seed", "method", "loss", "advantage", "preset", "config_hash", "versions", "demonstrations")
 _CELLS = re.compile(r"\s*[│┃]\s*")
 _PART = re.compile(r"(?:First|last): ([\d,]+) answers? of versions? (\d+)(?:–(\d+))?")
@@ -66,7 +67,8 @@ def check(run: Path, /) -> Result:
 def _fields(printed: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[Compared]:
     for name, value in made.items():
         there = _there(printed, name)
-        yield Compared(name, there, value, _equal(there, value, SECOND if name == "wall_s" else CLOSE))
+        is_equal = math.isclose(there, value, rel_tol=0.05, abs_tol=1.0) if name == "wall_s" else _equal(there, value)
+        yield Compared(name, there, value, is_equal)
     ends = sum(made[f"groups_{end}"] for end in ("trained", "filtered", "dropped_stale", "failed"))
     adds_up = ends == made["groups_admitted"]
     yield Compared("groups_add_up", printed["groups_add_up"], adds_up, printed["groups_add_up"] == adds_up)
@@ -85,10 +87,10 @@ def _there(printed: Mapping[str, Any], name: str) -> Any:
     return printed.get(name)
 
 
-def _equal(one: Any, other: Any, tolerance: float = CLOSE) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     match one, other:
         case (int() | float(), int() | float()):
-            return math.isclose(one, other, rel_tol=CLOSE, abs_tol=tolerance)
+            return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
         case (list() | tuple(), list() | tuple()):
             return len(one) == len(other) and all(map(_equal, one, other))
         case (Mapping(), Mapping()):

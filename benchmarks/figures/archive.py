@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-IN_TIME = "FROM rollouts r LEFT JOIN groups g ON g.group_id = r.group_id WHERE (g.clock IS NULL OR r.clock <= g.clock)"
-"""A turn that was scored after its group had ended is in the archive and counts nowhere."""
+IN_TIME = (
+    "FROM rollouts r LEFT JOIN groups g ON g.group_id = r.group_id WHERE (g.clock IS NULL OR r.clock <= g.clock) "
+    "AND (g.outcome IS NULL OR g.outcome <> 'trained' OR r.status <> 'ok' "
+    "OR EXISTS (SELECT 1 FROM outcomes o WHERE o.task_id = r.task_id))"
+)
+"""A turn that was scored after its group had ended, or had gone on without it, is in the archive and counts nowhere."""
 
 
 class Answer(NamedTuple):

@@ -55,12 +55,12 @@ def _cut_groups(archive: Archive, answers: Sequence[Answer], size: int) -> tuple
     there = dict(archive.db.execute(counted))
     ends = {group: (how, why) for group, how, why in archive.db.execute("SELECT group_id, outcome, reason FROM groups")}
     lacking = {group for group in {*there, *ends} if there.get(group, 0) < size}
-    dropped = {group for group in lacking if ends.get(group, ("",))[0] == "dropped_stale"}
+    gone_on = {group for group in lacking if group in ends and ends[group] != ("failed", "run_ended")}
     admitted = {
         answer.group: archive.records[answer.key].admitted for answer in answers if answer.key in archive.records
     }
     behind = max((admitted[a.group] - a.version for a in answers if a.group in admitted), default=0)
-    open_ = sorted(lacking - dropped)
+    open_ = sorted(lacking - gone_on)
     oldest = [max((version for group, version in admitted.items() if group <= one), default=0) for one in open_]
     return lacking, min(oldest, default=math.inf) - max(0, behind)
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.evaluation.heldout import is_evaluation
-from kbrl_async.rollouts.buffer.events import Admitted, Closed, Lost, RolloutScored, StragglersCut, Swept
-from kbrl_async.rollouts.trajectories import TurnTaken
+from kbrl_async.rollouts.buffer.events import Closed
 from kbrl_async.runs.archive.journal import MIN_BYTES, EntryJournal
-from kbrl_async.runs.commands import Command, RolloutEnded, group_of, without_tokens
+from kbrl_async.runs.commands import Command, group_of, without_tokens
 from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
+from kbrl_async.runs.settling import note
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
 
 FILE = "aggregator.sqlite"
@@ -47,15 +46,5 @@ class RunJournal(EntryJournal[Command]):
         """The numbers of all training rollouts, turn by turn, and which of their groups lack some."""
         tally = Tally()
         for entry in self.history():
-            match entry:
-                case Admitted():
-                    tally.admitted(entry.group_id, entry.rollouts, entry.version)
-                case RolloutEnded() | TurnTaken() if not is_evaluation(entry.group_id):
-                    tally.answered(entry.group_id, entry.stats)
-                case RolloutScored():
-                    tally.ended(entry.group_id)
-                case Lost():
-                    tally.ended(entry.group_id, entry.reason)
-                case Swept() | StragglersCut():
-                    tally.swept(entry.group_ids)
+            note(tally, entry)
         return tally.answers()

@@ -19,6 +19,8 @@ class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
     """JSONL, JSON and Parquet files, folders of them, run folders; empty: right answers of the own corpus."""
     keep: AtLeastOne = 3
     """Run folders: best different verified answers of each problem that are taken."""
+    include_eval: bool = False
+    """Run folders: take right answers of evaluations too; what is held out is then learned, and says nothing later."""
     examples: AtLeastOne = 4096
     """Without files: pairs of problem and right answer that the corpus holds."""
 

@@ -41,7 +41,7 @@ async def main(stop: asyncio.Event) -> None:
     state = RunState(plan_of(config))
     with RunJournal(run_dir / FILE) as journal, Recorder(config.archive, run_dir) as recorder:
         await recorder.ended(journal.load(state), state.clock)
-        metrics = MetricsWriter(service, state)
+        metrics = MetricsWriter(service, state, journal.history())
         learns = config.method == SFT
         if (needs_policy(config) or learns) and not await until_policy(service.policies, stop):
             return

@@ -120,7 +120,9 @@ class Aggregator(RolloutActor[Command, Effect]):
     def do(self, *commands: Command) -> list[Effect]:
         if any(isinstance(command, Finished) for command in commands) and not self._state.has_all_updates:
             self._log.info("time is up", minutes=self._config.max_minutes)
-        return super().do(*commands)
+        effects = super().do(*commands)
+        self._metrics.note(commands)
+        return effects
 
     def _ended_groups(self, effects: Sequence[Effect]) -> list[str]:
         return [group.group_id for group in closed_in(effects)]

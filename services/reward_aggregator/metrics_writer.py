@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -11,16 +13,19 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
+from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
+from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
+from kbrl_async.runs.settling import SettledVersions
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import system_metrics, training_metrics
-from kbrl_async.runs.telemetry.by_version import Answers
+from kbrl_async.runs.telemetry.by_version import Answers, Part
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
@@ -37,7 +42,8 @@ CHEATING_TOLD = 0.1
 class MetricsWriter:
     """Reads the run's state, never changes it."""
 
-    def __init__(self, service: Service, state: RunState) -> None:
+    def __init__(self, service: Service, state: RunState, history: Iterable[Command] = ()) -> None:
+        """`history`: the commands of a run that is continued; their versions have been told."""
         self._service = service
         self._state = state
         settings = service.config.tensorboard
@@ -52,6 +58,9 @@ class MetricsWriter:
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
+        self._versions = SettledVersions()
+        self._versions.note(history)
+        self._newest: Part | None = next(reversed(self._versions.new(state.version)), None)
         self._best = dict(state.fastest)
         for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
@@ -77,19 +86,36 @@ class MetricsWriter:
         if self._traces is not None:
             self._traces.add(record, scored.sample.reward if scored else None)
 
+    def note(self, commands: Sequence[Command]) -> None:
+        """What was done; a version whose last answers have come in is told."""
+        self._versions.note(commands)
+        if any(isinstance(command, BatchTrained) for command in commands):
+            self._tell_versions(self._state.version)
+
+    def _tell_versions(self, newest: float) -> None:
+        for part in self._versions.new(newest):
+            self._newest = part
+            if self._training is not None:
+                self._training.scalars(training_metrics.version_scalars(part.stats), part.last)
+
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
-        """One update: a line on the terminal, and everything of it in TensorBoard."""
-        rates = training_metrics.outcome_rates(rollouts)
-        told = {
-            name: value for name, value in rates.items() if name != "format_rate" and (value or name != "cheat_rate")
-        }
-        shown = {name: round(value, 3) for name, value in told.items()}
+        """One update: a line on the terminal, and everything of it in TensorBoard.
+
+        What the line says of answers is of the newest version all of whose answers are in. Those that cheat are told of
+        at once.
+        """
+        caught = training_metrics.outcome_rates(rollouts).get("cheat_rate", 0.0)
+        rates = training_metrics.outcome_rates(self._newest.stats) if self._newest else {}
+        told = {name: value for name, value in rates.items() if name not in ("format_rate", "cheat_rate")}
+        told |= {"cheat_rate": caught} if caught else {}
+        shown: dict[str, float] = {"answers_of": self._newest.last} if self._newest else {}
+        shown |= {name: round(value, 3) for name, value in told.items()}
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
         self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
-        if rates.get("cheat_rate", 0.0) > CHEATING_TOLD:
-            self._tell_of_cheating(rates["cheat_rate"], [r for r in rollouts if r.cheated])
+        if caught > CHEATING_TOLD:
+            self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
             training_metrics.scalars(rollouts, per_level=settings.per_level)
@@ -120,6 +146,9 @@ class MetricsWriter:
         config = self._service.config
         limits = {"max_steps": config.max_steps, "max_staleness": config.max_staleness}
         shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
+        if self._newest is not None:
+            shown["answers_of"] = self._newest.last
+            scalars = scalars | training_metrics.version_scalars(self._newest.stats)
         self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
 
     def round_begun(self, version: int) -> None:
@@ -154,6 +183,7 @@ class MetricsWriter:
         :param answers: all of training.
         """
         self.tick()
+        self._tell_versions(math.inf)
         state = self._state
         ended = time.time() - max(0.0, seconds - state.last_update)
         begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))

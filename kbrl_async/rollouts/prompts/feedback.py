@@ -139,7 +139,7 @@ def _told(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> 
         parts.append(f"Your last answer:\n\n```python\n{kernel.rstrip()}\n```\n")
     elif feedback.kernel:
         parts.append("Your last answer is too long to be shown again.\n")
-    parts.append(f"Its result: {_status(feedback)}\n")
+    parts.append("Its result:\n" + "\n".join(_status(feedback)) + "\n")
     if error:
         parts.append("```\n" + "\n".join(error) + "\n```\n")
     parts.append(f"{feedback.hint} Answer with the whole improved file.\n")
@@ -153,12 +153,19 @@ def _compact_forms(first: str, feedback: Feedback) -> Iterator[str]:
     yield first
 
 
-def _status(feedback: Feedback) -> str:
+_NOT_BUILT = frozenset({Fault.FORMAT_ERROR, Fault.STATIC_VIOLATION, Fault.COMPILE_ERROR})
+
+
+def _status(feedback: Feedback) -> Iterator[str]:
+    """One fact a line: a model finds each at the same place in every turn."""
+    yield f"Compiled: {'no' if feedback.fault in _NOT_BUILT else 'yes'}"
+    if feedback.total:
+        yield f"Tests passed: {feedback.passed} of {feedback.total}"
     if feedback.fault is Fault.OK:
-        speed = "not timed" if feedback.speedup is None else f"speedup {feedback.speedup:.2f}×"
-        return f"correct, {speed}{f' ({feedback.limits})' if feedback.limits else ''}."
-    tried = f", {feedback.passed} of {feedback.total} input sets passed" if feedback.total else ""
-    return f"{feedback.fault.value.replace('_', ' ')}{tried}."
+        speed = "not timed" if feedback.speedup is None else f"{feedback.speedup:.2f}×"
+        yield f"Speedup: {speed}{f' ({feedback.limits})' if feedback.limits else ''}"
+    else:
+        yield f"Failed as: {feedback.fault.value.replace('_', ' ')}"
 
 
 def compact_turn(first: str, feedback: Feedback) -> str:

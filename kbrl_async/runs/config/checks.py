@@ -89,7 +89,7 @@ def _learning(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.group_size < COMPARED and config.advantage not in NEEDS_NO_GROUP:
         cause = f"advantage={config.advantage} compares the rollouts of a group, and group_size is {config.group_size}"
         yield "group_size", cause, "Raise group_size, or use method=reinforce (advantage=running_mean or none)"
-    if config.preset is not None and config.method != "grpo":
+    if config.preset is not None and config.method not in ("grpo", "sft"):
         named, own = PRESETS[config.preset], METHODS[config.method]
         other = [key for key in ("loss", "advantage") if key in named and named[key] != own.get(key)]
         if other:

@@ -46,6 +46,7 @@ class SftDataset:
         assert demonstrations, "there is something to learn"
         # Arrays: a list of a large vocabulary's ids takes nine times the memory.
         self._spans = [[(array("i", s.prompt_ids), array("i", s.token_ids)) for s in x.spans] for x in demonstrations]
+        self._weights = array("d", (x.weight for x in demonstrations))
         self._group_size = group_size
         self._order = lru_cache(maxsize=2)(
             lambda turn: random.Random(f"{seed}.{turn}").sample(range(len(demonstrations)), len(demonstrations))
@@ -59,9 +60,10 @@ class SftDataset:
         group, _, member = rollout_id.partition(".r")
         number = int(group.removeprefix("g")) * self._group_size + int(member)
         turn, place = divmod(number, len(self))
+        chosen = self._order(turn)[place]
         return [
-            TrainSample(rollout_id, list(prompt), list(ids), [0.0] * len(ids), 0.0, 1.0, version, k)
-            for k, (prompt, ids) in enumerate(self._spans[self._order(turn)[place]])
+            TrainSample(rollout_id, list(prompt), list(ids), [0.0] * len(ids), 0.0, self._weights[chosen], version, k)
+            for k, (prompt, ids) in enumerate(self._spans[chosen])
         ]
 
 
@@ -83,7 +85,7 @@ def find(config: Config, renderer: Renderer) -> Found:
     """
     settings = config.demonstrations
     if settings.files:
-        return gather(settings.files, renderer, settings.keep)
+        return gather(settings.files, renderer, settings.keep, include_eval=settings.include_eval)
     lessons = [renderer(conversation, "corpus") for conversation in corpus(config)]
     return Found(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0})
 

@@ -6,7 +6,9 @@
 | ShareGPT | `conversations: [{from, value}]` | `gpt`, `assistant`, `model`, `bot` |
 | Alpaca | `instruction`, `input` (may be missing or empty), `output`, optional `system` | `output` |
 | completion | `prompt`, `completion`: two texts, or two lists of messages | `completion` |
-| plain | `prompt` (or `question`), `response` (or `answer`) | `response` |
+| plain | `prompt` (or `question`), `response` (or `answer`); `input`, `output` | `response` |
+
+Each record may have a `weight`, or a `reward`, by which it counts beside the others.
 
 To add one: a function from the record to a conversation and a line in `_READERS`, whose keys say when it is meant.
 
@@ -15,6 +17,7 @@ Invariant: every assistant message is a target, unless its own `weight` or `trai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +48,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """It is put into the model's chat template; else the texts stand as they are, the prompt before its answer."""
     is_asked: bool = False
     """Its prompt is one of ours: it is put before the model as a sampler does."""
+    weight: float = 1.0
+    """How much it counts beside the others; only proportions matter."""
 
     @property
     def targets(self) -> list[int]:
@@ -58,10 +63,21 @@ def conversation_of(record: Any) -> Conversation:
         raise FormatError(f"a JSON object is needed, not {_kind(record)}")
     for keys, read in _READERS:
         if all(key in record for key in keys):
-            return _checked(read(record))
-    known = "messages · conversations · instruction+output · prompt+completion · prompt+response"
+            return msgspec.structs.replace(_checked(read(record)), weight=_weight(record))
+    known = "messages · conversations · instruction+output · input+output · prompt+completion · prompt+response"
     have = ", ".join(map(str, list(record)[:6])) or "none"
     raise FormatError(f"no known format: its keys are {have}; known: {known}")
+
+
+def _weight(record: Mapping[str, Any]) -> float:
+    """`weight`, else `reward`, else 1."""
+    name = next((name for name in ("weight", "reward") if record.get(name) is not None), "")
+    given = record.get(name, 1.0)
+    if not isinstance(given, int | float) or not math.isfinite(given):
+        raise FormatError(f"{name} is {given!r}, not a number")
+    if given <= 0:
+        raise FormatError(f"its {name} is {given:g}: nothing of it is to be learned")
+    return float(given)
 
 
 def _checked(found: Conversation) -> Conversation:
@@ -154,6 +170,7 @@ _READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Conversatio
     (("messages",), _openai),
     (("conversations",), _sharegpt),
     (("instruction", "output"), _alpaca),
+    (("input", "output"), _plain("input", "output")),
     (("prompt", "completion"), _completion),
     (("prompt", "response"), _plain("prompt", "response")),
     (("question", "answer"), _plain("question", "answer")),

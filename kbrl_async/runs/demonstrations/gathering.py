@@ -52,14 +52,15 @@ class Found(msgspec.Struct):
         return {**figures, "left_out": [msgspec.to_builtins(problem) for problem in self.problems]}
 
 
-def gather(sources: Sequence[str], renderer: Renderer, keep: int) -> Found:
+def gather(sources: Sequence[str], renderer: Renderer, keep: int, *, include_eval: bool) -> Found:
     """SftDataset of files, folders of files and runs, in that order.
 
     :param keep: best answers a problem that a run gives.
+    :param include_eval: right answers of a run's evaluations, too.
     :raises UserError: a source is missing, or all together hold nothing that can be learned.
     """
     found = Found()
-    for where, record in _all(sources, keep):
+    for where, record in _all(sources, keep, include_eval):
         found.counts["read"] += 1
         try:
             conversation = record if isinstance(record, Conversation) else _read(record)
@@ -74,11 +75,11 @@ def gather(sources: Sequence[str], renderer: Renderer, keep: int) -> Found:
     return found
 
 
-def _all(sources: Sequence[str], keep: int) -> Iterator[tuple[str, Any]]:
+def _all(sources: Sequence[str], keep: int, include_eval: bool) -> Iterator[tuple[str, Any]]:
     for source in sources:
         path = Path(source).expanduser()
         if archives.is_run(path):
-            yield from archives.best_answers(path, keep)
+            yield from archives.best_answers(path, keep, include_eval=include_eval)
         else:
             for file in files_of(path):
                 yield from records(file)

@@ -31,6 +31,7 @@ class Lesson(NamedTuple):
 
     spans: tuple[LearnedTurn, ...]
     where: str = ""
+    weight: float = 1.0
 
     @property
     def length(self) -> int:
@@ -68,7 +69,7 @@ class Renderer:
             if conversation.is_asked:
                 prompt = self._ask(prompt)
             spans.append(self._span(prompt, answer))
-        lesson = Lesson(tuple(spans), where)
+        lesson = Lesson(tuple(spans), where, conversation.weight)
         if self._limit and lesson.length > self._limit:
             raise TooLong(f"{lesson.length} tokens, and the model reads {self._limit}")
         return lesson

@@ -293,6 +293,8 @@ class Tally:
         self._listed: list[Answer] = []
         self._awaited: dict[str, int] = {}
         self._admitted: dict[str, int] = {}
+        self._behind = 0
+        """Most versions that a sampler was behind the learner when a group was admitted."""
         self._dropped: set[str] = set()
         self._lost: Counter[str] = Counter()
 
@@ -301,6 +303,7 @@ class Tally:
 
     def answered(self, group_id: str, stats: RolloutStats) -> None:
         self._listed.append(Answer(group_id, stats))
+        self._behind = max(self._behind, self._admitted.get(group_id, 0) - stats.policy_version)
 
     def ended(self, group_id: str, lost: str = "") -> None:
         """A rollout of the group; `lost`: why it has no reward."""
@@ -317,6 +320,17 @@ class Tally:
     def answers(self) -> Answers:
         """A group's answers may be older than its admission, where a sampler was behind the learner; what a group lacks
         is taken to be as much older as any answer of the run was."""
-        behind = max((self._admitted[g] - s.policy_version for g, s in self._listed if g in self._admitted), default=0)
-        oldest = {group_id: self._admitted.get(group_id, 0) - max(0, behind) for group_id in self._awaited}
+        oldest = {group_id: self._admitted.get(group_id, 0) - self._behind for group_id in self._awaited}
         return Answers(self._listed, oldest, frozenset(self._dropped), dict(self._lost))
+
+    def horizon(self, newest: float) -> float:
+        """The first version that an open group may still write in, or one that is admitted at `newest` or later."""
+        return min([newest, *(self._admitted.get(group_id, 0) for group_id in self._awaited)]) - self._behind
+
+    def forget(self, horizon: float) -> None:
+        """Answers that count for versions before, and groups that nothing is awaited of any more."""
+        version = _versions(self._listed)
+        self._listed = [a for a in self._listed if version(a) >= horizon or a.group_id in self._awaited]
+        left = {answer.group_id for answer in self._listed} | self._awaited.keys()
+        self._admitted = {group_id: version for group_id, version in self._admitted.items() if group_id in left}
+        self._dropped &= left

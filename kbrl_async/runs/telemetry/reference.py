@@ -98,6 +98,11 @@ _RATES = {
     "fast_1_proven": "share that was correct and whose whole interval lies above 1",
     "speedup_mean": "geometric mean of the speedups of correct kernels",
 }
+_VERSIONS = {
+    f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
+} | {
+    "version/success_rate": "share of its rollouts with a correct turn, where they take several",
+}
 _BROKEN_DOWN = {f"level{{level}}/{name}": f"{words}, of this level" for name, words in _RATES.items()} | {
     f"turn_{{turn}}/{name}": f"{words}, of this turn" for name, words in _RATES.items()
 }
@@ -146,6 +151,7 @@ _SYSTEM = {
     "throughput/updates_per_h": "updates an hour",
 }
 TAGS: Mapping[str, Mapping[str, str]] = {
+    "By policy version: training": _VERSIONS,
     "By update: rollouts": _BY_UPDATE,
     "By update: learner": _LEARNER,
     "By update: levels and turns": _BROKEN_DOWN | _TURNS,
@@ -154,8 +160,10 @@ TAGS: Mapping[str, Mapping[str, str]] = {
 }
 """Chapter → tag → what it is."""
 _NOTES = {
+    "By policy version: training": "At the version that wrote the answers, whenever they were scored, once all of them"
+    " are in: a few updates later. What the run's end cut off is in none.",
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
-    " without those whose rewards were all alike. `kbrl report` goes by policy version.",
+    " of several policy versions, without those whose rewards were all alike. No measure of a policy.",
     "By policy version: evaluation": "`{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",
     "By second: the system": "Written by the broker once a second into `metrics/system.jsonl`, from there here.",

@@ -93,12 +93,13 @@ def _rates(view: View) -> Text:
 
 def _update(view: View) -> Text:
     facts = view.facts
-    if "reward_mean" not in facts:
+    if "updates" not in facts:
         return _pairs(("last update", "none yet"))
     total = f"/{facts['max_steps']:.0f}" if "max_steps" in facts else ""
     return _pairs(
         ("update", f"{facts.get('updates', view.policy_version):.0f}{total}"),
-        ("reward", f"{facts['reward_mean']:.3f}"),
+        *((("version", f"{facts['answers_of']:.0f}"),) if "answers_of" in facts else ()),
+        *((("reward", f"{facts['reward_mean']:.3f}"),) if "reward_mean" in facts else ()),
         *((name, f"{facts[key]:.0%}") for name, key in _RATES if key in facts),
         *((("speedup", f"{facts['speedup_mean']:.2f}×"),) if "speedup_mean" in facts else ()),
     )

@@ -27,17 +27,22 @@ PARTS = ("training", "system")
 
 DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Reward": {
-        "mean, min and max": ["reward/(mean|min|max)"],
-        "spread": ["reward/std"],
+        "mean, by the policy version that wrote the answers": ["version/reward_mean"],
+        "of the batch: mean, min and max": ["reward/(mean|min|max)"],
+        "of the batch: spread": ["reward/std"],
     },
     "Rates": {
-        "stages passed": ["rate/(format|compile|correct|fast_1.*)"],
+        "stages passed, by policy version": ["version/(format_rate|compile_rate|correct_rate|fast_1.*)"],
+        "of the batch: stages passed": ["rate/(format|compile|correct|fast_1.*)"],
         "cheating": ["rate/cheat"],
         "answers finished": ["rate/completion"],
         "length of answers, tokens": ["tokens/answer_mean"],
         "groups by outcome": ["groups/groups_.*"],
     },
-    "Speed": {"speedup of correct kernels": ["speedup/.*"]},
+    "Speed": {
+        "speedup of correct kernels, by policy version": ["version/speedup_mean"],
+        "of the batch: speedup of correct kernels": ["speedup/.*"],
+    },
     "Staleness": {
         "versions behind when trained on": ["staleness/versions.*"],
         "versions behind after each stage": ["staleness/at_.*"],
@@ -64,6 +69,7 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "correct by turn": [r"turn_\d+/correct_rate"],
         "reward by turn": [r"turn_\d+/reward_mean"],
         "compiles by turn": [r"turn_\d+/compile_rate"],
+        "rollouts with a correct turn, by policy version": ["version/success_rate"],
         "rollouts with a correct turn": ["trajectory/success_rate"],
         "turns of a rollout": ["trajectory/avg_turns"],
         "correct turns and best reward": ["trajectory/(max_correct_per_trajectory|best_reward)"],

@@ -80,6 +80,14 @@ def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
     return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
 
 
+def version_scalars(answers: Sequence[RolloutStats]) -> dict[str, float]:
+    """TensorBoard tag → value for all answers that a policy version wrote."""
+    rates = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
+    if not any(r.turn for r in answers):
+        return rates
+    return rates | {"version/success_rate": turn_scalars(answers)["trajectory/success_rate"]}
+
+
 def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
     return statistics.fmean(r.reward for r in rollouts if r.role == role)
 

@@ -42,6 +42,7 @@ def written_tags() -> Iterator[str]:
     yield from training_metrics.scalars(
         [*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)], per_level=True
     )
+    yield from training_metrics.version_scalars(rollouts())
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)

@@ -174,3 +174,10 @@ def test_files_need_the_method() -> None:
     with pytest.raises(ConfigError, match="method=sft"):
         load(overrides=["demonstrations.files=data.jsonl"])
     assert config("demonstrations.files=data.jsonl,runs/a").demonstrations.files == ["data.jsonl", "runs/a"]
+
+
+def test_a_lesson_counts_by_its_weight() -> None:
+    heavy = [lesson(0)._replace(weight=3.0), lesson(1)]
+    groups = run(RolloutBuffer(plan_of(config()).buffer), SftDataset(heavy, GROUP, seed=0), 1)
+    by_lesson = {sample.token_ids[0] - 100: sample.advantage for group in groups for sample in group.samples}
+    assert by_lesson == pytest.approx({0: 1.5, 1: 0.5})

@@ -21,8 +21,8 @@ from kbrl_async.kernels.problems.contract import bound_names, parse_problem
 from protocols.records import Problem
 
 DIFFICULTIES = {"trivial": 0.0, "easy": 0.2, "medium": 0.5, "hard": 0.8, "very hard": 1.0, "expert": 1.0}
-LEVEL = 1
-"""Of tasks that name none."""
+LEVEL, LEVELS = 1, 4
+"""Of tasks that name none, and how many there are."""
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64", "long", "uint8"})
 _PREAMBLE = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
 
@@ -48,16 +48,25 @@ def load_tasks(path: Path) -> list[Problem]:
 
 
 def task_problem(row: Any, number: int, origin: str) -> Problem:
-    """One task as a problem; its level is `level` where the task has one, else 1."""
+    """One task as a problem. Its level is `level` where the task has one, else a difficulty of 2, 3 or 4, else 1."""
     if not isinstance(row, dict) or not isinstance(row.get("pytorch_code"), str):
         raise ProblemError(f"{origin} has no pytorch_code", "A task has id, instruction, pytorch_code, test_inputs")
-    level = row.get("level", LEVEL)
+    level = row.get("level", _level_of(row.get("difficulty")))
     if not isinstance(level, int):
         raise ProblemError(f"{origin}: level {level!r} is no number", "Write a whole number, or leave it out")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", str(row.get("id", number))).strip("_") or str(number)
     source = _said(row.get("instruction")) + _source(row, origin)
-    difficulty, split = _difficulty(row.get("difficulty"), origin), str(row.get("split", "train"))
+    given = row.get("difficulty")
+    is_level = "level" not in row and isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= LEVELS
+    difficulty = (level - 1) / (LEVELS - 1) if is_level else _difficulty(given, origin)
+    split = str(row.get("split", "train"))
     return parse_problem(source, f"L{level}/{name}", level=level, origin=origin, difficulty=difficulty, split=split)
+
+
+def _level_of(difficulty: Any) -> int:
+    """Whole numbers from 1 to 4 are KernelBench's levels where no level is given."""
+    is_level = isinstance(difficulty, int) and not isinstance(difficulty, bool) and 1 <= difficulty <= LEVELS
+    return difficulty if is_level else LEVEL
 
 
 def _said(instruction: Any) -> str:

@@ -236,3 +236,13 @@ def test_a_users_own_source_gives_problems_or_says_where_they_lie(
         load_problems(f"{own}:nothing")
     with pytest.raises(UserError, match="can't be imported"):
         load_problems(f"{own}:missing")
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "level", "share"), [(1, 1, 0.0), (3, 3, 2 / 3), (4, 4, 1.0), (5, 1, 0.5), (2.0, 1, 0.2)]
+)
+def test_whole_difficulties_from_1_to_4_are_levels(tmp_path: Path, difficulty: float, level: int, share: float) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(task(difficulty=difficulty)))
+    (one,) = load_problems(str(path))
+    assert (one.level, one.difficulty) == (level, pytest.approx(share))

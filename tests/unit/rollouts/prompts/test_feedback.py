@@ -69,13 +69,19 @@ def test_thoughts_are_dropped_and_the_kernel_goes_on() -> None:
     prompt = render_turn("zero_shot", PROBLEM, told(turn(WRITTEN, BUILT, result(Fault.INCORRECT)), "c"))
     assert "KERNEL" in prompt
     assert "secret thought" not in prompt
-    assert "2 of 5 input sets passed" in prompt
+    assert "Compiled: yes\nTests passed: 2 of 5\nFailed as: incorrect\n" in prompt
 
 
 def test_a_correct_kernel_is_told_its_speed() -> None:
     prompt = render_turn("zero_shot", PROBLEM, told(turn(WRITTEN, BUILT, result(Fault.OK, speedup=0.5)), "c"))
-    assert "speedup 0.50×" in prompt
+    assert "Compiled: yes\n" in prompt
+    assert "Speedup: 0.50×" in prompt
     assert "0.5 ms of PyTorch" in prompt
+
+
+def test_what_did_not_compile_is_told_so() -> None:
+    failed = told(turn(WRITTEN, BuildReport(Fault.COMPILE_ERROR, message="x undeclared")), "c")
+    assert "Compiled: no\nFailed as: compile error\n" in render_turn("zero_shot", PROBLEM, failed)
 
 
 def test_hints_speak_of_the_backend() -> None:

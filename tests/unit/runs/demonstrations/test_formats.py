@@ -32,6 +32,7 @@ ONE_TURN = [("user", "add", False), ("assistant", "a + b", True)]
         ({"prompt": "add", "completion": "a + b"}, False),
         ({"prompt": "add", "response": "a + b", "id": 7}, False),
         ({"question": "add", "answer": "a + b"}, False),
+        ({"input": "add", "output": "a + b"}, False),
     ],
 )
 def test_every_format_gives_the_same_conversation(record: dict[str, Any], is_chat: bool) -> None:
@@ -83,3 +84,14 @@ def test_assistant_turns_of_a_prompt_are_history_only() -> None:
 def test_what_is_wrong_is_said(record: Any, reason: str) -> None:
     with pytest.raises(FormatError, match=reason):
         conversation_of(record)
+
+
+@pytest.mark.parametrize(("more", "weight"), [({}, 1.0), ({"weight": 2}, 2.0), ({"reward": 0.5}, 0.5)])
+def test_a_record_counts_by_its_weight_or_its_reward(more: dict[str, Any], weight: float) -> None:
+    assert conversation_of({"input": "add", "output": "a + b", **more}).weight == weight
+
+
+@pytest.mark.parametrize("weight", [0, -1, "much", float("nan")])
+def test_a_weight_that_can_not_be_learned_by_is_refused(weight: object) -> None:
+    with pytest.raises(FormatError, match="weight"):
+        conversation_of({"input": "add", "output": "a + b", "weight": weight})

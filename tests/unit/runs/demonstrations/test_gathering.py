@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import MissingTool, UserError
@@ -19,6 +20,7 @@ from protocols.records import (
     BenchReport,
     Fault,
     Problem,
+    Purpose,
     Verdict,
 )
 from protocols.rollout import Record
@@ -39,7 +41,7 @@ def lines(path: Path, *content: object) -> str:
 
 def test_bad_lines_are_named_by_file_and_line_and_the_good_ones_learned(tmp_path: Path, renderer: Renderer) -> None:
     data = lines(tmp_path / "data.jsonl", PAIR, "{broken", "", {"text": "x"}, PAIR, {**PAIR, "response": "b" * 90})
-    found = gather([data], renderer, keep=3)
+    found = gather([data], renderer, keep=3, include_eval=False)
     assert [lesson.where for lesson in found.lessons] == [f"{data}:1", f"{data}:5"]
     assert [(p.where, p.kind, p.reason[:14]) for p in found.problems] == [
         (f"{data}:2", "bad", "no JSON: Expec"),
@@ -50,7 +52,7 @@ def test_bad_lines_are_named_by_file_and_line_and_the_good_ones_learned(tmp_path
 
 
 def test_the_account_adds_up(tmp_path: Path, renderer: Renderer) -> None:
-    account = gather([lines(tmp_path / "data.jsonl", PAIR, "{", PAIR)], renderer, keep=3).account()
+    account = gather([lines(tmp_path / "data.jsonl", PAIR, "{", PAIR)], renderer, keep=3, include_eval=False).account()
     assert account["read"] == account["lessons"] + account["bad"] + account["too_long"] == 3
     assert account["left_out"][0]["where"].endswith("data.jsonl:2")
     assert (account["turns"], account["target_tokens"]) == (2, 12)
@@ -82,7 +84,7 @@ def test_a_folder_is_all_of_its_files_in_order(tmp_path: Path, renderer: Rendere
     lines(tmp_path / "a.json", [PAIR])
     lines(tmp_path / "more" / "c.ndjson", PAIR)
     (tmp_path / "notes.txt").write_text("not data")
-    found = gather([str(tmp_path)], renderer, keep=3)
+    found = gather([str(tmp_path)], renderer, keep=3, include_eval=False)
     assert [Path(lesson.where).name for lesson in found.lessons] == ["a.json:1", "b.jsonl:1", "c.ndjson:1"]
 
 
@@ -91,21 +93,21 @@ def test_a_folder_without_data_is_refused(content: dict[str, str], tmp_path: Pat
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match="holds no demonstrations"):
-        gather([str(tmp_path)], renderer, keep=3)
+        gather([str(tmp_path)], renderer, keep=3, include_eval=False)
 
 
 def test_a_file_that_is_not_there_or_unknown_is_refused(tmp_path: Path, renderer: Renderer) -> None:
     with pytest.raises(UserError, match="there is no file"):
-        gather([str(tmp_path / "none.jsonl")], renderer, keep=3)
+        gather([str(tmp_path / "none.jsonl")], renderer, keep=3, include_eval=False)
     (tmp_path / "data.csv").write_text("a,b")
     with pytest.raises(UserError, match="Known endings"):
-        gather([str(tmp_path / "data.csv")], renderer, keep=3)
+        gather([str(tmp_path / "data.csv")], renderer, keep=3, include_eval=False)
 
 
 def test_nothing_to_learn_is_an_error_with_the_first_reason(tmp_path: Path, renderer: Renderer) -> None:
     data = lines(tmp_path / "data.jsonl", "{", "[")
     with pytest.raises(UserError, match=r"data\.jsonl:1: no JSON"):
-        gather([data], renderer, keep=3)
+        gather([data], renderer, keep=3, include_eval=False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -152,7 +154,7 @@ def test_a_run_gives_the_best_different_verified_answers_of_each_problem(tmp_pat
         (answer("r3", "wrong", Fault.INCORRECT), 0.95),
         (answer("r4", "slowest"), 0.5),
     )
-    found = [c.messages[-1].content for _, c in best_answers(run, 2) if isinstance(c, Conversation)]
+    found = [c.messages[-1].content for _, c in best_answers(run, 2, include_eval=False) if isinstance(c, Conversation)]
     assert found == ["fast", "slow"]
 
 
@@ -163,7 +165,7 @@ def test_held_out_problems_and_cut_answers_of_a_run_are_left_out_by_name(tmp_pat
         (answer("r1", "b", finish="length"), 0.8),
         (answer("r2", "c"), 0.7),
     )
-    found = dict(best_answers(run, 3))
+    found = dict(best_answers(run, 3, include_eval=False))
     assert "held out" in str(found[f"{run}:r0"])
     assert "cut off" in str(found[f"{run}:r1"])
     assert isinstance(found[f"{run}:r2"], Conversation)
@@ -171,5 +173,19 @@ def test_held_out_problems_and_cut_answers_of_a_run_are_left_out_by_name(tmp_pat
 
 def test_a_run_and_a_file_are_read_alike(tmp_path: Path, renderer: Renderer) -> None:
     run = write_run(tmp_path / "run", (answer("r0", "kernel"), 0.9))
-    found = gather([str(run), lines(tmp_path / "more.jsonl", PAIR)], renderer, keep=3)
+    found = gather([str(run), lines(tmp_path / "more.jsonl", PAIR)], renderer, keep=3, include_eval=False)
     assert [lesson.where for lesson in found.lessons] == [f"{run}:r0", f"{tmp_path / 'more.jsonl'}:1"]
+
+
+def test_answers_of_evaluations_are_taken_where_they_are_asked_for(tmp_path: Path, renderer: Renderer) -> None:
+    held_out = answer("r0", "kernel", split="heldout")
+    asked = msgspec.structs.replace(held_out.request, purpose=Purpose.EVAL)
+    run = write_run(tmp_path / "run", (msgspec.structs.replace(held_out, request=asked), 0.9))
+    with pytest.raises(UserError, match="no demonstration"):
+        gather([str(run)], renderer, keep=3, include_eval=False)
+    assert len(gather([str(run)], renderer, keep=3, include_eval=True).lessons) == 1
+
+
+def test_weights_reach_the_lesson(tmp_path: Path, renderer: Renderer) -> None:
+    data = lines(tmp_path / "data.jsonl", {**PAIR, "weight": 3}, PAIR)
+    assert [lesson.weight for lesson in gather([data], renderer, keep=3, include_eval=False).lessons] == [3.0, 1.0]

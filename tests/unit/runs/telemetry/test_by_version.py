@@ -9,8 +9,10 @@ import pytest
 from scipy.stats import binomtest, t
 
 from kbrl_async.evaluation.proportions import clustered_mean, clustered_share, wilson
+from kbrl_async.rollouts.buffer.events import BatchTrained
+from kbrl_async.runs.settling import SettledVersions, note
 from kbrl_async.runs.telemetry import by_version
-from kbrl_async.runs.telemetry.by_version import Answer, Answers, Tally, ends, fields, points, sentence, settled
+from kbrl_async.runs.telemetry.by_version import Answer, Answers, Part, Tally, ends, fields, points, sentence, settled
 from protocols.records import VERIFIER
 from tests.records import stats
 from tests.slow_bench import COMPILES, CORRECT, SlowBench, tenths
@@ -222,16 +224,38 @@ def test_a_run_that_is_cut_off_is_not_judged_by_what_was_quick(seed: int) -> Non
     assert math.fsum(newest) / len(newest) < CORRECT - 0.1, "with the open groups it seems to get worse"
 
 
+# ── while it goes on ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def told_live(run: SlowBench) -> tuple[list[Part], int]:
+    """What is told after each update and at the end, and how many answers were kept at most."""
+    live, told, most = SettledVersions(), list[Part](), 0
+    for entry in run.entries:
+        live.note([entry])
+        if isinstance(entry, BatchTrained):
+            told += live.new(entry.version)
+        most = max(most, len(live))
+    return [*told, *live.new()], most
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 300.0], ids=["to its end", "cut off"])
+def test_each_version_is_told_once_with_all_of_its_answers_as_soon_as_they_are_in(until_s: float) -> None:
+    run = SlowBench(updates=40, until_s=until_s)
+    told, most = told_live(run)
+    whole = settled(tallied(run)).versions
+    assert [part.last for part in told] == list(whole)
+    assert [part.figures() for part in told] == [Part(v, v, listed).figures() for v, listed in whole.items()]
+    assert most < 8 * 8 * 8, "it remembers what is open, not the run"
+
+
+def test_what_is_told_first_is_not_what_was_quick() -> None:
+    told = [told_live(SlowBench(updates=14, seed=seed))[0][0] for seed in range(24)]
+    assert {part.last for part in told} == {0}
+    assert math.fsum(part.figures()["correct_rate"].value for part in told) / 24 == pytest.approx(CORRECT, abs=0.03)
+
+
 def tallied(run: SlowBench) -> Answers:
     tally = Tally()
     for entry in run.entries:
-        match type(entry).__name__, entry:
-            case "Admitted", e:
-                tally.admitted(e.group_id, e.rollouts, e.version)  # type: ignore[union-attr]
-            case "RolloutEnded", e:
-                tally.answered(e.group_id, e.stats)  # type: ignore[union-attr]
-            case "RolloutScored", e:
-                tally.ended(e.group_id)  # type: ignore[union-attr]
-            case "Swept", e:
-                tally.swept(e.group_ids)  # type: ignore[union-attr]
+        note(tally, entry)
     return tally.answers()
