@@ -9,7 +9,8 @@ A recording is written by whoever may lie, and nothing in it is believed: a wron
 hold is only that a replayer stays within the arena and within what was built: places lie in the arena, kernels come
 from the candidate's own built artifacts, every other step is an operator that the trusted side knows.
 
-Places are byte offsets in the arena, which has the same address in recorder and replayer.
+Places are byte offsets in the arena, which has the same address in recorder and replayer. Nodes are in an order in which
+they can run one after the other: `after` names earlier ones only.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class Kernel(msgspec.Struct, frozen=True, tag="kernel"):
     """One launch of a kernel that was built from the candidate's source."""
 
     artifact: str
-    """Key of the built artifact that holds it."""
+    """sha256 of the machine code that holds it, as 64 hexadecimal digits: of one cubin in a bundle, or of a whole
+    shared object. The key of an artifact would not do: a bundle holds several kernels of one name."""
     name: str
+    """The linker's name."""
     grid: Size3
     block: Size3
     shared: Count
@@ -42,6 +45,8 @@ class Kernel(msgspec.Struct, frozen=True, tag="kernel"):
     is_cooperative: bool = False
     is_serialized: bool = False
     """Programmatic dependent launch."""
+    carveout: int = -1
+    """Percent of the cache that the function asks for as shared memory, as its attribute says; -1: it asks for none."""
 
 
 class Memset(msgspec.Struct, frozen=True, tag="memset"):
@@ -71,24 +76,19 @@ class Operator(msgspec.Struct, frozen=True, tag="operator"):
     name: str
     """`aten::mm.out`, `aten::add.Tensor`: looked up in the list of those that are allowed."""
     arguments: Any
-    """A `wire.Tree` over `tensors`: the positional arguments, and a dict of the others: `["L", [positional, named]]`."""
+    """A `wire.Tree` over `tensors`: the positional arguments, and a dict of the others: `["L", [positional, named]]`.
+    Of the named ones, `device`, `layout` and `pin_memory` are left out."""
     tensors: list[wire.TensorMeta]
     results: list[wire.TensorMeta]
     """Where its results lie; one that returns its own argument has the same place."""
+    allocations: list[tuple[Count, Count]] = []
+    """(place, bytes) of all memory that it asked for, in that order, its results among it. The same operator asks for
+    the same again and is given the same places, so that nothing has to be copied and it takes as long; where it asks
+    for other sizes it gets other memory, and its results are copied to their places."""
     after: list[Count] = []
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
-    """One call of a C function that was built from the candidate's source."""
-
-    artifact: str
-    name: str
-    arguments: list[wire.TensorMeta | int | float]
-    kinds: list[str]
-    """Of each argument, as C names it: `pointer`, `long`, `float`, `double` …"""
-
-
-Node = Kernel | Memset | Memcpy | Operator | Call
+Node = Kernel | Memset | Memcpy | Operator
 
 
 class Forward(msgspec.Struct, frozen=True):
@@ -102,10 +102,16 @@ class Forward(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     forwards: list[Forward] = []
     """By slot."""
-    image: tuple[Count, Count] = (0, 0)
-    """Begin and end of what lasts from call to call (weights and what was made from them): it is restored before each
-    replay, and everything else but the inputs is poisoned."""
+    image: list[tuple[Count, Count]] = []
+    """Begin and end of each stretch that lasts from call to call (weights and what was made from them), in order of
+    place: they are restored before each replay, and everything else but the inputs is poisoned. The recorder's own
+    arena holds their content until its next order."""
     used: Count = 0
     """End of all that forward uses."""
     refused: str = ""
     """Why this forward can't be recorded, in words; then the rest is empty."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Recording).decode
+"""Of what was validated: `validation.read` is for what a recorder sends."""

@@ -40,7 +40,7 @@ class Reference:
         self.seed = rng.getrandbits(31)
         self.uses = 0
         self._rehearsals: list[InputSet] = []
-        self._replays = Replays(self, options)
+        self._replays = Replays(options)
         try:
             self.session = self._begin(zygote)
         except CandidateFault as fault:
@@ -122,7 +122,7 @@ class Reference:
 
         :raises Refused: there can't be one.
         """
-        return self._replays.of(zygote, session, artifacts, judge)
+        return self._replays.of(self, zygote, session, artifacts, judge)
 
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
@@ -132,7 +132,7 @@ class Reference:
         """A fresh child of the reference with the history of a candidate that was just checked: only such
         two can be timed against each other, because an older process has another heap and other page tables."""
         if is_replayed:
-            return self._replays.twin(zygote)
+            return self._replays.twin(self, zygote)
         session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
         try:
             self.attach(session)

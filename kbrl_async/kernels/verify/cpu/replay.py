@@ -156,10 +156,10 @@ class Owner(Protocol):
 
 
 class Replays:
-    """Of one reference and its candidates."""
+    """Of one reference, their owner, and its candidates. It does not hold its owner, which holds it."""
 
-    def __init__(self, owner: Owner, options: BenchOptions) -> None:
-        self._owner, self._options = owner, options
+    def __init__(self, options: BenchOptions) -> None:
+        self._options = options
         self._own: Work | str = ""
 
     def close(self) -> None:
@@ -167,32 +167,40 @@ class Replays:
             self._own.close()
         self._own = ""
 
-    def of(self, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging) -> Session:
+    def of(
+        self, owner: Owner, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging
+    ) -> Session:
         """:raises Refused: there can't be one."""
-        if self._owner.copies:
+        if owner.copies:
             raise Refused("this host lets nobody read a child's memory")
         if reason := statics.refusal(artifacts):
             raise Refused(reason)
-        rehearsals = self._owner.rehearsals()
+        rehearsals = owner.rehearsals()
         place(session, 0, rehearsals[0])
         first = session.record(0, judge.call_deadline())
         if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), rehearsals[0]):
             raise Refused(WRONG)
-        self._own_work(zygote)
-        work, last = self._recorded(session, artifacts, first, judge.call_deadline)
+        self._own_work(owner, zygote)
+        work, last = self._recorded(owner, session, artifacts, first, judge.call_deadline)
         try:
-            return self._right(zygote, work, artifacts, rehearsals[last], judge)
+            return self._right(owner, zygote, work, artifacts, rehearsals[last], judge)
         finally:
             work.close()
 
     def _right(
-        self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], known: InputSet, judge: Judging
+        self,
+        owner: Owner,
+        zygote: Zygote,
+        work: Work,
+        artifacts: Mapping[str, Path],
+        known: InputSet,
+        judge: Judging,
     ) -> Session:
         """A replay, right on the inputs last recorded: else something that forward does is not in its program."""
         limit_s = judge.call_deadline()
         session = ReplaySession(zygote, work, artifacts, self._options.limits, self._options.deadline_s)
         try:
-            self._owner.attach(session)
+            owner.attach(session)
             place(session, 0, known)
             if judge.is_right(session, session.call(wire.OP_RUN, 0, limit_s), known):
                 return session
@@ -205,24 +213,24 @@ class Replays:
         session.close()
         raise Refused(reason)
 
-    def twin(self, zygote: Zygote) -> Session:
+    def twin(self, owner: Owner, zygote: Zygote) -> Session:
         """The reference by the same door: a replay of it, with the history of a candidate that was just checked."""
-        return self._checked(zygote, self._own_work(zygote))[0]
+        return self._checked(owner, zygote, self._own_work(owner, zygote))[0]
 
-    def _own_work(self, zygote: Zygote) -> Work:
+    def _own_work(self, owner: Owner, zygote: Zygote) -> Work:
         if not self._own:
-            self._own = self._made(zygote)
+            self._own = self._made(owner, zygote)
         if isinstance(self._own, str):
             raise Refused(f"the reference can't be replayed: {self._own}")
         return self._own
 
-    def _made(self, zygote: Zygote) -> Work | str:
-        session = self._owner.session
+    def _made(self, owner: Owner, zygote: Zygote) -> Work | str:
+        session = owner.session
         try:
-            place(session, 0, self._owner.rehearsals()[0])
+            place(session, 0, owner.rehearsals()[0])
             limit_s = self._options.reference_deadline_s
-            work, _ = self._recorded(session, {}, session.record(0, limit_s), lambda: limit_s)
-            replay, is_right = self._checked(zygote, work)
+            work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
+            replay, is_right = self._checked(owner, zygote, work)
             replay.close()
         except Refused as reason:
             return str(reason)
@@ -230,17 +238,18 @@ class Replays:
             return fault.text
         return work if is_right else "its recorded work gives other results when it is done again"
 
-    def _checked(self, zygote: Zygote, work: Work) -> tuple[Session, bool]:
+    def _checked(self, owner: Owner, zygote: Zygote, work: Work) -> tuple[Session, bool]:
         session = ReplaySession(zygote, work, {}, self._options.limits, self._options.reference_deadline_s)
         try:
-            self._owner.attach(session)
-            return session, self._owner.check(session)
+            owner.attach(session)
+            return session, owner.check(session)
         except BaseException:
             session.close()
             raise
 
     def _recorded(
         self,
+        owner: Owner,
         session: Session,
         artifacts: Mapping[str, Path],
         first: wire.Recorded,
@@ -248,7 +257,7 @@ class Replays:
     ) -> tuple[Work, int]:
         """What forward does again and again, and the number of the inputs that it was last seen doing it for."""
         before = _program(session, first, artifacts)[0]
-        for number, rehearsal in enumerate(self._owner.rehearsals()[1:], 1):
+        for number, rehearsal in enumerate(owner.rehearsals()[1:], 1):
             place(session, 0, rehearsal)
             work, data = _program(session, session.record(0, deadline_s()), artifacts)
             if work.shape == before.shape:

@@ -352,7 +352,7 @@ ONE_BUFFER = (
 )
 
 
-@row("mutates inputs so the reference agrees")
+@row("mutates inputs")
 @pytest.mark.parametrize(
     ("forward", "rule"), [(IN_PLACE, "input_mutation"), (ONE_BUFFER, "output_overwritten")], ids=["input", "one buffer"]
 )
