@@ -43,6 +43,8 @@ class Backend:
     """Whether a candidate that is the reference's own code is refused."""
     is_recorded: ClassVar[bool] = False
     """Whether all its launches on a CPU go through `launch.recorder.RECORDER`, so that they can be proven there."""
+    is_replayed: ClassVar[bool] = False
+    """Whether forward on a CPU can be written down: all its own launches are calls of C functions in its artifacts."""
     is_closed: ClassVar[bool] = False
     """Whether its kernels have no way to call a library, so that an operator inside of one is cheating."""
     reads_bytes: ClassVar[bool] = False
@@ -111,6 +113,7 @@ class _Library(Backend):
     name = "torch"
     runs_on = frozenset({"cpu", "cuda"})
     needs_own_kernels = False
+    is_replayed = True
 
 
 LIBRARY = _Library()

@@ -16,6 +16,8 @@ _ALWAYS = [
     "process_vm_readv",
     "process_vm_writev",
     "process_madvise",
+    "process_mrelease",
+    "lsm_set_self_attr",
     "pidfd_getfd",
     "kcmp",
     "perf_event_open",
@@ -35,6 +37,7 @@ _ALWAYS = [
     "fsmount",
     "fspick",
     "mount_setattr",
+    "open_tree_attr",
     "pivot_root",
     "chroot",
     "setns",
@@ -71,6 +74,7 @@ _ALWAYS = [
     "swapoff",
     "acct",
     "quotactl",
+    "quotactl_fd",
     "name_to_handle_at",
     "open_by_handle_at",
     "personality",
@@ -87,6 +91,7 @@ _ALWAYS = [
     "seccomp",
     "mbind",
     "set_mempolicy",
+    "set_mempolicy_home_node",
     "migrate_pages",
     "move_pages",
     "modify_ldt",
@@ -139,9 +144,13 @@ _KERNEL_ONLY = [
     "setxattr",
     "lsetxattr",
     "fsetxattr",
+    "setxattrat",
     "removexattr",
     "lremovexattr",
     "fremovexattr",
+    "removexattrat",
+    "file_setattr",
+    "memfd_secret",
 ]
 _GPU_TOOL = frozenset(
     [
@@ -159,6 +168,21 @@ _GPU_TOOL = frozenset(
     ]
 )
 """What a tool that watches a GPU program may do, in its own network and process namespaces."""
+_NUMBERS = {
+    "process_madvise": 440,
+    "mount_setattr": 442,
+    "quotactl_fd": 443,
+    "memfd_secret": 447,
+    "process_mrelease": 448,
+    "set_mempolicy_home_node": 450,
+    "fchmodat2": 452,
+    "lsm_set_self_attr": 460,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "open_tree_attr": 467,
+    "file_setattr": 469,
+}
+"""Calls that are newer than some libseccomp which has to deny them; a new call has one number on all architectures."""
 _PRCTL_DENIED = (linux.PR_SET_PDEATHSIG, linux.PR_SET_DUMPABLE)
 
 
@@ -173,10 +197,12 @@ def seccomp_program(profile: str, threads: int) -> bytes:
     for name in [*_ALWAYS, *(_KERNEL_ONLY if is_kernel else ())]:
         if name in allowed:
             continue
-        try:
-            program.add_rule(deny, name)
-        except (OSError, ValueError):  # this architecture or library has no such call
-            continue
+        for call in (name, *((_NUMBERS[name],) if name in _NUMBERS else ())):
+            try:
+                program.add_rule(deny, call)
+                break
+            except (OSError, ValueError):  # this architecture or library has no such call
+                continue
     if is_kernel:
         program.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
         if threads > 1:

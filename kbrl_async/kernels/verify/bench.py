@@ -274,7 +274,7 @@ class Bench:
     def _measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
         reference = checker.reference
         with clock.part("a twin of the reference"):
-            twin = reference.twin(self._zygote)
+            twin = reference.twin(self._zygote, checker.is_replayed)
         stopwatch = self._device.stopwatch(checker, twin, self._options, self._rng, tick)
         try:
             with ExitStack() as window:

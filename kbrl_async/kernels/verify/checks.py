@@ -12,6 +12,7 @@ an output shares their memory; which ones is secret.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -23,12 +24,14 @@ from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
+from kbrl_async.kernels.verify.cpu.replay import Refused
 from kbrl_async.kernels.verify.device import Device
+from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome
-from kbrl_async.kernels.verify.sets import InputSet, follows_inputs
-from protocols.records import OBSERVED, Candidate, Fault
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
+from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
 
 class Checker:
@@ -90,8 +93,45 @@ class Checker:
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self._is_shared = self.session.is_shared
             reference.attach(self.session)
+            self._replay(candidate, artifacts)
         except CandidateFault as fault:
             self.fault = fault
+
+    def _replay(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
+        """Goes on with a child that does again what this one recorded, where there can be one."""
+        session = self.session
+        if not isinstance(session, Session) or not self.reference.records:
+            return
+        self.trust = OBSERVED
+        if not (self.options.replay and self._backend.is_replayed):
+            self.trust_reason = f"kernels of {candidate.backend} are not replayed here"
+            return
+        try:
+            self.session = self.reference.replayed(self._zygote, session, artifacts, self)
+        except Refused as reason:
+            self.trust_reason = str(reason)
+            return
+        session.close()
+        self.trust, self.trust_reason = REPLAYED, ""
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.trust == REPLAYED
+
+    @property
+    def is_untrusted(self) -> bool:
+        """Whether somebody else wrote it: what is measured of torch itself is ours."""
+        return self._backend.needs_own_kernels
+
+    def is_right(self, session: Judged, outcome: Outcome, input_set: InputSet) -> bool:
+        """Whether a call of its answers these inputs."""
+        try:
+            got = self.outputs(outcome, session)
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                raise
+            return False
+        return self.compare(got, input_set.expected, input_set.tolerances).wrong == 0
 
     def accuse(self, fault: CandidateFault) -> None:
         """It ends with this fault of its own; one of the reference's is raised again."""
@@ -120,10 +160,10 @@ class Checker:
         recorded, overwritten = self._rng.randrange(1, len(order)), self._rng.randrange(len(order))
         try:
             self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
-            for number, (place, input_set) in enumerate(order):
+            for number, (which, input_set) in enumerate(order):
                 op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
                 slot = number % len(self.session.slots)
-                self._answers[place] = self._check(slot, input_set, op, number == overwritten)
+                self._answers[which] = self._check(slot, input_set, op, number == overwritten)
                 self._wait(tick)
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
         except CandidateFault as fault:
@@ -151,18 +191,49 @@ class Checker:
         if not sets:
             self.evidence += f"; {DEGENERATE_NOTE}"
             return
+        if self.is_replayed:
+            self._refuse(self._not_needed(sets[0]))
+            return
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
         if self.fault is None and not is_right and self.session.disarm(self._artifacts):
             is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
         self._refuse(proof.of_muted(trace, is_right))
+
+    def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
+        """Of a replay: with its own kernels off, is it right, or does an operator's result hold the answer?"""
+        assert self.session is not None
+        session, limit_s = self.session, 2 * self.one_call_s
+        try:
+            session.call(wire.OP_POISON_ON, 0, self.one_call_s)
+            place(session, 0, input_set)
+            session.disarm(self._artifacts)
+            outcome = session.call(wire.OP_MUTED, 0, limit_s)
+            outputs, kept = self._parts(outcome)
+            if self.is_right(session, outputs, input_set):
+                return proof.of_muted(outcome.trace, True)
+            sizes = {tensor.numel() for tensor in input_set.expected}
+            for name, meta in kept.items():
+                if math.prod(meta.shape) in sizes:
+                    item = session.read(meta)
+                    if any(is_answer(item, wanted) for wanted in input_set.expected):
+                        return proof.passed_on(name.partition(" ")[2])
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                self.accuse(fault)
+        return None
+
+    def _parts(self, outcome: Outcome) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
+        try:
+            return outcome.parts()
+        except ValueError as error:
+            raise CandidateFault(Fault.CHEATING, f"{error}", FORGED) from error
 
     def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
         """What its process tells, and whether the outputs are right all the same."""
         assert self.session is not None
         try:
             self.session.call(wire.OP_POISON_ON, 0, self.one_call_s)
-            for place, block in zip(self.session.slots[0], input_set.blocks, strict=True):
-                place.copy_(block)
+            place(self.session, 0, input_set)
             outcome = self.session.call(op, 0, 2 * self.one_call_s)
             found = self.compare(self.outputs(outcome), input_set.expected, input_set.tolerances)
         except CandidateFault as fault:
@@ -185,8 +256,7 @@ class Checker:
     def _check(self, slot: int, input_set: InputSet, op: int, overwrite: bool) -> bool:
         assert self.session is not None
         places = self.session.slots[slot]
-        for place, block in zip(places, input_set.blocks, strict=True):
-            place.copy_(block)
+        place(self.session, slot, input_set)
         outcome = self.session.call(op, slot, self.call_deadline())
         got = self.outputs(outcome)
         if not input_set.mutated:
@@ -209,9 +279,10 @@ class Checker:
             self._trace, self.evidence = outcome.trace, proof.evidence(outcome.trace)
         return found.wrong == 0
 
-    def outputs(self, outcome: Outcome) -> list[torch.Tensor]:
+    def outputs(self, outcome: Outcome, session: Judged | None = None) -> list[torch.Tensor]:
         """The outputs as tensors of ours, after their structure, types and shapes were found right."""
-        assert self.session is not None
+        session = session or self.session
+        assert session is not None
         reference = self.reference
         expected = reference.sets[0].expected
         if len(outcome.tensors) != len(expected):
@@ -223,7 +294,7 @@ class Checker:
         for meta, wanted, kind, strides in known:
             _check_meta(meta, wanted, kind)
             _check_layout(meta, strides)
-        return [self.session.read(meta) for meta in outcome.tensors]
+        return [session.read(meta) for meta in outcome.tensors]
 
     def compare(
         self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
@@ -241,8 +312,8 @@ class Checker:
             raise CandidateFault(Fault.CHEATING, text, "reference_copied")
 
     def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
-        for number, (place, block) in enumerate(zip(places, blocks, strict=True)):
-            if not compare.same_values(place, block):
+        for number, (given, block) in enumerate(zip(places, blocks, strict=True)):
+            if not compare.same_values(given, block):
                 raise CandidateFault(Fault.CHEATING, f"input {number} was changed by forward", "input_mutation")
 
     def _refuse_overwriting(self, slot: int) -> None:
@@ -264,7 +335,7 @@ class Checker:
 
     def _compare_repeated(self) -> None:
         """The first set and the last hold the same inputs: one answer right and one wrong is carried state."""
-        answers = {self._answers.get(place) for place, s in enumerate(self.reference.sets) if self._is_first(s)}
+        answers = {self._answers.get(which) for which, s in enumerate(self.reference.sets) if self._is_first(s)}
         self.carries_state = answers == {True, False}
 
     def _is_first(self, input_set: InputSet) -> bool:

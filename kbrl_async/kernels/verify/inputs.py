@@ -3,8 +3,7 @@
 A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never negative stay
 so, zeros stay zeros (triangular stays triangular), symmetric stays symmetric, rows that sum to 1 are left alone. So no
 honest candidate that uses what the problem promises is refused.
-Timed calls get convex mixtures of two secret draws, which keep every convex property and cost one pass over memory; one
-of the checked sets is such a mixture too, so that the values of a timed call do not look special.
+Timed calls get fresh values, see `fresh`; one of the checked sets does too, so that those do not look special.
 """
 
 from __future__ import annotations
@@ -81,21 +80,16 @@ def is_continuous(tensor: torch.Tensor) -> bool:
     return not bool((tensor == tensor.round()).all())
 
 
-def vary(
-    tensors: list[torch.Tensor], kind: Kind, rng: random.Random, other: list[torch.Tensor] | None = None
-) -> list[torch.Tensor]:
-    """The inputs of a set, from one nominal draw (and `other`, a second one, for mixtures). Tensors have the problem's
+def vary(tensors: list[torch.Tensor], kind: Kind, rng: random.Random) -> list[torch.Tensor]:
+    """The inputs of a set, from one nominal draw. Tensors have the problem's
     shapes, or are flat blocks where only their values are known.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
-    weight, seed = rng.uniform(0.2, 0.8), rng.getrandbits(63)
+    seed = rng.getrandbits(63)
     varied = []
-    for number, tensor in enumerate(tensors):
-        if not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]):
-            varied.append(tensor.clone())
-        elif kind.shape == "mixed":
-            varied.append(tensor.clone() if other is None else torch.lerp(tensor, other[number], weight))
-        elif kind.shape and _sums_to_one(tensor):
+    for tensor in tensors:
+        is_kept = not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]) or (kind.shape and sums_to_one(tensor))
+        if is_kept:
             varied.append(tensor.clone())
         else:
             varied.append(_shaped(tensor, kind, seed).mul_(factor))
@@ -136,7 +130,7 @@ def _grade(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.mul_(ramp)
 
 
-def _sums_to_one(tensor: torch.Tensor) -> bool:
+def sums_to_one(tensor: torch.Tensor) -> bool:
     """Rows that are distributions: only mixtures keep that."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return False
@@ -162,29 +156,3 @@ def moved(tensors: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]
 def host_bytes(tensors: list[torch.Tensor]) -> int:
     """Of those that are not on a device."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")
-
-
-class Pool:
-    """Secret draws that timed calls are mixed from. `tensors[k][i]` is input *i* of draw *k*, as one flat block."""
-
-    def __init__(self, draws: list[list[torch.Tensor]]) -> None:
-        assert len(draws) >= 2, "mixing needs two draws"
-        self._draws = draws
-        self._continuous = [all(is_continuous(draw[i]) for draw in draws) for i in range(len(draws[0]))]
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(host_bytes(draw) for draw in self._draws)
-
-    def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
-        """Write one fresh set into each of `outs`: the same values in all of them."""
-        first, second = rng.sample(range(len(self._draws)), 2)
-        weight = rng.uniform(0.2, 0.8)
-        for i, continuous in enumerate(self._continuous):
-            a, b = self._draws[first][i], self._draws[second][i]
-            if continuous:
-                torch.lerp(a, b, weight, out=outs[0][i])
-            else:
-                outs[0][i].copy_(a)
-            for out in outs[1:]:
-                out[i].copy_(outs[0][i])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MOVES = frozenset(
+MOVES = frozenset(
     [
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like"),
         *("new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill_", "zero_"),
@@ -11,7 +11,7 @@ _MOVES = frozenset(
         *("expand", "select", "slice", "squeeze", "unsqueeze", "split", "split_with_sizes", "unsafe_split"),
         *("chunk", "unbind", "narrow", "diagonal", "view_as_real", "view_as_complex", "movedim", "unfold"),
         *("clone", "copy_", "_to_copy", "contiguous", "_local_scalar_dense", "item", "set_", "resize_"),
-        *("is_same_size"),
+        "is_same_size",
     ]
 )
 """By base name, whatever the overload."""
@@ -19,4 +19,4 @@ _MOVES = frozenset(
 
 def computes(name: str) -> bool:
     """For `"aten::mm"`: whether the library does arithmetic there (sorting and joining count as such)."""
-    return name.rpartition("::")[2] not in _MOVES
+    return name.rpartition("::")[2] not in MOVES

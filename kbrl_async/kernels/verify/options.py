@@ -48,6 +48,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 4
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
+    replay: bool = True
+    """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
     copy_outputs: bool = False
     """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
     a child.

@@ -68,10 +68,13 @@ def of_muted(trace: Trace | None, is_still_right: bool) -> Finding | None:
         return Finding(
             "decoy_kernel", text, "own kernels off, outputs right" + (f"; {_library(trace)}" if trace else "")
         )
-    if trace is not None and trace.answered:
-        text = f"{trace.answered} computes the whole answer, the own kernel only passes it on"
-        return Finding("decoy_kernel", text, f"own kernels off, the result of {trace.answered} is the answer")
-    return None
+    return passed_on(trace.answered) if trace is not None and trace.answered else None
+
+
+def passed_on(operator: str) -> Finding:
+    """This operator's result was the answer, in whatever layout."""
+    text = f"{operator} computes the whole answer, the own kernel only passes it on"
+    return Finding("decoy_kernel", text, f"own kernels off, the result of {operator} is the answer")
 
 
 def own_ns(trace: Trace) -> int:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import inputs, values, wire
+from kbrl_async.kernels.verify import compare, values, wire
+from kbrl_async.kernels.verify.cpu.replay import Judging, Replays
+from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
-from kbrl_async.kernels.verify.memory import may_read_children, memory_file, seal
+from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
-from kbrl_async.kernels.verify.sets import InputSet, SetMaker
+from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
 from protocols.records import Problem
 
 
@@ -35,6 +39,8 @@ class Reference:
         self.problem, self._options, self._rng, self.tick = problem, options, rng, tick
         self.seed = rng.getrandbits(31)
         self.uses = 0
+        self._rehearsals: list[InputSet] = []
+        self._replays = Replays(options)
         try:
             self.session = self._begin(zygote)
         except CandidateFault as fault:
@@ -75,6 +81,7 @@ class Reference:
 
     def close(self) -> None:
         self.session.close()
+        self._replays.close()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -101,33 +108,69 @@ class Reference:
     ) -> Session:
         """A child with this reference's weights; `attach` gives it its arena."""
         setup = self.setup(source, entry, artifacts, backend)
-        return Session(zygote, setup, (self.weights_fd,), self._options.limits, deadline_s)
+        weights = copied(self.weights_fd)
+        try:
+            return Session(zygote, setup, (weights,), self._options.limits, deadline_s)
+        finally:
+            os.close(weights)
 
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Session)
         session.attach(self.tree, self.examples, self._options.slots, self.copies)
 
+    def replayed(self, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging) -> Session:
+        """A child that does again what the candidate of `session` does, and none of its Python.
+
+        :raises Refused: there can't be one.
+        """
+        return self._replays.of(self, zygote, session, artifacts, judge)
+
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
         twin.close()
 
-    def twin(self, zygote: Zygote) -> Session:
+    def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         """A fresh child of the reference with the history of a candidate that was just checked: only such
         two can be timed against each other, because an older process has another heap and other page tables."""
+        if is_replayed:
+            return self._replays.twin(self, zygote)
         session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
         try:
             self.attach(session)
-            session.call(wire.OP_POISON_ON, 0, self._options.reference_deadline_s)
-            for number, input_set in enumerate(self.sets):
-                slot = number % self._options.slots
-                for place, block in zip(session.slots[slot], input_set.blocks, strict=True):
-                    place.copy_(block)
-                session.call(wire.OP_RUN, slot, self._options.reference_deadline_s)
-            session.call(wire.OP_POISON_OFF, 0, self._options.reference_deadline_s)
+            self.check(session)
         except BaseException:
             session.close()
             raise
         return session
+
+    def check(self, session: Session) -> bool:
+        """All input sets through a child of the reference; whether it is right on them."""
+        wrong, limit_s = 0, self._options.reference_deadline_s
+        session.call(wire.OP_POISON_ON, 0, limit_s)
+        for number, input_set in enumerate(self.sets):
+            slot = number % self._options.slots
+            place(session, slot, input_set)
+            outcome = session.call(wire.OP_RUN, slot, limit_s)
+            got = [session.read(meta) for meta in outcome.tensors]
+            both = zip(got, input_set.expected, input_set.tolerances, strict=True)
+            wrong += any(compare.difference(*three).wrong for three in both)
+        session.call(wire.OP_POISON_OFF, 0, limit_s)
+        return wrong == 0
+
+    def renew(self) -> None:
+        """Before a timed call: a new draw where without one its inputs would not be new."""
+        if self.pool.needs_draws:
+            self.pool.replace(self._draw(), self._rng)
+
+    def rehearsals(self) -> list[InputSet]:
+        """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
+        if not self._rehearsals:
+            for _ in range(3):
+                blocks = self._draw()
+                expected = self.ask(wire.OP_RUN, blocks)[1]
+                first = self.sets[0]
+                self._rehearsals.append(InputSet("rehearsal", blocks, expected, first.tolerances, first.mutated))
+        return self._rehearsals
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""
@@ -149,11 +192,12 @@ class Reference:
             self.tick()
             draws.append(self._draw())
         self._attach_own(draws)
-        self.pool = inputs.Pool(draws)
+        self.pool = Pool(draws, self.examples, self._rng)
         maker = SetMaker(self, self.problem.problem_id, self._rng)
-        self.sets: list[InputSet] = maker.make(draws, self._draw, self.tick)
+        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
+        self._rehearsals = []
 
     def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
         self.attach(self.session)

@@ -85,6 +85,18 @@ class Outcome(msgspec.Struct, frozen=True):
     tensors: list[wire.TensorMeta]
     trace: wire.Trace | None = None
 
+    def parts(self) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
+        """Of a replay with own kernels off: its outputs, and what operators computed by number and name.
+
+        :raises ValueError: it is no such outcome.
+        """
+        kind, body = self.tree
+        if kind != "U" or len(body) != 2 or body[1][0] != "D" or any(item[0] != "T" for item in body[1][1].values()):
+            raise ValueError("no outcome of a replay with own kernels off")
+        first = len(self.tensors) - len(body[1][1])
+        kept = dict(zip(body[1][1], self.tensors[first:], strict=True))
+        return msgspec.structs.replace(self, tree=body[0], tensors=self.tensors[:first]), kept
+
 
 class Session:
     """One runner child. Raises `CandidateFault` for what its code did, `InfraError` for what the host did."""
@@ -162,15 +174,30 @@ class Session:
         try:
             return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
         except (ValueError, RuntimeError) as error:
-            raise self._forged("an input lies outside of its file") from error
+            raise self.forged("an input lies outside of its file") from error
 
     def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         """One call; the child is frozen afterwards until the next one, so that its outputs stand still."""
         nonce = secrets.randbits(64)
         elapsed, waited, used, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
         if not isinstance(done, wire.Done) or done.nonce != nonce or (done.trace is not None) != (op in _TOLD):
-            raise self._forged()
+            raise self.forged()
         return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace)
+
+    def record(self, slot: int, deadline_s: float) -> wire.Taped:
+        """One run, written down. What it says is a proposal."""
+        nonce = secrets.randbits(64)
+        recorded = self._exchange(wire.GO.pack(wire.OP_RECORD, slot, nonce), deadline_s)[3]
+        if not isinstance(recorded, wire.Taped) or recorded.nonce != nonce:
+            raise self.forged()
+        return recorded
+
+    def block(self, place: int, size: int) -> torch.Tensor:
+        """A copy of these bytes of its memory. `CandidateFault` where they can't be read."""
+        found = torch.empty(size, dtype=torch.uint8)
+        if size and not read_memory(self.host_pid, place, found.data_ptr(), size):
+            raise self.forged("what it says lasts from call to call is not there")
+        return found
 
     def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]:
         """Where outputs that lay at `metas` can be read as they are now: there, or in new copies that `op` asks for."""
@@ -178,7 +205,7 @@ class Session:
             return metas
         found = self.call(op, slot, deadline_s).tensors
         if [(meta.dtype, meta.shape) for meta in found] != [(meta.dtype, meta.shape) for meta in metas]:
-            raise self._forged("the same outputs were described in another way")
+            raise self.forged("the same outputs were described in another way")
         return found
 
     def _exchange(
@@ -228,7 +255,7 @@ class Session:
         if self.copies:
             assert self._arena is not None
             if not self._copies_from <= place <= len(self._arena) - size:
-                raise self._forged("an output lies outside of its arena")
+                raise self.forged("an output lies outside of its arena")
             block.view(torch.uint8).copy_(torch.frombuffer(self._arena, dtype=torch.uint8, count=size, offset=place))
             return
         if not read_memory(self.host_pid, place, block.data_ptr(), size):
@@ -270,7 +297,7 @@ class Session:
     def _expect(self, kind: type[_Expected], deadline_s: float) -> _Expected:
         reply = self._reply(deadline_s)
         if not isinstance(reply, kind):
-            raise self._forged()
+            raise self.forged()
         return reply
 
     def _take(self) -> wire.Reply:
@@ -280,11 +307,11 @@ class Session:
         if not data:
             self._ended()
         if flags & socket.MSG_TRUNC:
-            raise self._forged("an answer is longer than any that the runner sends")
+            raise self.forged("an answer is longer than any that the runner sends")
         try:
             reply = replies.read(data)
         except replies.Malformed as error:
-            raise self._forged("the answer is not one that the runner sends") from error
+            raise self.forged("the answer is not one that the runner sends") from error
         if isinstance(reply, wire.Failed):
             raise self._fault(Fault(reply.kind), reply.text)
         return reply
@@ -295,13 +322,13 @@ class Session:
     def _ended(self) -> NoReturn:
         status = self._child.result(self.ends_within_s)
         if status is None:
-            raise self._forged("the way to the bench was shut")
+            raise self.forged("the way to the bench was shut")
         raise self._fault(*_meaning(status))
 
     def _fault(self, kind: Fault, text: str, rule: str = "") -> CandidateFault:
         return CandidateFault(kind, text, rule, self)
 
-    def _forged(self, text: str = "an answer was sent that nobody asked for") -> CandidateFault:
+    def forged(self, text: str = "an answer was sent that nobody asked for") -> CandidateFault:
         return self._fault(Fault.CHEATING, text, FORGED)
 
 

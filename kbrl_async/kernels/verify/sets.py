@@ -21,6 +21,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.verify import compare, inputs, values, wire
+from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
 
@@ -35,6 +36,12 @@ class InputSet(msgspec.Struct, frozen=True):
     """The reference itself changes its inputs."""
     degenerate: bool = False
     """Zeros, a constant or an unchanged input would be a right answer."""
+
+
+def place(session: Judged, slot: int, input_set: InputSet) -> None:
+    """Write its inputs where the child finds them."""
+    for where, block in zip(session.slots[slot], input_set.blocks, strict=True):
+        where.copy_(block)
 
 
 class Oracle(Protocol):
@@ -62,17 +69,26 @@ class SetMaker:
         self._nominal_scales: list[float] = []
 
     def make(
-        self, draws: list[list[torch.Tensor]], redraw: Callable[[], list[torch.Tensor]], tick: Tick = no_tick
+        self,
+        draws: list[list[torch.Tensor]],
+        pool: Pool,
+        redraw: Callable[[], list[torch.Tensor]],
+        tick: Tick = no_tick,
     ) -> list[InputSet]:
-        """`draws`: flat blocks of at least two secret draws; `redraw` makes one more. `tick` is called for each set."""
+        """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more.
+        `tick` is called for each set.
+        """
+        self._pool = pool
         for number, kind in enumerate(inputs.kinds_for(draws[0])):
             tick()
             made = self._repeated() if kind.repeats else None
             for milder in () if made else inputs.attempts(kind):
                 draw = draws[number % len(draws)] if milder is kind else redraw()
-                made = self._try(milder, self._varied(milder, draw, draws[(number + 1) % len(draws)]))
+                made = self._try(milder, self._varied(milder, draw))
                 if made is not None:
                     break
+                if kind.shape == "mixed":
+                    pool.be_plain()
             if made is None:
                 raise ProblemError(f"the reference of {self._problem_id} gives no finite output")
             self.sets.append(made)
@@ -81,11 +97,14 @@ class SetMaker:
     def _repeated(self) -> InputSet:
         return msgspec.structs.replace(self.sets[0], name="repeated")
 
-    def _varied(self, kind: inputs.Kind, draw: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _varied(self, kind: inputs.Kind, draw: list[torch.Tensor]) -> list[torch.Tensor]:
         """Varied as tensors of the problem's shapes, given back as flat blocks."""
-        shaped = [_like(block, example) for block, example in zip(draw, self._oracle.examples, strict=True)]
-        second = [_like(block, example) for block, example in zip(other, self._oracle.examples, strict=True)]
-        return [values.flat(tensor) for tensor in inputs.vary(shaped, kind, self._rng, second)]
+        if kind.shape == "mixed":
+            blocks = [torch.empty_like(block) for block in draw]
+            self._pool.mix([blocks], self._rng)
+            return blocks
+        shaped = [like(block, example) for block, example in zip(draw, self._oracle.examples, strict=True)]
+        return [values.flat(tensor) for tensor in inputs.vary(shaped, kind, self._rng)]
 
     def _try(self, kind: inputs.Kind, blocks: list[torch.Tensor]) -> InputSet | None:
         """None where the reference does not accept these inputs, or its answer can't tell right from wrong."""
@@ -180,10 +199,6 @@ def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], toler
         if all(compare.difference(guess, expected, tolerance).wrong for guess in guesses):
             return False
     return True
-
-
-def _like(block: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    return block.as_strided(example.shape, example.stride())
 
 
 def _any_wide(blocks: list[torch.Tensor]) -> bool:

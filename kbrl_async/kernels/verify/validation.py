@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kbrl_async.kernels.verify import allowed, replies, values, wire
-from kbrl_async.kernels.verify.recording import Call, Forward, Kernel, Memcpy, Memset, Node, Operator, Recording, decode
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Node, Operator, Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed, demand
 
 MAX_BYTES = 64 << 20
@@ -77,7 +77,7 @@ def _check_forward(forward: Forward, used: int, bounds: Bounds) -> None:
 
 
 def _check_after(node: Node, number: int) -> None:
-    after = [] if isinstance(node, Call) else node.after
+    after = node.after
     demand(len(after) == len(set(after)) and all(one < number for one in after), "a node waits for a later one")
 
 
@@ -93,8 +93,6 @@ def _check_node(node: Node, used: int, bounds: Bounds) -> None:
         _check_stretch(node.source, node.size, used)
     elif isinstance(node, Operator):
         _check_operator(node, used)
-    else:
-        raise Malformed("a call of the host, which is for the CPU")
 
 
 def _check_kernel(node: Kernel, bounds: Bounds) -> None:

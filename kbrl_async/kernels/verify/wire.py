@@ -20,6 +20,8 @@ OP_RUN, OP_EMPTY, OP_DOUBLE = 1, 2, 3
 OP_POISON_ON, OP_POISON_OFF = 4, 5
 OP_TRACE, OP_MUTED, OP_HELD = 16, 17, 18
 """One recorded run; one with the candidate's own kernels switched off; the outputs of the run before the last again."""
+OP_RECORD = 19
+"""One run, written down as data: see `Taped`."""
 OP_CAPTURE, OP_REPLAY, OP_EVENT, OP_FREE, OP_EVENTS = 32, 33, 34, 35, 36
 """On a GPU: make a graph of one forward over each of `slot` slots; time them `slot` times over; time one ordinary
 forward; give back memory that is needed no more; time `slot` ordinary forwards, one after the other."""
@@ -59,6 +61,10 @@ class Setup(msgspec.Struct, frozen=True):
     """On a GPU: size of the arena whose descriptor travels along."""
     backend: str = ""
     """Of a candidate: whose artifacts they are."""
+    program: bytes = b""
+    """For a replay: what is done instead of `source`, a `cpu.program.Program`."""
+    blocks: list[tuple[Count, Count]] = []
+    """For a replay: which of its two files each block of the program lies in, and where: 0 can't be written to."""
 
 
 class Confined(msgspec.Struct, frozen=True, tag="confined"):
@@ -107,6 +113,16 @@ class Captured(msgspec.Struct, frozen=True, tag="captured"):
     """Kernels of one forward by name, as the child tells it."""
     refused: str = ""
     """Why forward can't be timed as a graph; empty where it can."""
+
+
+class Taped(msgspec.Struct, frozen=True, tag="taped"):
+    """On a CPU: what one run consisted of."""
+
+    nonce: int
+    program: bytes = b""
+    """A `cpu.program.Program`; empty where it was refused."""
+    refused: str = ""
+    """Why it can't be done again by others."""
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed"):
@@ -187,7 +203,7 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
     """It can serve nobody any more."""
 
 
-Reply = Confined | Ready | Drawn | Done | Captured | Timed | Failed | Recorded
+Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
 Order = Draw | Attach | Export | Mute
 RecorderOrder = Map | Record
 encode = msgspec.msgpack.Encoder().encode

@@ -68,6 +68,7 @@ class CBackend(TakesPlans):
     name = "c"
     launcher = "c_kernel"
     is_recorded = True
+    is_replayed = True
     is_closed = True
     hints: ClassVar[Mapping[str, str]] = {
         "slow": 'It is right. Make it faster: `#pragma GCC optimize("Ofast")` before math.h gives vector math, '

@@ -22,7 +22,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,11 @@ def source_key(source: str) -> str:
 def register(artifacts: dict[str, str]) -> None:
     """Say where the shared objects of these sources lie (`source_key` → path)."""
     _registered.update(artifacts)
+
+
+def registered() -> Mapping[str, str]:
+    """Where the shared objects lie, by `source_key`."""
+    return _registered
 
 
 def parameters(source: str, name: str) -> list[str] | None:
@@ -90,7 +95,13 @@ class CKernel:
             plan = self._plan(args)
             self._plans[kinds] = plan
         values = [convert(arg) for convert, arg in zip(plan, args, strict=True)]
+        if RECORDER.tape is not None:
+            RECORDER.tape(self, args, values)
         RECORDER.call(self.name, self._function, *values)
+
+    def only_reads(self, place: int) -> bool:
+        """Whether its declaration says so of what this argument points to."""
+        return self._declared is not None and bool(re.search(r"\bconst\b", self._declared[place].partition("*")[0]))
 
     def _plan(self, args: tuple[Any, ...]) -> list[Callable[[Any], Any]]:
         declared = self._declared

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator
 
@@ -11,16 +12,34 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_DYNSYM, _LOAD, _FUNCTION = 11, 1, 2
+_DYNSYM, _LOAD, _THREAD_LOCAL, _FUNCTION = 11, 1, 7, 2
+_RELOCATED, _WRITABLE = 0x6474E552, 2
 _FATBIN = struct.Struct("<IHHQ")
 _FATBIN_SECTION, _FATBIN_MAGIC, _FATBIN_ALIGNMENT = b".nv_fatbin", 0xBA55ED50, 8
 
 
-def functions(data: bytes) -> list[int]:
-    """File offsets of the functions that a shared object exports. `struct.error` or `ValueError` where it is none."""
+def writable(data: bytes) -> list[tuple[int, int]] | None:
+    """(Address, bytes) of its writable memory, relative to where its first byte is mapped; None where it has memory of
+    each thread besides. `struct.error` or `ValueError` where it is no shared object.
+    """
+    segments = _segments(data)
+    if any(segment[0] == _THREAD_LOCAL for segment in segments):
+        return None
+    # The loader takes the right to write away from what it relocated, up to a page's border.
+    fixed = max((s[3] + s[6] for s in segments if s[0] == _RELOCATED), default=0) // mmap.PAGESIZE * mmap.PAGESIZE
+    spans = [(max(s[3], fixed), s[3] + s[6]) for s in segments if s[0] == _LOAD and s[1] & _WRITABLE]
+    return [(begin, end - begin) for begin, end in spans if end > begin]
+
+
+def _segments(data: bytes) -> list[tuple[int, ...]]:
     header = _HEADER.unpack_from(data)
     program_at, program_count = header[5], header[10]
-    loads = [_SEGMENT.unpack_from(data, program_at + i * _SEGMENT.size) for i in range(program_count)]
+    return [_SEGMENT.unpack_from(data, program_at + i * _SEGMENT.size) for i in range(program_count)]
+
+
+def functions(data: bytes) -> list[int]:
+    """File offsets of the functions that a shared object exports. `struct.error` or `ValueError` where it is none."""
+    loads = _segments(data)
     offsets: set[int] = set()
     for _, info, index, value in _dynamic_symbols(data):
         if info & 15 == _FUNCTION and index != 0:

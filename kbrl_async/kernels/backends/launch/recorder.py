@@ -26,6 +26,8 @@ class Recorder:
         self.depth = 0
         """> 0 inside a launch, while recording."""
         self.launches: dict[str, tuple[int, int]] = {}
+        self.tape: Callable[[Any, tuple[Any, ...], list[Any]], None] | None = None
+        """Hears of each call of a built C function, before it: the function, its arguments, and what C gets of them."""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, counted under `name` while recording."""

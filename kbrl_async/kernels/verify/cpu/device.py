@@ -18,7 +18,7 @@ from protocols.records import Fault, Problem
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
 
-PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner")
+PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner", "kbrl_async.kernels.verify.cpu.replayer")
 _KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
 
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import values, wire
-from kbrl_async.kernels.verify.cpu import trace
+from kbrl_async.kernels.verify.cpu import program, tape, trace
+from kbrl_async.kernels.verify.replies import Malformed
 
 _FILE = "candidate.py"
 _M_PERTURB = -6
@@ -150,6 +152,9 @@ class Runner:
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
             self.last, found = self._traced(slot, op == wire.OP_MUTED)
+        elif op == wire.OP_RECORD:
+            self.channel.send(wire.encode(self._recorded(slot, nonce)))
+            return
         tensors: list[torch.Tensor] = []
         tree = values.flatten(self.held[1] if op == wire.OP_HELD else self.last, tensors)
         self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors), found)))
@@ -165,7 +170,7 @@ class Runner:
         values.flatten(given, inputs)
         values.flatten(self.held[1], shapes)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.Watch({tuple(tensor.shape) for tensor in shapes})
+        watch = trace.Watch({tensor.numel() for tensor in shapes})
         result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)
@@ -174,6 +179,21 @@ class Runner:
             tensor.copy_(before)
         values.flatten(self.model(*given), answer)
         return result, trace.answered(found, watch, answer)
+
+    def _recorded(self, slot: int, nonce: int) -> wire.Taped:
+        inputs: list[torch.Tensor] = []
+        values.flatten(self.slots[slot], inputs)
+        self.last, found = tape.record(lambda: self.model(*self.slots[slot]), inputs)
+        if isinstance(found, str):
+            return wire.Taped(nonce, refused=found[:400])
+        data = program.encode(found)
+        try:
+            program.read(data, launch.registered())
+        except Malformed as error:
+            return wire.Taped(nonce, refused=f"{error}"[:400])
+        if len(data) > wire.MAX_REPLY // 2:
+            return wire.Taped(nonce, refused="forward has too many steps")
+        return wire.Taped(nonce, data)
 
     def _places(self, tensors: list[torch.Tensor]) -> list[wire.TensorMeta]:
         if self.copy_to < 0:

@@ -12,6 +12,7 @@ call, measured for both children, is subtracted.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import statistics
@@ -31,7 +32,8 @@ from kbrl_async.kernels.timing.cpu.host import (
     taken_by_others,
 )
 from kbrl_async.kernels.timing.load import Snapshot, Watch, snapshot
-from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.timing.statistics import Interval
+from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
@@ -56,6 +58,7 @@ class Stopwatch:
         self._flush = Flush(options.recipe.flush_bytes)
         self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
         self._slot = 0
+        self._places: tuple[set[int], set[int]] = set(), set()
         nominal = checker.reference.sets[0]
         self._tolerances = nominal.tolerances
 
@@ -78,7 +81,7 @@ class Stopwatch:
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
-        return self._timing(measured)
+        return self._timing(self._held_against_it(measured))
 
     def _empty_ns(self, session: Session) -> float:
         calls = [session.call(wire.OP_EMPTY, 0, self._checker.one_call_s) for _ in range(_EMPTY_CALLS)]
@@ -107,6 +110,7 @@ class Stopwatch:
         self._slot = (self._slot + 1) % self._options.slots
         arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
         self._rng.shuffle(arenas)
+        self._checker.reference.renew()
         self._checker.reference.pool.mix(arenas, self._rng)
         if candidate_first:
             candidate = self._call(self._candidate)
@@ -115,6 +119,7 @@ class Stopwatch:
             reference = self._call(self._reference)
             candidate = self._call(self._candidate)
         self._compare(reference, candidate)
+        self._refuse_in_place(reference, candidate)
         return reference, candidate
 
     def _call(self, session: Session) -> Outcome:
@@ -129,13 +134,41 @@ class Stopwatch:
             text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
             raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
 
+    def _refuse_in_place(self, reference: Outcome, candidate: Outcome) -> None:
+        """As in checked calls: inputs stay as they were, and no output lies where the one before it still is."""
+        if not self._checker.reference.sets[0].mutated:
+            both = zip(self._candidate.slots[self._slot], self._reference.slots[self._slot], strict=True)
+            if not all(compare.same_values(*two) for two in both):
+                raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
+        places = _places(reference), _places(candidate)
+        reference_does, does = (bool(now & before) for now, before in zip(places, self._places, strict=True))
+        self._places = places
+        if does and not reference_does and not self._candidate.copies:
+            text = "a timed call wrote its output over the one before it: allocate a new output in each call"
+            raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
+
+    def _held_against_it(self, measured: Measured) -> Measured:
+        """A process that runs its candidate's own Python may answer with less to do than an empty call: the lower end
+        holds even if it answered in no time at all. A replay has the reference's own overhead."""
+        if self._checker.is_replayed or not self._checker.is_untrusted:
+            return measured
+        share = self._empty / (measured.candidate_ms * 1e6)
+        interval = measured.interval
+        lower = Interval(interval.median, interval.lo / (1 + share), interval.hi)
+        return msgspec.structs.replace(measured, interval=lower)
+
     def _timing(self, measured: Measured) -> Timing:
         cores, overhead = self._options.cores, self._empty / 1000
         way = "copied outputs" if self._candidate.copies else "frozen child"
+        way = "replayed" if self._checker.is_replayed else way
         cold = "cold caches" if self._evicted else "cold L2"
         method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
         timing = timing_of(measured, self._options.recipe, method, hardware(), clock_mhz(cores[0] if cores else 0))
         return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))
+
+
+def _places(outcome: Outcome) -> set[int]:
+    return {meta.place for meta in outcome.tensors if math.prod(meta.shape)}
 
 
 def _snapshot(cores: tuple[int, ...], children: tuple[int, int]) -> Snapshot:

@@ -23,16 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.launch.recorder import RECORDER, Recorder
+from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.operators import computes
 from kbrl_async.kernels.verify.wire import Trace
 
 _now = time.thread_time_ns
-_equal, _allclose, _is_tensor = torch.equal, torch.allclose, torch.is_tensor
+_is_tensor = torch.is_tensor
 _KEPT = 8
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
-_SAME = 1e-4
-"""Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
 _GUARDED: list[tuple[object, str]] = [
     *((time, name) for name in ("time", "perf_counter", "perf_counter_ns", "monotonic", "thread_time_ns")),
     *((torch, name) for name in ("empty", "empty_like", "zeros", "equal", "allclose", "rand", "randn")),
@@ -53,14 +52,14 @@ _ORIGINAL = _identities()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
-    """Counts operators, and keeps some results of the given shapes: one of them may be the answer already."""
+    """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 
-    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+    def __init__(self, sizes: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is not typed
         self.ops: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, tuple[int, int]] = {}
         self.kept: list[tuple[str, torch.Tensor]] = []
-        self._shapes = shapes
+        self._sizes = sizes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,24 +76,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own h
         book = RECORDER.launches if is_own else self.inside if RECORDER.depth else self.ops
         count, before = book.get(name, (0, 0))
         book[name] = (count + 1, before + spent)
-        if self._shapes and computes(name):
+        if self._sizes and computes(name):
             self._keep(name, result)
         return result
 
     def _keep(self, name: str, result: Any) -> None:
         for item in result if isinstance(result, (list, tuple)) else [result]:
-            if _is_tensor(item) and tuple(item.shape) in self._shapes:
+            if _is_tensor(item) and item.numel() in self._sizes:
                 if len(self.kept) == _KEPT:
                     del self.kept[_KEPT // 2]  # the first and the last ones stay
                 self.kept.append((name, item.clone()))
-
-
-def _is_same(item: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if item.numel() < 2 or item.dtype != wanted.dtype or item.shape != wanted.shape:
-        return False
-    if not item.is_floating_point():
-        return _equal(item, wanted)
-    return _allclose(item, wanted, rtol=_SAME, atol=_SAME * float(wanted.abs().max()), equal_nan=True)
 
 
 def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = False) -> tuple[Any, Trace]:
@@ -113,7 +104,7 @@ def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = F
 
 def answered(trace: Trace, watch: Watch, answer: list[torch.Tensor]) -> Trace:
     """The trace, with the first operator whose result already was one of the answer's tensors."""
-    name = next((name for name, item in watch.kept for wanted in answer if _is_same(item, wanted)), "")
+    name = next((name for name, item in watch.kept for wanted in answer if is_answer(item, wanted)), "")
     return msgspec.structs.replace(trace, answered=name)
 
 

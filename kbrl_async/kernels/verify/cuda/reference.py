@@ -171,7 +171,7 @@ class CudaReference(Reference):
         if isinstance(session, CudaSession):
             self.spares.refill()  # gets ready while this one is being checked
 
-    def twin(self, zygote: Zygote) -> Session:
+    def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         return self.session
 
     def release(self, twin: Session) -> None:

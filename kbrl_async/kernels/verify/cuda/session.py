@@ -216,7 +216,7 @@ class CudaSession(Session):
         try:
             placed = self.shared.view(meta)
         except (ValueError, RuntimeError) as error:
-            raise self._forged("an output lies outside of its arena") from error
+            raise self.forged("an output lies outside of its arena") from error
         return placed.clone()
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
@@ -265,11 +265,11 @@ class CudaSession(Session):
         torch.cuda.synchronize()
         elapsed, _, _, reply = self._exchange(order, deadline_s)
         if not isinstance(reply, kind) or reply.nonce != nonce:
-            raise self._forged()
+            raise self.forged()
         if isinstance(reply, wire.Timed):
             claim = max(reply.elapsed_ns, reply.empty_ns, reply.stream_ns)
             if claim > _CLAIM_SHARE * self._took_ns + _CLAIM_NS:
-                raise self._forged("a call is said to have lasted longer than it did")
+                raise self.forged("a call is said to have lasted longer than it did")
         return elapsed, reply
 
     def _sample(self, op: int, argument: int, deadline_s: float) -> Sample:

@@ -112,6 +112,16 @@ def test_the_way_out_is_shut(zygote: Zygote, attack: str) -> None:
     assert any(word in said for word in REFUSED), said
 
 
+NEW_CALLS = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "open_tree_attr": 467, "file_setattr": 469}
+
+
+@pytest.mark.parametrize("number", NEW_CALLS.values(), ids=NEW_CALLS)
+def test_calls_that_this_libseccomp_has_no_name_for_are_denied_by_number(kernels: Zygote, number: int) -> None:
+    call = f"libc.syscall({number}, -1, 0, 0, 0, 0); said = errno.errorcode[ctypes.get_errno()]"
+    said = run(kernels, f"import ctypes, errno; libc = ctypes.CDLL(None, use_errno=True); {call}")
+    assert said == "EPERM"
+
+
 def test_the_environment_holds_no_secret_of_the_host(zygote: Zygote) -> None:
     said = run(zygote, "import os; said = sorted(os.environ)")
     assert not any(word in said for word in ("KEY", "TOKEN", "SECRET", "PYTEST"))

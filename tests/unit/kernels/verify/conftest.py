@@ -56,14 +56,28 @@ def bench(zygote: Zygote) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="session")
+def watching(zygote: Zygote) -> Iterator[Bench]:
+    """A bench that judges every candidate in its own process: what guards there is needed wherever nothing can be
+    recorded."""
+    options = bench_options(
+        TimingBench(deadline_s=10.0),
+        call_floor_s=1.0,
+        limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20),
+        replay=False,
+    )
+    with contextlib.closing(Bench(zygote, options)) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def evaluate(bench: Bench) -> Evaluate:
-    """Evaluate a candidate as it stands: no static check stands before the bench.
+def evaluate(watching: Bench) -> Evaluate:
+    """Evaluate a candidate as it stands, in its own process: no static check stands before the bench.
 
     Backend `torch` brings no kernels of its own, and the bench asks for none: everything else is checked.
     """
@@ -72,7 +86,7 @@ def evaluate(bench: Bench) -> Evaluate:
         source: str, *, problem: str = SCALE_AND_SHIFT, timing: bool = False, backend: str = "", **artifacts: Path
     ) -> BenchReport:
         chosen = Candidate(source, backend or ("c" if artifacts else "torch"))
-        return bench.evaluate(Problem("L1/01_test", 1, "test", problem), chosen, dict(artifacts), timing=timing)
+        return watching.evaluate(Problem("L1/01_test", 1, "test", problem), chosen, dict(artifacts), timing=timing)
 
     return run
 

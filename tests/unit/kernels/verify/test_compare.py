@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.verify.compare import Tolerance, difference, kernelbench, output_scale, same_values, tolerance
-from kbrl_async.kernels.verify.inputs import KINDS, Kind, Pool, attempts, is_continuous, kinds_for, moved, vary
+from kbrl_async.kernels.verify.inputs import KINDS, Kind, attempts, is_continuous, kinds_for, moved, vary
 
 STRICT = Tolerance(1e-4, 1e-4)
 
@@ -68,19 +68,6 @@ def test_inputs_that_are_never_negative_stay_so() -> None:
         assert (vary(inputs, kind, random.Random(0))[0] >= 0).all()
 
 
-def test_mixtures_are_fresh_equal_on_both_sides_and_keep_structure() -> None:
-    draws = [[torch.rand(50), torch.randint(0, 9, (4,))] for _ in range(4)]
-    pool, rng, seen = Pool(draws), random.Random(0), set()
-    for _ in range(20):
-        outs = [[torch.empty(50), torch.empty(4, dtype=torch.int64)] for _ in range(2)]
-        pool.mix(outs, rng)
-        assert torch.equal(outs[0][0], outs[1][0])
-        assert 0 <= float(outs[0][0].min()) <= float(outs[0][0].max()) <= 1
-        assert any(torch.equal(outs[0][1], draw[1]) for draw in draws)
-        seen.add(float(outs[0][0].sum()))
-    assert len(seen) == 20
-
-
 def test_what_looks_like_a_class_label_is_not_continuous() -> None:
     assert not is_continuous(torch.tensor([0.0, 1.0, -1.0]))
     assert is_continuous(torch.tensor([0.0, 0.5]))
@@ -99,7 +86,7 @@ def test_the_set_of_kinds_is_the_documented_one() -> None:
 def test_every_kind_has_the_scale_that_it_says() -> None:
     x = torch.randn(40, 50)
     peak = float(x.abs().max())
-    varied = {kind.name: vary([x], kind, random.Random(1), [torch.randn(40, 50)])[0] for kind in KINDS}
+    varied = {kind.name: vary([x], kind, random.Random(1))[0] for kind in KINDS}
     assert torch.allclose(varied["small"], x * 1e-2)
     assert 8 * peak <= float(varied["large"].abs().max()) <= 10 * peak
     assert torch.equal(varied["negated"], -x)
@@ -107,7 +94,6 @@ def test_every_kind_has_the_scale_that_it_says() -> None:
     assert float(varied["spikes"].abs().max()) == pytest.approx(4 * peak)
     assert float(varied["graded"][:, -5:].std()) > 4 * float(varied["graded"][:, :5].std())
     assert set(varied["binary"].unique().tolist()) == {0.0, 1.0}
-    assert not torch.equal(varied["mixed"], x)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -115,8 +101,7 @@ def test_what_a_problem_promises_of_its_inputs_holds_in_every_set(kind: Kind) ->
     square = torch.randn(12, 12)
     symmetric, lower = square + square.T, torch.tril(square)
     shares = torch.softmax(torch.randn(9, 5), -1)
-    others = [torch.tril(torch.randn(12, 12)) * 2, torch.softmax(torch.randn(9, 5), -1)]
-    both, low, share = vary([symmetric, lower, shares], kind, random.Random(2), [symmetric * 3, *others])
+    both, low, share = vary([symmetric, lower, shares], kind, random.Random(2))
     assert torch.equal(both, both.T)
     assert torch.equal(low, torch.tril(low))
     if kind.name not in ("small", "large", "negated"):
@@ -126,7 +111,7 @@ def test_what_a_problem_promises_of_its_inputs_holds_in_every_set(kind: Kind) ->
 def test_strides_survive_every_kind() -> None:
     x = torch.randn(6, 4).t()
     for kind in KINDS:
-        assert vary([x], kind, random.Random(3), [x * 2])[0].stride() == x.stride()
+        assert vary([x], kind, random.Random(3))[0].stride() == x.stride()
 
 
 def test_a_kind_gives_way_to_a_milder_one() -> None:

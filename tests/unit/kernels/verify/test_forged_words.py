@@ -23,12 +23,12 @@ HONEST = "return self.done(nonce)"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(evaluate: Evaluate, bench: Bench) -> Iterator[None]:
+def _nothing_is_left_behind(evaluate: Evaluate, watching: Bench) -> Iterator[None]:
     """The reference was not doubted, and judges the next one."""
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
-    reference = bench._references._kept[SCALE_AND_SHIFT]
+    reference = watching._references._kept[SCALE_AND_SHIFT]
     yield
-    assert bench._references._kept[SCALE_AND_SHIFT] is reference
+    assert watching._references._kept[SCALE_AND_SHIFT] is reference
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
 
 
@@ -243,7 +243,7 @@ return self.done(nonce, tensors=metas)
 @pytest.fixture(scope="module")
 def copying(zygote: Zygote) -> Iterator[Bench]:
     """A bench on a host that lets nobody read a child's memory."""
-    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, copy_outputs=True)
+    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, copy_outputs=True, replay=False)
     with contextlib.closing(Bench(zygote, options)) as made:
         yield made
 

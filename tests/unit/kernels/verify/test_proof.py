@@ -110,7 +110,7 @@ def test_operators_are_counted_by_what_they_are() -> None:
 
 
 def test_an_operator_whose_result_is_the_answer_is_named() -> None:
-    x, watch = torch.randn(8, 8), trace.Watch({(8, 8)})
+    x, watch = torch.randn(8, 8), trace.Watch({64})
     _, found = trace.recorded(lambda: torch.softmax(x, -1) + 1, watch, muted=True)
     assert trace.answered(found, watch, [torch.softmax(x, -1) * 1.00001]).answered == "aten::_softmax"
     assert trace.answered(found, watch, [torch.tanh(x)]).answered == ""

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,15 @@ from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import Bench, bench_options
+from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.cpu.device import PRELOAD
 from protocols.records import BenchReport, Candidate, Problem
 from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, PROBLEM, Run
+
+
+def watching_options(**more: Any) -> BenchOptions:
+    """Of a bench that judges candidates in their own process: what guards there is needed where none is recorded."""
+    return bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, replay=False, **more)
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +34,12 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
+def run(watching: Bench, artifacts: dict[str, Path]) -> Run:
     """Straight to the bench: what the tripwires would say before is not asked."""
 
     def judge(source: str, problem: str = PROBLEM, *, timing: bool = False, on: Bench | None = None) -> BenchReport:
         one = Problem("L1/03_catalogue", 1, "catalogue", problem)
-        return (on or bench).evaluate(one, Candidate(source, "c"), artifacts, timing=timing)
+        return (on or watching).evaluate(one, Candidate(source, "c"), artifacts, timing=timing)
 
     return judge
 
@@ -41,7 +47,7 @@ def run(bench: Bench, artifacts: dict[str, Path]) -> Run:
 @pytest.fixture
 def fresh(zygote: Zygote) -> Iterator[Bench]:
     """A bench without references: for defences that shape a reference's secret sets."""
-    with contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made:
+    with contextlib.closing(Bench(zygote, watching_options())) as made:
         yield made
 
 
@@ -49,9 +55,7 @@ def fresh(zygote: Zygote) -> Iterator[Bench]:
 def brief(zygote: Zygote) -> Iterator[Bench]:
     """Times hardly at all."""
     recipe = Recipe.of(TimingBench(min_pairs=2, max_pairs=2, cap_s=0.01), warmup=0)
-    with contextlib.closing(
-        Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=recipe))
-    ) as made:
+    with contextlib.closing(Bench(zygote, watching_options(recipe=recipe))) as made:
         yield made
 
 
@@ -61,6 +65,6 @@ def open_bench() -> Iterator[Bench]:
     preload = (*PRELOAD, "tests.unit.kernels.verify.unconfined")
     with (
         Zygote(preload) as zygote,
-        contextlib.closing(Bench(zygote, bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0))) as made,
+        contextlib.closing(Bench(zygote, watching_options())) as made,
     ):
         yield made

@@ -13,7 +13,7 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import Bench, inputs, proof, tolerance, wire
+from kbrl_async.kernels.verify import Bench, fresh, inputs, proof, tolerance, wire
 from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
@@ -63,8 +63,8 @@ def test_a_cache_by_value_never_hits_in_a_timed_call(run: Run, brief: Bench, mon
     report = run(BY_VALUE, timing=True, on=brief)
     assert report.timing is not None, report.verdict
     assert report.timing.candidate_ms > 90
-    mix = inputs.Pool.mix
-    monkeypatch.setattr(inputs.Pool, "mix", lambda self, outs, rng: mix(self, outs, random.Random(0)))
+    mix = fresh.Pool.mix
+    monkeypatch.setattr(fresh.Pool, "mix", lambda self, outs, rng: mix(self, outs, random.Random(0)))
     found = (run(BY_VALUE, timing=True, on=brief).timing for _ in range(5))  # four calls: others may slow one down
     assert any(timing is not None and timing.candidate_ms < 90 for timing in found), "with equal values it would pay"
 
@@ -105,7 +105,7 @@ class InOrder(random.Random):
 
 
 def test_state_carried_between_calls_has_a_rule_of_its_own(run: Run, zygote: Zygote, monkeypatch: Patch) -> None:
-    with contextlib.closing(Bench(zygote, patient(), seeds=InOrder(1))) as bench:
+    with contextlib.closing(Bench(zygote, patient(replay=False), seeds=InOrder(1))) as bench:
         verdict = run(STALE, on=bench).verdict
         assert refused(verdict, Fault.INCORRECT, "state_carried")
         assert "rightly once" in verdict.message

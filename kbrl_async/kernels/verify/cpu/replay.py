@@ -1,0 +1,266 @@
+"""The trusted side of a replay on a CPU: from a candidate's child to one that does its recorded work again.
+
+::
+
+    candidate's child ─▶ recorded on secret inputs: right? ─▶ recorded on others: the same program?
+         ─▶ blocks read from outside ─▶ replayer, with compiled functions only: right on the inputs recorded last?
+
+Whatever stands against it is a reason in words; the candidate then is judged in its own process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.cpu import program, statics
+from kbrl_async.kernels.verify.cpu.program import Program
+from kbrl_async.kernels.verify.memory import memory_file, seal, seal_size
+from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.replies import Malformed
+from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.sets import InputSet, place
+
+_RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED)
+_MOST_WRITTEN = 256 << 20
+_ALIGNMENT = 64
+WRONG = "its first answer is wrong"
+
+
+class Refused(Exception):  # noqa: N818 - a reason, not an error
+    """Why there is no replay, in words."""
+
+
+class Work:
+    """A program that can be replayed, with the memory that lasts from call to call: what no step may write to as a
+    sealed file that all replays share, the rest as bytes that each replay gets a copy of."""
+
+    def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
+        self.data = data
+        self.places: list[tuple[int, int]] = []
+        ends = [0, 0]
+        for one in work.blocks:
+            self.places.append((int(one.is_written), ends[one.is_written]))
+            ends[one.is_written] += values.padded(one.size, _ALIGNMENT)
+        if ends[1] > _MOST_WRITTEN:
+            raise Refused("what it keeps and may write to is too large to be put back before each call")
+        kept = [torch.zeros(end, dtype=torch.uint8) for end in ends]
+        for (file, begin), one in zip(self.places, work.blocks, strict=True):
+            kept[file][begin : begin + one.size] = block(one.place, one.size)
+        self.written = kept[1]
+        self.fixed_fd = memory_file("blocks")
+        _write(self.fixed_fd, kept[0])
+        seal(self.fixed_fd)
+
+    def close(self) -> None:
+        if self.fixed_fd >= 0:
+            os.close(self.fixed_fd)
+            self.fixed_fd = -1
+
+
+class ReplaySession(Session):
+    """A child that does `work` again. Before each run everything that lasts in it is as it was before the first one."""
+
+    entry = "kbrl_async.kernels.verify.cpu.replayer:main"
+
+    def __init__(
+        self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], limits: Limits, deadline_s: float
+    ) -> None:
+        self._artifacts, self._work = artifacts, work
+        self._written = torch.empty(0, dtype=torch.uint8)
+        self._statics: statics.Statics | None = None
+        paths = {key: str(path) for key, path in artifacts.items()}
+        setup = wire.Setup("", "", 0, paths, program=work.data, blocks=work.places)
+        written = memory_file("written")
+        try:
+            self._written = _mapped(written, work.written)
+            super().__init__(zygote, setup, (work.fixed_fd, written), limits, deadline_s)
+        finally:
+            os.close(written)
+
+    def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
+        super().attach(tree, tensors, slots, copies)
+        if self._statics is None:
+            self._statics = statics.Statics(self.host_pid, self._artifacts)
+
+    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
+        if op in _RUNS:
+            self._put_back()
+        return super().call(op, slot, deadline_s, meter)
+
+    def _put_back(self) -> None:
+        assert self._statics is not None
+        try:
+            self._statics.restore()
+        except OSError as error:
+            if self._child.has_ended():
+                self._ended()
+            raise self.forged(f"{error}") from error
+        if not torch.equal(self._written, self._work.written):
+            self._written.copy_(self._work.written)
+
+    def close(self) -> None:
+        super().close()
+        self._written = torch.empty(0, dtype=torch.uint8)
+
+
+def _program(session: Session, said: wire.Taped, artifacts: Mapping[str, Path]) -> tuple[Program, bytes]:
+    if said.refused or not said.program:
+        raise Refused(said.refused or "nothing was recorded")
+    try:
+        return program.read(said.program, artifacts), said.program
+    except Malformed as error:
+        raise session.forged(f"what it recorded is no program: {error}") from error
+
+
+def _write(fd: int, content: torch.Tensor) -> None:
+    os.ftruncate(fd, content.numel())
+    data = memoryview(content.numpy().data)
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], written)
+
+
+def _mapped(fd: int, content: torch.Tensor) -> torch.Tensor:
+    """The file's memory, filled with `content`; its size can't change any more."""
+    _write(fd, content)
+    seal_size(fd)
+    if not content.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, content.numel()), dtype=torch.uint8)
+
+
+class Judging(Protocol):
+    """How outputs of a candidate are judged; see `checks.Checker`."""
+
+    def call_deadline(self) -> float: ...
+    def is_right(self, session: Session, outcome: Outcome, input_set: InputSet) -> bool: ...
+
+
+class Owner(Protocol):
+    """A reference, as far as replays need it."""
+
+    copies: bool
+    session: Session
+
+    def rehearsals(self) -> list[InputSet]: ...
+    def attach(self, session: Session) -> None: ...
+    def check(self, session: Session) -> bool: ...
+
+
+class Replays:
+    """Of one reference, their owner, and its candidates. It does not hold its owner, which holds it."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self._options = options
+        self._own: Work | str = ""
+
+    def close(self) -> None:
+        if isinstance(self._own, Work):
+            self._own.close()
+        self._own = ""
+
+    def of(
+        self, owner: Owner, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging
+    ) -> Session:
+        """:raises Refused: there can't be one."""
+        if owner.copies:
+            raise Refused("this host lets nobody read a child's memory")
+        if reason := statics.refusal(artifacts):
+            raise Refused(reason)
+        rehearsals = owner.rehearsals()
+        place(session, 0, rehearsals[0])
+        first = session.record(0, judge.call_deadline())
+        if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), rehearsals[0]):
+            raise Refused(WRONG)
+        self._own_work(owner, zygote)
+        work, last = self._recorded(owner, session, artifacts, first, judge.call_deadline)
+        try:
+            return self._right(owner, zygote, work, artifacts, rehearsals[last], judge)
+        finally:
+            work.close()
+
+    def _right(
+        self,
+        owner: Owner,
+        zygote: Zygote,
+        work: Work,
+        artifacts: Mapping[str, Path],
+        known: InputSet,
+        judge: Judging,
+    ) -> Session:
+        """A replay, right on the inputs last recorded: else something that forward does is not in its program."""
+        limit_s = judge.call_deadline()
+        session = ReplaySession(zygote, work, artifacts, self._options.limits, self._options.deadline_s)
+        try:
+            owner.attach(session)
+            place(session, 0, known)
+            if judge.is_right(session, session.call(wire.OP_RUN, 0, limit_s), known):
+                return session
+            reason = "its recorded work gives other results when it is done again"
+        except CandidateFault as fault:
+            reason = f"its recorded work fails when it is done again ({fault.kind}: {fault.text[:120]})"
+        except BaseException:
+            session.close()
+            raise
+        session.close()
+        raise Refused(reason)
+
+    def twin(self, owner: Owner, zygote: Zygote) -> Session:
+        """The reference by the same door: a replay of it, with the history of a candidate that was just checked."""
+        return self._checked(owner, zygote, self._own_work(owner, zygote))[0]
+
+    def _own_work(self, owner: Owner, zygote: Zygote) -> Work:
+        if not self._own:
+            self._own = self._made(owner, zygote)
+        if isinstance(self._own, str):
+            raise Refused(f"the reference can't be replayed: {self._own}")
+        return self._own
+
+    def _made(self, owner: Owner, zygote: Zygote) -> Work | str:
+        session = owner.session
+        try:
+            place(session, 0, owner.rehearsals()[0])
+            limit_s = self._options.reference_deadline_s
+            work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
+            replay, is_right = self._checked(owner, zygote, work)
+            replay.close()
+        except Refused as reason:
+            return str(reason)
+        except CandidateFault as fault:
+            return fault.text
+        return work if is_right else "its recorded work gives other results when it is done again"
+
+    def _checked(self, owner: Owner, zygote: Zygote, work: Work) -> tuple[Session, bool]:
+        session = ReplaySession(zygote, work, {}, self._options.limits, self._options.reference_deadline_s)
+        try:
+            owner.attach(session)
+            return session, owner.check(session)
+        except BaseException:
+            session.close()
+            raise
+
+    def _recorded(
+        self,
+        owner: Owner,
+        session: Session,
+        artifacts: Mapping[str, Path],
+        first: wire.Taped,
+        deadline_s: Callable[[], float],
+    ) -> tuple[Work, int]:
+        """What forward does again and again, and the number of the inputs that it was last seen doing it for."""
+        before = _program(session, first, artifacts)[0]
+        for number, rehearsal in enumerate(owner.rehearsals()[1:], 1):
+            place(session, 0, rehearsal)
+            work, data = _program(session, session.record(0, deadline_s()), artifacts)
+            if work.shape == before.shape:
+                return Work(work, data, session.block), number
+            before = work  # what the first run prepared for all others, the second does not do again
+        raise Refused("forward does not do the same steps for other inputs")

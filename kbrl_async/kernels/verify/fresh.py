@@ -1,0 +1,172 @@
+"""Fresh secret values for each timed call, from a few secret draws, for one pass over memory.
+
+::
+
+    draws a, b ─▶ each element at its own secret place between a's and b's          (numbers)
+                ─▶ each element a's or b's                                           (integers, masks, labels)
+                ─▶ all of it turned round by a secret shift, and mixed              (where elements hang together)
+
+A mixture of whole draws would not do: it lies in the span of few tensors, so that a linear answer can be put together
+from answers known before, and integers would come again. What single elements may be stays so: ranges, signs, zeros
+(triangular stays triangular). Where elements hang together in every draw (rows that sum to one, one-hot, permutations,
+symmetric, sorted), only what keeps that is done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from kbrl_async.kernels.verify.inputs import host_bytes, is_continuous, sums_to_one
+
+Structure = Literal["fixed", "whole", "turned", "each"]
+"""All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
+_CHUNK = 1 << 22
+_SLACK = 1 << 16
+_SAMPLE = 64
+
+
+def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
+    """What all these draws of one input have in common."""
+    first = tensors[0]
+    if all(torch.equal(first, other) for other in tensors[1:]):
+        return "fixed"
+    if first.dim() == 0 or first.is_complex() or (first.is_floating_point() and first.dtype.itemsize == 1):
+        return "whole"
+    if all(map(_is_sorted, tensors)):
+        return "whole"
+    if all(map(_is_symmetric, tensors)):
+        return "turned"
+    if all(map(sums_to_one, tensors)):
+        return "turned"
+    if not is_continuous(first) and (_have_one_sum(tensors) or all(map(_is_distinct, tensors))):
+        return "turned"
+    return "each"
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])[:_SAMPLE]
+
+
+def _is_sorted(tensor: torch.Tensor) -> bool:
+    rows = _rows(tensor)
+    return rows.shape[-1] > 2 and rows.dtype is not torch.bool and bool((rows[:, 1:] >= rows[:, :-1]).all())
+
+
+def _is_symmetric(tensor: torch.Tensor) -> bool:
+    if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] < 2:
+        return False
+    return torch.equal(tensor, tensor.transpose(-1, -2))
+
+
+def _have_one_sum(tensors: Sequence[torch.Tensor]) -> bool:
+    """One-hot rows, permutations, a fixed number of ones a row."""
+    sums = [_rows(tensor).double().sum(-1) for tensor in tensors]
+    return tensors[0].shape[-1] > 1 and all(bool((each == sums[0][0]).all()) for each in sums)
+
+
+def _is_distinct(tensor: torch.Tensor) -> bool:
+    rows = _rows(tensor).double().sort(-1).values
+    return rows.shape[-1] > 3 and bool((rows[:, 1:] != rows[:, :-1]).all())
+
+
+class Weights:
+    """Secret numbers in (0, 1), of which each use takes a window at a secret place."""
+
+    def __init__(self, most: int, device: torch.device, rng: random.Random) -> None:
+        size = min(most, _CHUNK) + _SLACK
+        generator = torch.Generator(device).manual_seed(rng.getrandbits(63))
+        self._numbers = {torch.float32: torch.rand(size, generator=generator, device=device)}
+
+    def host_bytes(self) -> int:
+        return host_bytes(list(self._numbers.values()))
+
+    def window(self, size: int, dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
+        if dtype not in self._numbers:
+            numbers = self._numbers[torch.float32]
+            self._numbers[dtype] = numbers < 0.5 if dtype is torch.bool else numbers.to(dtype)
+        begin = rng.randrange(_SLACK)
+        return self._numbers[dtype][begin : begin + size]
+
+
+def blend(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    structure: Structure,
+    is_number: bool,
+    weights: Weights,
+    rng: random.Random,
+) -> None:
+    """Write values from the first two into the third. All are of one shape and layout, dense in some order."""
+    a, b, out = three
+    if structure == "each":
+        flat = [one.as_strided((one.numel(),), (1,)) for one in three]
+        for begin in range(0, a.numel(), _CHUNK):
+            x, y, target = (one[begin : begin + _CHUNK] for one in flat)
+            window = weights.window(x.numel(), x.dtype if is_number else torch.bool, rng)
+            torch.lerp(x, y, window, out=target) if is_number else torch.where(window, x, y, out=target)
+        return
+    if structure == "turned":
+        # A square's two sides by the same shift: symmetric stays symmetric.
+        shifts = [rng.randrange(size) for size in a.shape]
+        if _is_square(a):
+            shifts[-1] = shifts[-2]
+        a = a.roll(shifts, tuple(range(a.dim())))
+    if structure != "fixed" and is_number:
+        torch.lerp(a, b, rng.uniform(0.2, 0.8), out=out)
+    else:
+        out.copy_(a)
+
+
+def _is_square(tensor: torch.Tensor) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]
+
+
+class Pool:
+    """Secret draws that timed calls are made from. `draws[k][i]` is input *i* of draw *k*, as one flat block;
+    `examples` have the inputs' shapes and strides.
+    """
+
+    def __init__(self, draws: list[list[torch.Tensor]], examples: list[torch.Tensor], rng: random.Random) -> None:
+        assert len(draws) >= 2, "mixing needs two draws"
+        self._draws = [[like(block, one) for block, one in zip(draw, examples, strict=True)] for draw in draws]
+        inputs = list(zip(*self._draws, strict=True))
+        self._structures = [structure_of(same) for same in inputs]
+        self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
+        self._examples = examples
+        device = draws[0][0].device if draws[0] else torch.device("cpu")
+        self._weights = Weights(max((block.numel() for block in draws[0]), default=0), device, rng)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(host_bytes(draw) for draw in self._draws) + self._weights.host_bytes()
+
+    def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
+        """Write one fresh set into each of `outs`, as flat blocks: the same values in all of them."""
+        first, second = rng.sample(range(len(self._draws)), 2)
+        for i, structure in enumerate(self._structures):
+            a, b, out = self._draws[first][i], self._draws[second][i], like(outs[0][i], self._examples[i])
+            blend((a, b, out), structure, self._are_numbers[i], self._weights, rng)
+            for other in outs[1:]:
+                other[i].copy_(outs[0][i])
+
+    @property
+    def needs_draws(self) -> bool:
+        """Whether some input is fresh only where a draw is."""
+        return "whole" in self._structures
+
+    def replace(self, draw: list[torch.Tensor], rng: random.Random) -> None:
+        """A new draw instead of one of those there are."""
+        shaped = [like(block, one) for block, one in zip(draw, self._examples, strict=True)]
+        self._draws[rng.randrange(len(self._draws))] = shaped
+
+    def be_plain(self) -> None:
+        """From now on inputs are drawn or mixed as a whole: for a reference that takes no single elements mixed."""
+        self._structures = ["fixed" if one == "fixed" else "whole" for one in self._structures]
+
+
+def like(block: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """A flat block as a tensor of the example's shape and strides."""
+    return block.as_strided(example.shape, example.stride())

@@ -1,0 +1,42 @@
+"""Whether one tensor is another in other order: the same values, reshaped or with its dimensions exchanged.
+
+Its functions are bound at import: it is asked inside of children, too, after their candidate was loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+_SAME = 1e-4
+"""Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
+_MOST_DIMENSIONS = 5
+_equal, _aminmax = torch.equal, torch.aminmax
+
+
+def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether `item` holds all that `wanted` does, so that whoever has it need only copy."""
+    if item.numel() != wanted.numel() or item.numel() < 2 or wanted.is_complex() or item.is_complex():
+        return False
+    if not wanted.is_floating_point():
+        return item.dtype == wanted.dtype and any(_equal(one, wanted.flatten()) for one in _orders(item))
+    low, high = (float(end) for end in _aminmax(wanted))
+    scale = max(abs(low), abs(high))
+    near = _SAME * scale + 1e-30
+    first, last = (float(end) for end in _aminmax(item))
+    if not (abs(first - low) <= 2 * near and abs(last - high) <= 2 * near):
+        return False
+    flat = wanted.flatten().double()
+    return any(bool(((one.double() - flat).abs() <= near + _SAME * flat.abs()).all()) for one in _orders(item))
+
+
+def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its values as one dimension, for each order of its own."""
+    squeezed = item.squeeze()
+    if not 1 < squeezed.dim() <= _MOST_DIMENSIONS:
+        yield item.flatten()
+        return
+    for order in itertools.permutations(range(squeezed.dim())):
+        yield squeezed.permute(order).flatten()
