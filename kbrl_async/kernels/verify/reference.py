@@ -17,7 +17,7 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, values, wire
-from kbrl_async.kernels.verify.cpu.replay import Judging, Replays
+from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
@@ -127,7 +127,10 @@ class Reference:
 
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
-        twin.close()
+        if isinstance(twin, ReplaySession):
+            self._replays.keep(twin)
+        else:
+            twin.close()
 
     def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         """A fresh child of the reference with the history of a candidate that was just checked: only such

@@ -161,8 +161,12 @@ class Replays:
     def __init__(self, options: BenchOptions) -> None:
         self._options = options
         self._own: Work | str = ""
+        self._twin: Session | None = None
 
     def close(self) -> None:
+        if self._twin is not None:
+            self._twin.close()
+            self._twin = None
         if isinstance(self._own, Work):
             self._own.close()
         self._own = ""
@@ -214,8 +218,13 @@ class Replays:
         raise Refused(reason)
 
     def twin(self, owner: Owner, zygote: Zygote) -> Session:
-        """The reference by the same door: a replay of it, with the history of a candidate that was just checked."""
-        return self._checked(owner, zygote, self._own_work(owner, zygote))[0]
+        """The reference by the same door: a replay of it that has answered all input sets, as a candidate's has."""
+        twin, self._twin = self._twin, None
+        return twin or self._checked(owner, zygote, self._own_work(owner, zygote))[0]
+
+    def keep(self, twin: Session) -> None:
+        """For the next candidate: only a program of ours ran in it, and it does the same every time."""
+        self._twin = twin
 
     def _own_work(self, owner: Owner, zygote: Zygote) -> Work:
         if not self._own:
