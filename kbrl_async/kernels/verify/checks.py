@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -25,7 +26,6 @@ from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import Refused
-from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
@@ -34,11 +34,26 @@ from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
 
+class Judging(Protocol):
+    """A device, as far as a checker needs it."""
+
+    def judged(
+        self,
+        reference: Reference,
+        zygote: Zygote,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        rng: random.Random,
+        is_alone: bool,
+    ) -> Judged: ...
+
+
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Device
+        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Judging
     ) -> None:
         self.reference, self.options = reference, options
         self._zygote, self._rng, self._device = zygote, rng, device

@@ -72,6 +72,7 @@ class Runner:
         self.double: torch.nn.Module | None = None
         if setup.artifacts:
             backend(setup.backend).prepare(setup.artifacts, self.device)
+            trace.bind()
         self.module: Any = plan.load(setup.source) or contract.load("candidate", setup.source)
         contract.seed(setup.seed)
         init = self._init(setup)

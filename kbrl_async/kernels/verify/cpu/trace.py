@@ -51,6 +51,11 @@ def _identities() -> list[object]:
 _ORIGINAL = _identities()
 
 
+def bind() -> None:
+    """Whatever a backend has prepared in this process by now is how it ought to be; no candidate was here yet."""
+    _ORIGINAL[:] = _identities()
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
     """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kbrl_async.kernels.verify import allowed, recording, validation
-from kbrl_async.kernels.verify.recording import Call, Forward, Kernel, Memcpy, Memset, Operator, Recording
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Operator, Recording
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.wire import TensorMeta
 
@@ -70,7 +70,6 @@ WRONG: dict[str, bytes] = {
     "an allocation beyond": made(REPLACED(MM, allocations=[(2000, 64)])),
     "arguments that are none": made(REPLACED(MM, arguments=["V", 1])),
     "a tensor that is not there": made(REPLACED(MM, tensors=[OUT])),
-    "a call of the host": made(Call(IMAGE, "system", [], [])),
     "an output beyond": made(KERNEL, forwards=[Forward([KERNEL], ["T", 0], [REPLACED(OUT, place=2044)])]),
     "an output too many": made(KERNEL, forwards=[Forward([KERNEL], ["T", 0], [OUT, OUT])]),
 }
