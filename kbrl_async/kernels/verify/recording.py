@@ -5,12 +5,12 @@ candidate's host code (I5).
 
     recorder (confined, the candidate's process) ── Recording, bytes ──▶ bench: `read` ──▶ replayer (trusted)
 
-A recording is written by whoever may lie, and nothing in it is believed: a wrong one gives wrong results. So what has to
-hold is only that a replayer stays within the arena and within what was built: places lie in the arena, kernels come
+A recording is written by whoever may lie, and nothing in it is believed: a wrong one gives wrong results. So what has
+to hold is only that a replayer stays within the arena and within what was built: places lie in the arena, kernels come
 from the candidate's own built artifacts, every other step is an operator that the trusted side knows.
 
-Places are byte offsets in the arena, which has the same address in recorder and replayer. Nodes are in an order in which
-they can run one after the other: `after` names earlier ones only.
+Places are byte offsets in the arena, which has the same address in recorder and replayer. Nodes are in an order in
+which they can run one after the other: `after` names earlier ones only.
 """
 
 from __future__ import annotations

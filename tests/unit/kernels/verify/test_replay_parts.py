@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def test_inputs_of_slots_lie_apart_at_distances_that_differ() -> None:
     spans = [span(meta) for slot in placed for meta in slot]
     assert not overlap(spans)
     assert end >= max(stop for _, stop in spans)
-    steps = {later[0].place - earlier[0].place for earlier, later in zip(placed, placed[1:], strict=False)}
+    steps = {later[0].place - earlier[0].place for earlier, later in itertools.pairwise(placed)}
     assert len(steps) > 1, "who knows one distance must not know the next"
 
 

@@ -170,7 +170,9 @@ def test_sums_in_another_order_are_the_same_and_missing_work_is_not() -> None:
 
 def test_outputs_are_apart_where_no_other_forward_has_worked() -> None:
     def forward(output: int, *between: int) -> Any:
-        tensor = types.SimpleNamespace(is_cuda=True, untyped_storage=lambda: types.SimpleNamespace(data_ptr=lambda: output))
+        tensor = types.SimpleNamespace(
+            is_cuda=True, untyped_storage=lambda: types.SimpleNamespace(data_ptr=lambda: output)
+        )
         return types.SimpleNamespace(outputs=[tensor], taken=[(place, 512) for place in (output, *between)])
 
     assert are_apart([forward(1024, 0), forward(2048, 0)])
