@@ -1,4 +1,4 @@
-# Targets: run, test, lint, docs, clean; constraints, licences, sbom, audit, dist. All but clean make .venv first, and again when what it is made from has changed.
+# Targets: run, install, test, lint, docs, clean; constraints, licences, sbom, audit, dist. All but clean make .venv first, and again when what it is made from has changed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -8,12 +8,14 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 CONFIG ?= configs/default.yaml
 ARGS ?=
 
-.PHONY: run test lint docs clean constraints licences sbom audit dist
+.PHONY: run install test lint docs clean constraints licences sbom audit dist
 .DEFAULT_GOAL := run
 
 run: $(VENV)/.installed
 	@command -v gcc >/dev/null || { echo "error: gcc was not found. Install it, such as 'apt-get install gcc libc6-dev'" >&2; exit 3; }
 	@$(BIN)/kbrl train --config $(CONFIG) $(ARGS)
+
+install: $(VENV)/.installed
 
 # Two workers: a whole run leaves much of two cores idle, so other tests go on beside it.
 test: export OMP_NUM_THREADS ?= 1

@@ -8,6 +8,9 @@ from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError
 from protocols.records import PolicyVersion
 
+POLICY_PREFIX = "policy-v"
+"""Before the number of a version, in the name of its folder."""
+MANIFEST = "manifest.json"
 FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 """By kind of policy; an adapter of a role lies in a folder of its name."""
 

@@ -262,6 +262,8 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     @property
     def claim(self) -> str:
         """What the interval proves, in words."""
+        if self.stopped == DISTURBED:
+            return "nothing is proven, others had the core"
         return "proven faster" if self.is_faster else "proven slower" if self.is_slower else "not shown to be faster"
 
 

@@ -198,12 +198,19 @@ class _Maker:
         if candidate is not None:
             rule = "calls_torch" if fault is Fault.STATIC_VIOLATION else ""
             frames.append(BuildReport(
-                Fault.OK if built else fault, {}, "", "", rule, worker_id="compile_farm.1",
+                Fault.OK if built else fault, {}, "" if built else self._message(), "", rule,
+                worker_id="compile_farm.1",
                 started_at=start + 0.6, finished_at=start + 0.7,
             ))  # fmt: skip
             if built:
                 frames.append(_bench(fault, speedup, start + 1.2))
         return Record.of(*frames), _stats(rollout_id, problem, fault, speedup, version, turn)
+
+    def _message(self) -> str:
+        """Of a compiler: one of three mistakes, on some line, or what a candidate made it say."""
+        line, name = self.random.randrange(90), self.random.randrange(9)
+        said = ["expected ';' before '}' token", f"'b{name}' undeclared (first use in this function)", self.hostile]
+        return f"kernel.c:{line}:21: error: {self.random.choice(said) or 'stray'}\n   note: {self.hostile}"
 
     def _curves(self) -> None:
         with Writer(self.folder / "tensorboard" / "training") as board:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import queue
@@ -23,7 +24,6 @@ from rich.table import Table
 from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
 from benchmarks.verification import extensions, mix
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
-from kbrl_async.cli import optimize as optimize_command
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
@@ -226,11 +226,13 @@ async def optimize(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         threads = stack.enter_context(session.pinned(config))
         verifiers = stack.enter_context(session.open_verifiers(config))
-        async with engine.open_engine(found, config, threads, lambda _what, _share: None) as opened:
+        published = stack.enter_context(engine.published(found, config, lambda _what, _share: None))
+        async with engine.open_engine(found, config, threads, published) as opened:
             for target in [*suite, *(read_target(f"{OWN}:{name}", given) for name, given in MODULES)]:
                 began = time.monotonic()
                 output = folder / f"optimized_{target.stem}.py"
-                done = await optimize_command.optimise(wanted, config, target, output, opened, verifiers, console)
+                done = await session.search(wanted, config, target, opened, verifiers.quick, lambda _search: None)
+                done = await asyncio.to_thread(session.prove, done, verifiers.careful, output, wanted.allow_slower)
                 rows.append(_row(target.title, done, time.monotonic() - began))
                 say(json.dumps(rows[-1]))
     _show(rows, console)

@@ -11,13 +11,14 @@ something · 4 the run can't go on · 130 stopped.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
-from kbrl_async.errors import KbrlError, UserError
+from kbrl_async.errors import HostError, KbrlError, UserError
 
 EXAMPLES = """\
 examples:
@@ -219,7 +220,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # who read our output (head, less) has had enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:  # supervisor: what the host refuses is no error of ours
+        if not (why := _refused_by_host(error)):
+            raise
+        print(f"error: {why}", file=sys.stderr)
+        return HostError.exit_code
     return code
+
+
+def _refused_by_host(error: Exception) -> str:
+    """A full disk, a folder that we may not write, a program that we may not run; empty for what may be a mistake."""
+    from kbrl_async.durable import wants_room
+
+    if wants_room(error):
+        return f"no space left: {error}. Free some"
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
+        return (
+            f"{error.filename or 'this host'}: {error.strerror}. See 'kbrl train --dry-run', and who may do that here"
+        )
+    return ""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

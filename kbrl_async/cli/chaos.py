@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight
-from kbrl_async.cli.shared import add_old_run, add_settings, print_json, resolve, run_of
+from kbrl_async.cli.shared import add_old_run, add_settings, completed, print_json, resolve, run_of, runs_and_settings
 from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     end.add_argument("--broker-back", metavar="S", type=float, default=BROKER_BACK_S, help="limit; default 3 seconds")
     end.add_argument("--json", action="store_true", help="print the report as JSON")
     add_old_run(parser)
-    add_settings(parser, "RUN|key=value", "the run that is harmed (default: the newest), or settings of --train")
+    words = add_settings(parser, "RUN|key=value", "the run that is harmed (default: the newest); settings of --train")
+    completed(words, runs_and_settings)
 
 
 def run(args: argparse.Namespace) -> int:

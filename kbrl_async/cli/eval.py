@@ -11,7 +11,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,11 @@ from rich.console import Console
 
 from kbrl_async.cli import preflight
 from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
-from kbrl_async.cli.shared import EVALUATIONS, add_settings
+from kbrl_async.cli.shared import EVALUATIONS, add_settings, completed, newest, runs_and_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
-from kbrl_async.runs.folder import Run, is_finished, plan, prepare
+from kbrl_async.runs.config.loading import gather
+from kbrl_async.runs.folder import Run, is_finished, load_run, plan, prepare
 
 if TYPE_CHECKING:
     from kbrl_async.runs.targets import Target
@@ -60,6 +61,7 @@ out, it is what model_name=… names, else the newest run's newest policy."""
     add("--raicl-k", type=int, metavar="K", help="most examples in a prompt")
     add("--level", metavar="L[,L]", help="problem levels; default: those of the run")
     add("--ids", metavar="ID[,ID]", help="single problems, such as L1/13 or softmax")
+    add("--limit", type=int, metavar="N", help="at most N problems, the first of those chosen")
     add("--heldout", action="store_true", help="only problems that training never sees")
     add("--problems", metavar="SOURCE", help="folder, file, JSONL, hub name, or 'kernelbench' (KERNELBENCH_ROOT)")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="number format of model and inputs")
@@ -69,7 +71,8 @@ out, it is what model_name=… names, else the newest run's newest policy."""
     add("--tensorboard-step", type=int, metavar="N", help="at this step; default: the policy's version")
     add("--output", type=Path, metavar="FILE", help="copy evaluation.json there")
     add("--kernelbench", type=Path, metavar="DIR", help="copy the KernelBench run folders and baseline.json there")
-    add_settings(parser)
+    words = add_settings(parser, "POLICY|key=value", "what is evaluated; settings, as 'kbrl config' lists them")
+    completed(words, runs_and_settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,13 +96,15 @@ def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
     """What is evaluated, and the configuration of its evaluation: that of its run, unless something else was said."""
     from kbrl_async.runs import targets
 
-    what, overrides = _words(args.overrides)
+    what, overrides = _words(args)
     env = environment(os.environ)
     log_path = Path(load(args.config, [w for w in overrides if w.startswith("log_path=")], env).log_path)
-    target = targets.resolve(what or "latest", log_path, args.version)
+    named = "" if what else _named_model(args, overrides, env)
+    target = targets.resolve(what or named or str(newest(log_path)), log_path, args.version)
     inherited = [Path(target.run) / CONFIG_FILE] if target.run else []
     own = [*_target_settings(target, args), *_settings(args)]
-    config = load([*inherited, *args.config], [*own, *map(_full_key, overrides)], env)
+    ours = [f"model_name={load_run(target.run).model_name}"] if named and target.run else []
+    config = load([*inherited, *args.config], [*own, *overrides, *ours], env)
     given = {word.partition("=")[0] for word in overrides}
     root = log_path if "log_path" in given or target.run is None else Path(target.run).parent
     broker = config.broker if any(key.startswith("broker.") for key in given) else load(args.config, [], env).broker
@@ -108,18 +113,31 @@ def resolve(args: argparse.Namespace) -> tuple[Target, Config]:
     return target, msgspec.structs.replace(config, name=name or f"{target.label}-{config_hash(config)[:6]}")
 
 
-def _words(words: list[str]) -> tuple[str, list[str]]:
-    """The policy, and the settings."""
+def _words(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The policy, and the settings. What others call checkpoint_path and output_path are no settings here."""
+    words = [word for word in args.overrides if not word.startswith(("checkpoint_path=", "output_path="))]
+    others = dict(word.split("=", 1) for word in args.overrides if word not in words)
     named = [word for word in words if "=" not in word or Path(word).exists() or word.startswith("http")]
+    settings = [_full_key(word) for word in words if word not in named]
+    named += filter(None, [others.get("checkpoint_path")])
     if len(named) > 1:
         raise UserError(f"one policy at a time, not {named[0]} and {named[1]}", "Settings are written key=value")
-    return next(iter(named), ""), [word for word in words if word not in named]
+    if output := others.get("output_path"):
+        args.output = args.output or (Path(output) if output.endswith(".json") else Path(output) / "evaluation.json")
+    return next(iter(named), ""), settings
 
 
 def _full_key(word: str) -> str:
     """`tensorboard_step=3` means evaluation.tensorboard_step."""
     key = word.partition("=")[0].removeprefix("--")
     return f"evaluation.{word}" if key not in KEYS and f"evaluation.{key}" in KEYS else word
+
+
+def _named_model(args: argparse.Namespace, overrides: list[str], env: Mapping[str, str]) -> str:
+    """What the settings alone name, as an address where it is an endpoint's; empty where nothing does."""
+    settings = gather(args.config, overrides, env)
+    last = {setting.key: str(setting.value) for setting in settings}
+    return last.get("sampler.base_url", "") if last.get("sampler.engine") == "openai" else last.get("model_name", "")
 
 
 def _target_settings(target: Target, args: argparse.Namespace) -> Iterator[str]:
@@ -139,6 +157,7 @@ def _settings(args: argparse.Namespace) -> Iterator[str]:
         "evaluation.temperature": args.temperature,
         "evaluation.deadline_s": args.deadline,
         "evaluation.ids": args.ids,
+        "evaluation.limit": args.limit,
         "evaluation.tensorboard_log_dir": args.tensorboard_log_dir,
         "evaluation.tensorboard_step": args.tensorboard_step,
         "level": args.level,
@@ -166,10 +185,8 @@ def check(todo: Run) -> None:
 
     preflight.check_cores(todo.config)
     evaluated_problems(todo.config)
-    preflight.check_disk(todo.path, todo.config.compile_farm.store_max_bytes + preflight.SPARE_BYTES)
-    preflight.check_addresses(todo)
-    if todo.config.backend == "c":
-        preflight.check_compiler()
+    preflight.check_files(todo.config)
+    preflight.check_host(todo)
 
 
 def conclude(run_dir: Path, ended: ProcessesEnded, args: argparse.Namespace) -> int:

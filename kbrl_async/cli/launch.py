@@ -15,10 +15,11 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
@@ -29,12 +30,17 @@ from honcho.printer import Message, Printer
 
 from kbrl_async.errors import RunError
 from kbrl_async.lineage import LAUNCHER, identity
+from kbrl_async.runs.telemetry import progress
+from kbrl_async.runs.telemetry.logs import OF_THE_RUN, STATUS_LINE
+from kbrl_async.runs.telemetry.screen import bar, duration
 
 GRACE_S = 8.0
 START_POLL_S = 0.05
+REFRESH_S = 0.5
+ERASE = "\r\x1b[2K"
 START_S = 30.0
 """How long we wait, once all shall end, for processes to say that they have started."""
-INTERRUPTED = (130, 143)
+INTERRUPTED = (129, 130, 143)
 ERROR = "error: "
 """How a service begins the one line that says why it gives up."""
 _STOPPED = re.compile(r"(\S+) stopped \(rc=(-?\d+)\)")
@@ -46,7 +52,7 @@ class ProcessesEnded(msgspec.Struct, frozen=True):
     first: str
     """The process that ended first; empty if we were told to stop."""
     code: int
-    """Its exit code, or 130 (Ctrl-C) or 143 (SIGTERM)."""
+    """Its exit code, or 129 (SIGHUP), 130 (Ctrl-C) or 143 (SIGTERM)."""
     reason: str = ""
     """What it said last about an error: its cause and cure."""
 
@@ -62,7 +68,8 @@ def gave_up(ended: ProcessesEnded, goal: str, cure: str) -> RunError:
         error = RunError(f"{who} gave up: {ended.reason}")
     else:
         error = RunError(f"{who} ended with exit code {ended.code} before the {goal} did", cure)
-    error.exit_code = ended.code or RunError.exit_code
+    # 1 is Python's own for a crash, and says of a candidate that it is wrong
+    error.exit_code = ended.code if ended.code > 1 else RunError.exit_code
     return error
 
 
@@ -76,6 +83,10 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
         self.first_stopped = ""
         self.reasons: dict[str, str] = {}
         self._unread = unread
+        self.status: Callable[[int], str] = lambda _width: ""
+        """What the last line of a terminal says, in so many characters; drawn again below each line, see `refresh`."""
+        self._drawn_at = 0.0
+        self._is_drawn = False
         self.lost = False
         """Whether a line could not be written: a full disk, a terminal that is gone, a pipe that would block."""
         self._killed: set[str] = set()
@@ -103,9 +114,42 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
             self._show(message)
 
     def _show(self, message: Message) -> None:
+        line = message._replace(data=self._encodable(message.data))
+        with self._writing():
+            self._clear()
+            if line.data.startswith(OF_THE_RUN):
+                print(f"{line.time:{self.time_format}} {line.data.removeprefix(OF_THE_RUN).strip()}", file=self.output)
+            else:
+                super().write(line)
+            self._draw()
+
+    def refresh(self) -> None:
+        """The status line again, where it is due."""
+        if not self._stopping and time.monotonic() - self._drawn_at >= REFRESH_S:
+            with self._writing():
+                self._clear()
+                self._draw()
+
+    def _encodable(self, text: str) -> str:
         encoding = getattr(self.output, "encoding", None) or "utf-8"
+        return text.encode(encoding, "replace").decode(encoding)
+
+    def _clear(self) -> None:
+        if self._is_drawn:
+            self._is_drawn = False
+            self.output.write(ERASE)
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        if not self._stopping and (text := self.status(_columns(self.output) - 1)):
+            self.output.write(self._encodable(text))
+            self.output.flush()
+            self._is_drawn = True
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            super().write(message._replace(data=message.data.encode(encoding, "replace").decode(encoding)))
+            yield
         except BrokenPipeError:
             self._stopping = True
             self.output = open(os.devnull, "w")  # noqa: SIM115 - until the end
@@ -115,6 +159,8 @@ class RunPrinter(Printer):  # type: ignore[misc] # honcho has no types
 
     def close(self) -> None:
         """Drop what still can't be written, else Python would try again at exit and fail in place of the run."""
+        with self._writing():
+            self._clear()
         if not self.lost:
             return
         try:
@@ -140,6 +186,12 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self.returncode = 143
         self.terminate()
 
+    def _hung_up(self, *_: object) -> None:
+        """The terminal is closed: as with SIGTERM, all end in order, and the same command goes on."""
+        self._system_print("SIGHUP received\n")
+        self.returncode = 128 + signal.SIGHUP
+        self.terminate()
+
     def terminate(self) -> None:
         if self._terminating or os.getpid() != self._launcher:  # a relay that was just forked has our handlers
             return
@@ -155,6 +207,7 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
         self._last_resort.start()
 
     def loop(self) -> None:
+        signal.signal(signal.SIGHUP, self._hung_up)
         try:
             super().loop()
         except BaseException:
@@ -164,10 +217,12 @@ class RunManager(Manager):  # type: ignore[misc] # honcho has no types
             self._last_resort.cancel()
 
     def _all_started(self) -> bool:
-        """Honcho's loop asks in each round, and would wait for ever for a process that could not be started.
+        """Honcho's loop asks in each round, and would wait for ever for a process that could not be started. So it is
+        also where the status line is kept up to date.
 
         :raises RunError: there is one.
         """
+        self.printer.refresh()
         started: bool = super()._all_started()
         if not started:
             late = self._is_overdue()
@@ -232,6 +287,9 @@ def start_and_wait(
     """Start `counts` processes of each service on this run, show their lines, wait until all have ended."""
     output = output or sys.stdout
     manager = RunManager(output)
+    progress.forget(run_dir)
+    if _has_status_line(output):
+        manager.printer.status = StatusLine(run_dir)
     for name, count in counts.items():
         for number in range(1, count + 1):
             instance = f"{name}.{number}"
@@ -255,7 +313,35 @@ def _environment(run_dir: Path, instance: str, output: TextIO) -> dict[str, str]
         LAUNCHER: identity(),
     }
     colour = {"FORCE_COLOR": "1"} if output.isatty() and not os.environ.get("NO_COLOR") else {}
-    return {**os.environ, **colour, **ours}
+    brief = {STATUS_LINE: "1"} if _has_status_line(output) else {}
+    return {**os.environ, **colour, **brief, **ours}
+
+
+def _has_status_line(output: TextIO) -> bool:
+    return output.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _columns(output: TextIO) -> int:
+    try:
+        return os.get_terminal_size(output.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+class StatusLine:
+    """How far a run is, in one line: `training  update 5 of 14  ━━━━──────  2m 10s left`."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self._run_dir, self._clock, self._began = run_dir, clock, clock()
+
+    def __call__(self, width: int) -> str:
+        now = self._clock()
+        seen = progress.read(self._run_dir)
+        if seen is None:
+            return f"starting the processes  {duration(now - self._began)}"[:width]
+        left = seen.left_s(now)
+        parts = [seen.phase, seen.note, bar(seen.share)[0], f"{duration(left)} left" if left is not None else ""]
+        return "  ".join(part for part in parts if part)[:width]
 
 
 def _exit_code(code: int | None) -> int:

@@ -1,18 +1,20 @@
 """`kbrl optimize`: the fastest proven kernel for one module of your own, as a file that you can import.
 
 Exit codes: 0 a proven kernel was written · 1 none was proven, or none is faster: nothing was written · 2 wrong usage ·
-3 the host lacks something · 4 the engine or the module failed.
+3 the host lacks something · 4 the engine or the module failed · 130 Ctrl-C, except in the search, which it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,14 +23,16 @@ from kbrl_async.cli.shared import add_config, facts, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
-    from kbrl_async.lab.optimize.engine import Opened
+    from kbrl_async.kernels.funnel import Verifier
+    from kbrl_async.lab.optimize.deadline import Deadline
     from kbrl_async.lab.optimize.evidence import SearchResult
     from kbrl_async.lab.optimize.search import Search
-    from kbrl_async.lab.optimize.session import Verifiers, Wanted
+    from kbrl_async.lab.optimize.session import Wanted
     from kbrl_async.lab.optimize.targets import UserModule
     from kbrl_async.runs.config import Config
     from kbrl_async.runs.targets import Target as Policy
 
+TURNS = 4
 EXAMPLES = """\
 examples:
   kbrl optimize my_module.py     a file with Model, get_inputs, get_init_inputs
@@ -50,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--init", default="", metavar="EXPR", help="arguments of a class's constructor, such as '1024, 1e-5'")
     add("--policy", default="", metavar="WHAT", help="run, policy, model or http://…; default: model_name (small)")
     add("--version", default="newest", metavar="newest|best|N", help="which policy of a run")
-    add("--seconds", type=float, default=60.0, metavar="S", help="for the search; default 60")
+    add("--seconds", type=float, metavar="S", help="for everything; default: 60 for the search, once there is a policy")
     add("--tokens", type=int, metavar="N", help="most tokens that the engine may write")
     add("--attempts", type=int, metavar="N", help="most answers to ask for")
-    add("--turns", type=int, default=4, metavar="N", help="longest chain of refinements; 1: none; default 4")
+    add("--turns", type=int, metavar="N", help=f"longest chain of refinements; 1: none; default {TURNS}")
     add("--examples", default="", metavar="DIR", help="an index or a run whose verified kernels are shown and tried")
     add("--output", type=Path, metavar="FILE", help="default: optimized_NAME.py here")
     add("--allow-slower", action="store_true", help="also write a proven kernel that is not shown to be faster")
@@ -62,64 +66,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kbrl_async.lab.optimize.deadline import Deadline
+
+    deadline = Deadline(args.seconds)  # before what takes seconds to import
     from kbrl_async.lab.optimize import engine
     from kbrl_async.lab.optimize.search import Budget
     from kbrl_async.lab.optimize.session import Wanted, output_path, pinned
     from kbrl_async.lab.optimize.targets import Given, read_target
+    from kbrl_async.runs.origins import SMALL
 
-    if args.seconds <= 0 or args.turns < 1:
+    if (args.seconds is not None and args.seconds <= 0) or (args.turns is not None and args.turns < 1):
         raise UserError("--seconds must be above 0 and --turns at least 1", "See 'kbrl optimize --help'")
     policy, config = engine.resolve(args.policy, args.version, args.config, args.overrides)
     shapes = "cpu" if config.backend in ("c", "cpp") else "gpu"
     target = read_target(args.target, Given(args.inputs, args.inputs_from, args.init), shapes=shapes)
     output = output_path(args.output, target)
-    wanted = Wanted(Budget(args.seconds, args.tokens, args.attempts), args.turns, args.examples, args.allow_slower)
+    # a policy that was made without turns has never seen feedback
+    turns = args.turns or (1 if policy.name == SMALL and config.mode == "single_turn" else TURNS)
+    budget = Budget(None, args.tokens, args.attempts)
+    wanted = Wanted(budget, turns, args.examples, args.allow_slower)
     with pinned(config) as threads:
-        found = asyncio.run(_found(wanted, policy, config, target, output, threads))
+        found = _found(Job(wanted, policy, config, target, output), threads, deadline)
     return _conclude(args, output, found)
 
 
-async def _found(
-    wanted: Wanted, policy: Policy, config: Config, target: UserModule, output: Path, threads: int
-) -> SearchResult:
-    from kbrl_async.lab.optimize.engine import open_engine
-    from kbrl_async.lab.optimize.session import open_verifiers
+class Job(NamedTuple):
+    """What one call is asked for."""
 
-    console = Console(stderr=True)
-    with console.status(f"loading {policy.label} …") as said:
-        opening = open_engine(policy, config, threads, lambda what, share: said.update(f"{what} ({share:.0%}) …"))
-        opened = await opening.__aenter__()
-    try:
-        with open_verifiers(config) as verifiers:
-            return await optimise(wanted, config, target, output, opened, verifiers, console)
-    finally:
-        await opening.__aexit__(None, None, None)
+    wanted: Wanted
+    policy: Policy
+    config: Config
+    target: UserModule
+    output: Path
 
 
-async def optimise(
-    wanted: Wanted,
-    config: Config,
-    target: UserModule,
-    output: Path,
-    opened: Opened,
-    verifiers: Verifiers,
-    console: Console,
-) -> SearchResult:
-    """Searches, then proves the best few from disk; `output` is written where one holds."""
+def _found(job: Job, threads: int, deadline: Deadline) -> SearchResult:
+    """Gets the policy, searches, and proves the best few from disk; the output is written where one holds.
+
+    Only the search has an event loop, so that Ctrl-C ends everything else at once.
+    """
     from kbrl_async.lab.optimize import session
+    from kbrl_async.lab.optimize.engine import published
+
+    console, slower = Console(stderr=True), job.wanted.allow_slower
+    with contextlib.ExitStack() as stack:
+        with console.status(f"loading {job.policy.label} …") as said:
+            told = deadline.watching(lambda text: said.update(f"{text} …"))
+            folder = stack.enter_context(published(job.policy, job.config, told))
+        verifiers = stack.enter_context(session.open_verifiers(job.config))
+        found = asyncio.run(_searched(job, threads, deadline, folder, verifiers.quick, console))
+        if not (best := session.finalists(found, slower)):
+            return found
+        with console.status(f"proving the best {len(best)} from disk …"):
+            return session.prove(found, verifiers.careful, job.output, slower, lambda: deadline.is_over)
+
+
+async def _searched(
+    job: Job, threads: int, deadline: Deadline, folder: Path, verifier: Verifier, console: Console
+) -> SearchResult:
+    """Searches, and shows how far it is."""
+    from kbrl_async.lab.optimize import session
+    from kbrl_async.lab.optimize.engine import open_engine
 
     columns = (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("starting", total=1.0)
+    async with open_engine(job.policy, job.config, threads, folder) as opened:
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("starting", total=1.0)
 
-        def changed(search: Search) -> None:
-            progress.update(bar, completed=search.share(time.monotonic()), description=status(search))
+            def changed(search: Search) -> None:
+                progress.update(bar, completed=search.share(time.monotonic()), description=status(search))
 
-        found = await session.search(wanted, config, target, opened, verifiers.quick, changed)
-    if not (best := session.finalists(found, wanted.allow_slower)):
-        return found
-    with console.status(f"proving the best {len(best)} from disk …"):
-        return await asyncio.to_thread(session.prove, found, verifiers.careful, output, wanted.allow_slower)
+            wanted = msgspec.structs.replace(job.wanted, budget=deadline.within(job.wanted.budget))
+            until = deadline.search_until()
+            return await session.search(wanted, job.config, job.target, opened, verifier, changed, until)
 
 
 # ── what is printed ─────────────────────────────────────────────────────────────────────────────────────────────────

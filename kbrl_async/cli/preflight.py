@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
-from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool
+from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, HostError, MissingTool
+from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.keyring import Keyring
+from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
 from kbrl_async.runs.folder import Run, refused
+from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.sampling.vllm.options import check_installed
+from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
 
 SPARE_BYTES = 2**30
@@ -26,20 +33,35 @@ SPARE_BYTES = 2**30
 PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
 
 
-def check(plan: Run) -> None:
+def check(plan: Run, *, starts_here: bool = True) -> None:
     """All checks, the cheap ones first. Nothing is left behind.
 
+    :param starts_here: its processes start on this host, which must have what they compute with.
     :raises KbrlError: the first thing that is wrong.
     """
     config = plan.config
     check_cores(config)
     check_problems(config)
-    check_demonstrations(config)
+    check_files(config)
     check_policy(config)
     check_engine(config)
+    check_extras(config)
+    check_host(plan, starts_here=starts_here)
+
+
+def check_host(plan: Run, *, starts_here: bool = True) -> None:
+    """What a run and an evaluation need of this host."""
+    config = plan.config
     if config.placement is not None:
         placement.check_fit(config, placement.inventory(os.environ))
+    if starts_here:
+        check_devices(config, placement.inventory(os.environ))
+        check_backend(config)
     check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
+    if config.model_name == SMALL:
+        check_writable(cache_folder(config), "Set cache_path=… to a folder that you may write")
+    if config.tensorboard.log_dir is not None:
+        check_writable(Path(config.tensorboard.log_dir), "Set tensorboard.log_dir=… to a folder that you may write")
     check_addresses(plan)
     if config.backend == "c":
         check_compiler()
@@ -57,11 +79,17 @@ def check_problems(config: Config) -> None:
     load_problems(config.problems or "", levels=config.levels, split="train")
 
 
-def check_demonstrations(config: Config) -> None:
-    """What method=sft shall learn from is there; what is in it is read with the policy's tokenizer.
+def check_files(config: Config) -> None:
+    """What the configuration names is there. Demonstrations are read later, with the policy's tokenizer.
 
     :raises UserError: a file or run that is not there, or of a kind that can't be read.
     """
+    prompt = config.prompt
+    if prompt.file is not None and not Path(prompt.file).expanduser().is_file():
+        raise ConfigError(f"prompt.file: there is no file {prompt.file}", "Give a template's path; see docs/prompts.md")
+    if prompt.index is not None and not (Path(prompt.index).expanduser() / INDEX_MANIFEST).is_file():
+        cure = "Make one with: kbrl index build"
+        raise ConfigError(f"prompt.index: {prompt.index} holds no index, it has no {INDEX_MANIFEST}", cure)
     for source in config.demonstrations.files:
         path = Path(source).expanduser()
         if not archives.is_run(path):
@@ -72,7 +100,8 @@ def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
     folder = Path(config.model_name).expanduser()
     looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
-    if looks_like_path and not (folder / "config.json").is_file():
+    holds_one = any((folder / name).is_file() for name in ("config.json", MANIFEST))  # a model, or a policy
+    if looks_like_path and not holds_one:
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 
@@ -86,19 +115,63 @@ def check_engine(config: Config) -> None:
         check_installed()
 
 
+def check_extras(config: Config) -> None:
+    """Libraries that only some settings need."""
+    wanted = {
+        "bitsandbytes": ("learner.base_quantisation", config.learner.base_quantisation != "none", "bitsandbytes"),
+        "opentelemetry": ("metrics.otlp_endpoint", config.metrics.otlp_endpoint is not None, "'kbrl-async[otel]'"),
+    }
+    for module, (key, is_wanted, package) in wanted.items():
+        if is_wanted and importlib.util.find_spec(module) is None:
+            raise MissingTool(f"{key} needs {module}, and it is not installed", f"pip install {package}")
+
+
+def check_devices(config: Config, gpus: Sequence[placement.Gpu]) -> None:
+    """Who shall compute on a GPU has one, and a PyTorch that can use it. Imports no torch, which takes a second.
+
+    :param gpus: those that this process may use.
+    """
+    if config.device == "cuda":
+        wanted = "device=cuda"
+    elif config.device != "cpu" and "cpu" not in backend(config.backend).runs_on:
+        wanted = f"backend={config.backend}, which a bench times on a GPU"
+    else:
+        return
+    otherwise = "device=cpu" if config.device == "cuda" else "backend=c"
+    if not gpus:
+        raise HostError(f"{wanted}: this host has no GPU that may be used", f"See nvidia-smi, or use {otherwise}")
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        raise MissingTool(f"{wanted}: this PyTorch computes on CPUs only", f"Install one for CUDA, or use {otherwise}")
+
+
+def check_backend(config: Config) -> None:
+    """The farm can build the run's kernels."""
+    if why := backend(config.backend).missing():
+        raise MissingTool(f"backend={config.backend}: {why}")
+
+
 def check_disk(run_dir: Path, needed: int) -> None:
     """There is room, and we may write."""
-    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    parent = check_writable(run_dir)
     free = shutil.disk_usage(parent).free
     if free < needed:
         cause = f"{parent} has {free / 2**30:.1f} GiB free, the run needs {needed / 2**30:.1f} GiB"
         raise DiskFull(cause, "Free some, set log_path=… to another disk, or lower compile_farm.store_max_bytes")
+
+
+def check_writable(folder: Path, *cure: str) -> Path:
+    """The folder, or the nearest one above it that there is; files can be made there.
+
+    :raises KbrlError: they can't.
+    """
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
         with tempfile.TemporaryFile(dir=parent) as probe:
             probe.write(b"\0" * 4096)
             probe.flush()
     except OSError as error:
-        raise refused(error, parent) from error
+        raise refused(error, parent, *cure) from error
+    return parent
 
 
 def check_addresses(plan: Run) -> None:

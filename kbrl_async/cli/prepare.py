@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = resolve(args)
-    preflight.check(plan(config))
+    preflight.check(plan(config), starts_here=False)
     run = prepare(config)
     print(run.path)
     return 0

@@ -95,7 +95,7 @@ def _evaluation(path: Path) -> Listed:
     figures: Mapping[str, Any] = (said.get("overall") or {}).get("raw") or {}
     correct = figures.get("correct") or {}
     return Listed(
-        run=f"{EVALUATIONS}/{path.name}",
+        run=path.name,
         path=str(path),
         kind="evaluation",
         state=stands.state,

@@ -59,6 +59,10 @@ def run_names(prefix: str = "", **_: object) -> list[str]:
     return [path.name for folder in (root, root / EVALUATIONS) for path in runs_in(folder)]
 
 
+def runs_and_settings(prefix: str = "", **_: object) -> list[str]:
+    return [*run_names(), *setting_words(prefix)]
+
+
 def completed(argument: argparse.Action, by: Callable[..., list[str]]) -> None:
     """The shell completes the argument `by(prefix)`."""
     argument.completer = by  # type: ignore[attr-defined] # argcomplete's name
@@ -76,10 +80,7 @@ def find(wanted: str) -> Path:
     """
     root = log_path()
     if wanted == LATEST:
-        newest = latest(root)
-        if newest is None:
-            raise no_runs(root)
-        return newest
+        return newest(root)
     for path in (Path(wanted), root / wanted, root / EVALUATIONS / wanted):
         if path.is_dir():
             return path.resolve()
@@ -89,6 +90,17 @@ def find(wanted: str) -> Path:
     near = difflib.get_close_matches(Path(wanted).name, names, 1)
     cure = f"Did you mean {near[0]}?" if near else f"There is {', '.join(names[:SHOWN])}; 'kbrl runs' lists all"
     raise UserError(f"there is no run {wanted}", cure)
+
+
+def newest(root: Path) -> Path:
+    """The newest run of `root`.
+
+    :raises UserError: there is none.
+    """
+    found = latest(root)
+    if found is None:
+        raise no_runs(root)
+    return found
 
 
 def no_runs(root: Path) -> UserError:
@@ -102,9 +114,11 @@ def no_runs(root: Path) -> UserError:
 SETTINGS = ("key=value", "settings that win over files; 'kbrl config' lists them")
 
 
-def add_settings(parser: argparse.ArgumentParser, metavar: str = SETTINGS[0], words: str = SETTINGS[1]) -> None:
-    """Files, `key=value` words, and counts of processes."""
-    add_config(parser, metavar, words)
+def add_settings(
+    parser: argparse.ArgumentParser, metavar: str = SETTINGS[0], words: str = SETTINGS[1]
+) -> argparse.Action:
+    """Files, `key=value` words, and counts of processes; see `add_config`."""
+    settings = add_config(parser, metavar, words)
     parser.add_argument(
         "--processes",
         metavar="NAME=COUNT",
@@ -112,6 +126,7 @@ def add_settings(parser: argparse.ArgumentParser, metavar: str = SETTINGS[0], wo
         default=[],
         help=f"how many of {', '.join(SCALABLE)} to start, such as compile_farm=2,sampler=1",
     )
+    return settings
 
 
 def add_config(

@@ -23,9 +23,12 @@ from kbrl_async.cli.shared import add_run, find, print_json
 from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.keyring import client_keys
-from kbrl_async.runs.folder import is_finished
+from kbrl_async.runs.config import process_counts
+from kbrl_async.runs.folder import is_finished, load_run
+from kbrl_async.runs.telemetry import progress
 from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.log_reading import LastErrors
+from kbrl_async.runs.telemetry.progress import Progress
 from kbrl_async.runs.telemetry.screen import render
 from protocols.messages import StatusReport, Trouble
 
@@ -82,6 +85,7 @@ class Watcher:
         self._seen: deque[StatusReport] = deque()
         self._answered_at = clock()
         self._errors = LastErrors(run_dir / "logs") if run_dir else None
+        self._expected = [s for s in process_counts(load_run(run_dir)) if s != "broker"] if run_dir else []
 
     def look(self, timeout_s: float = PATIENCE_S) -> View:
         report = self._ask(timeout_s)
@@ -89,7 +93,7 @@ class Watcher:
         if report is not None:
             self._answered_at = now
             self._remember(report)
-            return view(self._seen[0], report, self._logged())
+            return view(self._seen[0], report, self._logged(), 0.0, self._progress(), self._expected)
         away_s = max(0.001, now - self._answered_at)
         last = self._seen[-1] if self._seen else StatusReport(run=self._name)
         seen = view(None, last, self._logged(), away_s)
@@ -111,6 +115,9 @@ class Watcher:
         if self._run_dir is not None and is_finished(self._run_dir):
             return "ended"
         return "stopped" if last.draining else ""
+
+    def _progress(self) -> Progress | None:
+        return progress.read(self._run_dir) if self._run_dir is not None else None
 
     def _logged(self) -> list[Trouble]:
         return self._errors.look() if self._errors else []

@@ -18,7 +18,9 @@ from kbrl_async.runs.folder import Run, is_finished, plan, prepare, settle_lates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="print what was resolved, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print what was resolved, start nothing"
+    )
     add_settings(parser)
 
 
@@ -27,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     if config.evaluation.policy is not None:
         raise UserError(f"{config.resume or 'this'} is an evaluation", "Go on with the same 'kbrl eval' command")
     todo = plan(config)
+    preflight.check(todo)
     if args.dry_run:
         print(describe(todo))
         return 0
-    preflight.check(todo)
     run = prepare(config)
     doing = "continuing" if run.resumed else "starting"
     print(f"{doing} {run.path}; Ctrl-C stops it, the same command continues it", flush=True)

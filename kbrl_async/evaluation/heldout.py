@@ -51,6 +51,10 @@ class HeldoutEvaluations:
     def has_ended(self, phase: str) -> bool:
         return self._whole[phase].has_ended
 
+    def counts(self, phase: str) -> tuple[int, int]:
+        """Rollouts that have ended, and all."""
+        return len(self._whole[phase].ended), self._whole[phase].total
+
     def results(self, phase: str) -> list[RolloutStats]:
         """Of the rollouts that infrastructure did not lose."""
         return [stats for stats in self._whole[phase].ended.values() if stats is not None]

@@ -22,6 +22,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Problems by id, such as L1/13_softmax or 1/13; empty: all of the levels."""
     split: Literal["all", "heldout", "train"] = "all"
     """Which of these problems: all, those that training never sees, or the others."""
+    limit: AtLeastOne | None = None
+    """At most so many of them, the first ones; null: all."""
     deadline_s: Positive = 900.0
     """Seconds that all samples of one problem may take together; what is missing then counts as wrong."""
     in_flight: AtLeastOne = 64

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -40,31 +41,35 @@ class SftReport(NamedTuple):
 
 def train_sft(
     model: torch.nn.Module,
-    examples: Sequence[tuple[list[int], list[int]]],
+    examples: Iterable[tuple[list[int], list[int]]],
     settings: Sft,
     progress: Callable[[int, float, float], None] = lambda step, loss, share: None,
     *,
     tree_tokens: int = TREE_TOKENS,
     bf16: bool = True,
+    workers: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SftReport:
-    """Trains `model` in place. `progress(step, loss, share_done)` is called after every optimiser step.
+    """Trains `model` in place, on `examples` over and over. `progress(step, loss, share_done)` is called after every
+    optimiser step.
 
     `tree_tokens`: longest row of examples that share a prompt. Sharing saves tokens, which a step costs on a CPU; on a
     GPU it costs its microbatches, and rows of one kind (0) make fewer. bf16 autocast is 1.7–2× faster than fp32 where
-    the CPU has avx512_bf16; weights stay fp32.
+    the CPU has avx512_bf16; weights stay fp32. `workers` compute microbatches at once, each with torch's own threads.
     """
     optimizer = make_adamw(model.parameters(), settings.lr)
     started, tokens, losses = clock(), 0, list[float]()
-    for batch in _batches(examples, settings.batch_tokens):
-        share = max(len(losses) / settings.steps, (clock() - started) / settings.max_seconds)
-        if share >= 1.0:
-            break
-        rate = rate_at(len(losses), settings.lr, WARMUP_STEPS, "cosine", share, floor=0.02)
-        microbatches = pack(batch, 2 * settings.batch_tokens, tree_tokens)
-        losses.append(_step(model, optimizer, microbatches, rate, bf16))
-        tokens += sum(len(example.token_ids) for example in batch)
-        progress(len(losses), losses[-1], share)
+    budget = 2 * settings.batch_tokens if workers == 1 else settings.batch_tokens // workers
+    with ThreadPoolExecutor(workers) as pool:
+        for batch in _batches(examples, settings.batch_tokens):
+            share = max(len(losses) / settings.steps, (clock() - started) / settings.max_seconds)
+            if share >= 1.0:
+                break
+            rate = rate_at(len(losses), settings.lr, WARMUP_STEPS, "cosine", share, floor=0.02)
+            microbatches = sorted(pack(batch, budget, tree_tokens), key=lambda m: -m.input_BL.numel())
+            losses.append(_step(model, optimizer, microbatches, rate, bf16, pool))
+            tokens += sum(len(example.token_ids) for example in batch)
+            progress(len(losses), losses[-1], share)
     last = losses[-max(1, len(losses) // 10) :]
     return SftReport(len(losses), clock() - started, tokens, sum(last) / max(1, len(last)))
 
@@ -80,7 +85,7 @@ def without_behaviour(metrics: Mapping[str, float]) -> dict[str, float]:
     return {**kept, "perplexity": math.exp(min(metrics.get("loss", 0.0), 50.0))}
 
 
-def _batches(examples: Sequence[tuple[list[int], list[int]]], batch_tokens: int) -> Iterator[list[Example]]:
+def _batches(examples: Iterable[tuple[list[int], list[int]]], batch_tokens: int) -> Iterator[list[Example]]:
     """Batches of about `batch_tokens`, pass after pass, without end."""
     batch, size = list[Example](), 0
     for prompt_ids, token_ids in itertools.chain.from_iterable(itertools.repeat(examples)):
@@ -92,16 +97,29 @@ def _batches(examples: Sequence[tuple[list[int], list[int]]], batch_tokens: int)
 
 
 def _step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, microbatches: list[Microbatch], rate: float, bf16: bool
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: list[Microbatch],
+    rate: float,
+    bf16: bool,
+    pool: Executor,
 ) -> float:
-    device = next(model.parameters()).device
+    """One optimiser step, and its loss. Gradients are added up in order, whichever of them was ready first."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    device = parameters[0].device
     n_tokens = sum(len(microbatch.target_T) for microbatch in microbatches)
-    total = 0.0
-    for microbatch in microbatches:
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+
+    def gradients(microbatch: Microbatch) -> tuple[float, tuple[torch.Tensor, ...]]:
+        # autocast's cache of weights is one for all threads
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
             logp_T, _ = batch_logprobs(causal_lm(model), microbatch.to(device), temperature=1.0)
         loss = -logp_T.sum() / n_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
+        return float(loss.detach()), torch.autograd.grad(loss, parameters, materialize_grads=True)
+
+    total = 0.0
+    for loss, found in pool.map(gradients, microbatches):
+        total += loss
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     guarded_step(optimizer, total, GRAD_CLIP, rate)
     return total

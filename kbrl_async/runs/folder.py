@@ -40,6 +40,7 @@ from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.standing import SUMMARY_FILE as SUMMARY_FILE
 from kbrl_async.runs.standing import State, forget, standing
 from kbrl_async.runs.standing import is_finished as is_finished
+from kbrl_async.weights import POLICY_PREFIX
 
 LATEST = "latest"
 FOLDERS = ("logs", "metrics", "tensorboard")
@@ -78,7 +79,7 @@ def _plan_resume(config: Config) -> Run:
     path = Path(config.resume or "")
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"cannot resume {path}: it is no run folder with a {CONFIG_FILE}", "Give resume=runs/NAME"
+            f"cannot resume {path}: it is no run folder with a {CONFIG_FILE}", "'kbrl runs' lists them"
         )
     path = path.resolve() if path.is_symlink() else path
     if is_finished(path):
@@ -224,7 +225,7 @@ def _failed_to_start(run_dir: Path) -> bool:
 
 def _has_begun(run_dir: Path) -> bool:
     """Whether anything has come of it: an answer, or an update."""
-    if any(version for version, _ in numbered(run_dir / "policies", "policy-v")):
+    if any(version for version, _ in numbered(run_dir / "policies", POLICY_PREFIX)):
         return True
     try:
         with Archive(run_dir / ARCHIVE) as archive:
@@ -258,7 +259,7 @@ def writing(where: Path) -> Iterator[None]:
         raise refused(error, where) from error
 
 
-def refused(error: OSError, where: Path) -> KbrlError:
+def refused(error: OSError, where: Path, cure: str = "Set log_path=… to a folder that you may write") -> KbrlError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"no space left for {where}", "Free some, or set log_path=… to another disk")
-    return ConfigError(f"cannot write to {where}: {error.strerror}", "Set log_path=… to a folder that you may write")
+    return ConfigError(f"cannot write to {where}: {error.strerror}", cure)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from kbrl_async.doors import Door
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.runs.config import Config
+from kbrl_async.weights import MANIFEST
 
 SMALL = "small"
 CANARY_TOKENS = 32
@@ -28,12 +27,31 @@ POLICIES = Door("policies", {SMALL: "kbrl_async.lab.small_policy.configured:ensu
 
 
 def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str:
-    """A folder, or a name that transformers can load. `told(what, share)` hears of the making, and may raise."""
+    """A folder, or a name that transformers can load. `told(what, share)` hears of the making, and may raise.
+
+    :raises CheckpointError: it is a policy of a run, and damaged.
+    """
+    if (Path(config.model_name) / MANIFEST).is_file():
+        return _as_model(Path(config.model_name), cache_folder(config) / "policies")
     if config.model_name != SMALL:
         return config.model_name
+    import torch  # the rest of this module is asked by commands that must answer at once
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     return Path(POLICIES.load(SMALL)(config, cache_folder(config), told, device))
+
+
+def _as_model(policy: Path, cache: Path) -> Path:
+    """The policy of a run as a model's folder, its adapter merged; made once for each weights."""
+    from kbrl_async.learning.policies import versions  # torch
+    from kbrl_async.learning.policies.exporting import export
+
+    manifest = versions.load_manifest(policy)
+    folder = cache / f"{policy.parent.parent.name}-v{manifest.version}-{manifest.weights_sha256[:12]}"
+    if not folder.is_dir():
+        export(policy, folder, merge=manifest.kind == "lora")
+    return folder
 
 
 def cache_folder(config: Config) -> Path:

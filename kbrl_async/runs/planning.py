@@ -99,4 +99,4 @@ def evaluated_problems(config: Config) -> list[Problem]:
     if not found:
         where = "these ids" if wanted.ids else f"level {', '.join(map(str, config.levels))}"
         raise UserError(f"none of {where} is {wanted.split}", "Leave out --heldout, or choose other levels")
-    return found
+    return found[: wanted.limit]

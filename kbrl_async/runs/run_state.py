@@ -130,6 +130,10 @@ class RunState(RunMemory):
     def heldout(self, phase: str) -> list[RolloutStats]:
         return self._heldout.results(phase)
 
+    def evaluated(self, phase: str) -> tuple[int, int]:
+        """Answers of this evaluation that have ended, and all of them."""
+        return self._heldout.counts(phase)
+
     def group_version(self, group_id: str) -> int | None:
         """The policy version at admission of an open group; None once it has ended."""
         return self._buffer.group_version(group_id)

@@ -60,7 +60,8 @@ def standing(run_dir: Path) -> Standing:
     if gave_up := [f"{name} gave up with exit code {word}" for name, word in said.items() if word not in _FINE]:
         return Standing(State.CRASHED, ", ".join(gave_up))
     if killed := [name for name, word in said.items() if not word]:
-        return Standing(State.CRASHED, "all were killed" if len(killed) == len(said) else f"{killed[0]} was killed")
+        who = "all were" if len(killed) == len(said) else f"{', '.join(killed)} {'was' if len(killed) == 1 else 'were'}"
+        return Standing(State.CRASHED, f"{who} killed")
     return Standing(State.STOPPED)
 
 

@@ -24,6 +24,8 @@ Kind = Literal["policy", "checkpoint", "adapter", "model", "endpoint"]
 SMALL = "small"
 """The project's own policy before any training."""
 NEWEST, BEST = "newest", "best"
+FINAL = ("checkpoints", "final")
+"""How others call the newest checkpoint of a run."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -51,6 +53,9 @@ def resolve(what: str, log_path: Path, wanted: str = NEWEST) -> Target:
         return Target("endpoint", what, _label(re.sub(r"^https?://|/v1/?$", "", what)), identity=what)
     if what == SMALL:
         return Target("model", SMALL, SMALL, identity=SMALL)
+    final = Path(what).expanduser()
+    if final.parts[-2:] == FINAL and not final.exists() and (found := _final_checkpoint(final.parent)) is not None:
+        return _checkpoint(found)
     for path in (Path(what).expanduser(), log_path / what):
         if path.is_dir():
             return _of_folder(path.resolve(), wanted)
@@ -58,6 +63,12 @@ def resolve(what: str, log_path: Path, wanted: str = NEWEST) -> Target:
         return Target("model", what, _label(what), identity=what)
     cure = "Give a run, a folder of a policy, checkpoint, adapter or model, an owner/name, or an endpoint's http://…"
     raise UserError(f"there is no policy {what}, neither a folder nor a run in {log_path}/", cure)
+
+
+def _final_checkpoint(folder: Path) -> Path | None:
+    from kbrl_async.learning import checkpoints
+
+    return checkpoints.latest(folder) if folder.is_dir() else None
 
 
 def _of_folder(folder: Path, wanted: str) -> Target:

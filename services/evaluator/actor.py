@@ -18,12 +18,10 @@ from kbrl_async.kernels.funnel.records import result_of
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
+from kbrl_async.runs.telemetry.progress import EVALUATION, Reporter
 from protocols.records import Purpose
 from protocols.rollout import Record
 from services.runtime.rollout_actor import Outside, RolloutActor
-
-TELL_S = 5.0
-"""Least time between two lines about the progress."""
 
 
 class Evaluator(RolloutActor[Command, Effect]):
@@ -39,7 +37,7 @@ class Evaluator(RolloutActor[Command, Effect]):
         super().__init__(outside, course, prompts, config.temperature if wanted is None else wanted, clock)
         presets = find_presets(config.reward, overlong=config.punishes_overlong)
         self._reward_preset = presets[-1]  # of auto, what it ends at
-        self._said = (-1, -TELL_S)
+        self._reporter = Reporter(outside.service.run_dir, self._log)
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,16 +74,8 @@ class Evaluator(RolloutActor[Command, Effect]):
                 self._submissions.begin(self._outside.producer.retire(effect.group_id))
 
     def _look(self) -> None:
-        """A line about the progress now and then, and at the end."""
-        course, (done, when) = self._state, self._said
-        if course.done == done or (self.now - when < TELL_S and not course.has_ended):
-            return
-        self._said = (course.done, self.now)
-        kept = [kept.sample for kept in course.kept.values()]
-        self._log.info(
-            "progress",
-            done=f"{course.done}/{course.total}",
-            compiled=sum(sample.compiled for sample in kept),
-            correct=sum(sample.correct for sample in kept),
-            seconds=round(self.now),
-        )
+        """Says how far it is, once there are answers: what came before them is not the evaluation's pace."""
+        course = self._state
+        correct = sum(kept.sample.correct for kept in course.kept.values())
+        note = f"{course.done} of {course.total} answers, {correct} correct"
+        self._reporter.tell(EVALUATION, note, course.done / max(1, course.total))

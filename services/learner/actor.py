@@ -105,7 +105,8 @@ class Learning:
             self._step(batch, groups, tick)
         self._trained_again = self.version - resumed.progress.version
         about = {"checkpoint": resumed.folder.name, "trained_again": self._trained_again}
-        self._service.log.info("resumed", policy_version=self.version, **about)
+        words = f"resumed at policy version {self.version}"
+        self._service.log.info("resumed", policy_version=self.version, **about, shown=words)
         return True
 
     def train(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> UpdateReport:
@@ -123,8 +124,10 @@ class Learning:
         except NonFiniteLoss as error:
             return self._refuse(batch, error, started, tick)
         self._replay_log.add(batch, groups)
+        stepped = time.time()
         if self.version % self._service.config.learner.checkpoint_every == 0:
             self._checkpoint()
+            metrics = {**metrics, "time/checkpoint_s": time.time() - stepped}
         self._publish()
         self._service.tell({name: metrics[name] for name in LEARNER_FACTS if name in metrics})
         self._service.log.info(
@@ -133,6 +136,7 @@ class Learning:
             loss=round(metrics.get("loss", 0.0), 4),
             entropy=round(metrics.get("entropy", 0.0), 4),
             seconds=round(time.time() - started, 2),
+            shown="",  # the aggregator's line of the update has what people look for
         )
         return UpdateReport(batch.batch_id, self.version, metrics, started, time.time())
 

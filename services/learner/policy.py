@@ -13,6 +13,7 @@ from kbrl_async.learning.policies.models import load_model
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.telemetry.progress import MAKING, Reporter
 from protocols.records import CORRECTOR, VERIFIER
 from services.runtime.service import Service
 
@@ -58,15 +59,12 @@ def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.M
 
 def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
     """The model that training starts from; None when the run is stopped while it is made."""
-    shown = -1.0
+    reporter = Reporter(service.run_dir, service.log)
 
     def progress(line: str, share: float) -> None:
-        nonlocal shown
         if is_stopped():
             raise InterruptedError
-        if share >= shown + 0.1 or shown < 0:
-            shown = share
-            service.log.info("making the small policy", done=f"{share:.0%}", now=line)
+        reporter.tell(MAKING, line, share)
 
     try:
         return origins.base_model(service.config, progress)

@@ -119,7 +119,8 @@ class Aggregator(RolloutActor[Command, Effect]):
 
     def do(self, *commands: Command) -> list[Effect]:
         if any(isinstance(command, Finished) for command in commands) and not self._state.has_all_updates:
-            self._log.info("time is up", minutes=self._config.max_minutes)
+            minutes = self._config.max_minutes
+            self._log.info("time is up", minutes=minutes, shown=f"time is up after {minutes:g} minutes")
         effects = super().do(*commands)
         self._metrics.note(commands)
         return effects
@@ -138,7 +139,7 @@ class Aggregator(RolloutActor[Command, Effect]):
                 case Retire():
                     self._submissions.begin(self._outside.producer.retire(effect.group_id))
                 case CurriculumMoved():
-                    self._log.info("curriculum", change=effect.change)
+                    self._log.info("curriculum", change=effect.change, shown=f"curriculum: {effect.change}")
                 case RoundStarted():
                     self._metrics.round_begun(effect.version)
                 case Round():
@@ -183,4 +184,4 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._journal.compact_if_due(self._state)
         if self._clock() - self._looked >= LOOK_S:
             self._looked = self._clock()
-            self._metrics.tick()
+            self._metrics.tick(self.now)

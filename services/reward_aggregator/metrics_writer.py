@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.durable import write_atomically
+from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
+from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
 from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchTrained
@@ -24,17 +25,20 @@ from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.settling import SettledVersions
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import system_metrics, training_metrics
+from kbrl_async.runs.telemetry import by_version, system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers, Part
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
+from kbrl_async.runs.telemetry.progress import Reporter
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
 from protocols.records import UpdateReport
 from protocols.rollout import Record
+from services.reward_aggregator.phases import phase_of
 from services.runtime.service import Service
 
 KERNELS = "kernels"
+_SHORT = {"answers_of": "", "reward_mean": "reward", "speedup_mean": ""}
 CHEATING_TOLD = 0.1
 """Share of an update's rollouts caught cheating above which it is said: the policy cheats, or a defence is wrong."""
 
@@ -60,7 +64,11 @@ class MetricsWriter:
         self._previous: SystemSample | None = None
         self._versions = SettledVersions()
         self._versions.note(history)
+        self._last_update: tuple[float, int] | None = None
         self._newest: Part | None = next(reversed(self._versions.new(state.version)), None)
+        self._reporter = Reporter(service.run_dir, service.log)
+        self._has_policy = False
+        """Until there is one, the learner says how things stand."""
         self._best = dict(state.fastest)
         for stats in [*state.heldout(BEFORE), *state.heldout(AFTER)]:
             if stats.file:
@@ -96,7 +104,7 @@ class MetricsWriter:
         for part in self._versions.new(newest):
             self._newest = part
             if self._training is not None:
-                self._training.scalars(training_metrics.version_scalars(part.stats), part.last)
+                self._training.scalars(by_version.scalars(part), part.last)
 
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard.
@@ -113,7 +121,10 @@ class MetricsWriter:
         if not rollouts and "loss" in report.metrics:  # demonstrations: nobody wrote them here
             shown = {name: round(report.metrics[name], 4) for name in ("loss", "perplexity") if name in report.metrics}
         ages = [r.staleness for r in rollouts if r.staleness is not None]
-        self._service.log.info("update", policy_version=report.policy_version, **shown, age=max(ages, default=0))
+        words = f"update {report.policy_version}/{self._service.config.max_steps} {in_words(shown)}"
+        self._service.log.info(
+            "update", policy_version=report.policy_version, **shown, age=max(ages, default=0), shown=words
+        )
         if caught > CHEATING_TOLD:
             self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
@@ -122,15 +133,34 @@ class MetricsWriter:
             | training_metrics.policy_scalars(report.metrics)
             | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
             | {f"alarm/{name}": float(level) for name, level in self._state.alarm_levels.items()}
+            | self._progress(report, counters)
         )
         self._tell(rates, max(ages, default=0), step, scalars)
         if self._training is None:
             return
         self._training.scalars(scalars, step)
+        if step == 1:
+            self._tell_heldout(BEFORE, 0)
         if step % settings.histograms_every == 0:
             for tag, values in msgspec.structs.asdict(training_metrics.histograms(rollouts)).items():
                 self._training.histogram(f"histogram/{tag}", values, step)
         self._training.flush()
+
+    def _progress(self, report: UpdateReport, counters: RunCounters) -> dict[str, float]:
+        """How far the run is, and what the update took; rates are since the update before, if that was seen."""
+        now = (report.finished_at, counters.rollouts)
+        before, self._last_update = self._last_update, now
+        return training_metrics.progress(
+            report.policy_version,
+            self._service.config.max_steps,
+            train_s=report.finished_at - report.started_at,
+            since=None if before is None else (now[0] - before[0], now[1] - before[1]),
+        )
+
+    def _tell_heldout(self, phase: str, version: int) -> None:
+        """What the evaluation before or after training says of its version."""
+        if self._training is not None:
+            self._training.scalars(heldout_scalars(self._state.heldout(phase)), version)
 
     def _tell_of_cheating(self, share: float, caught: list[RolloutStats]) -> None:
         problem, times = Counter(r.problem_id for r in caught).most_common(1)[0]
@@ -160,13 +190,20 @@ class MetricsWriter:
         versions.hold(self._service.policies, best=self._state.best_version, evaluated=None)
         figures = done.figures
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
-        self._service.log.info("evaluated", policy_version=done.version, **shown)
+        words = f"evaluated version {done.version}  {in_words(shown)}"
+        self._service.log.info("evaluated", policy_version=done.version, **shown, shown=words)
         if self._training is not None:
             self._training.scalars(figures, done.version)
             self._training.flush()
 
-    def tick(self) -> None:
-        """Takes in what the broker has written about the whole system since the last tick."""
+    def tick(self, now: float | None = None) -> None:
+        """Takes in what the broker has written about the whole system since the last tick, and says how far the run is.
+
+        :param now: of the run's own clock.
+        """
+        if now is not None and (self._has_policy or numbered(self._service.policies, versions.PREFIX)):
+            self._has_policy = True
+            self._reporter.tell(*phase_of(self._state, now))
         for sample in self._tail.new():
             if self._begun is None:
                 self._begun = system_metrics.begun(self._service.run_dir, sample.t)
@@ -184,6 +221,7 @@ class MetricsWriter:
         """
         self.tick()
         self._tell_versions(math.inf)
+        self._tell_heldout(AFTER, self._state.version)
         state = self._state
         ended = time.time() - max(0.0, seconds - state.last_update)
         begun = ended - max(0.0, state.last_update - (state.first_result or 0.0))
@@ -215,3 +253,17 @@ class MetricsWriter:
         """Of what the broker's lines still say: those of a very long run's first days are gone."""
         oldest = next((sample.t for sample in system_metrics.written(self._lines)), begun)
         return system_metrics.busy_fractions(system_metrics.written(self._lines), max(begun, oldest), ended)
+
+
+def in_words(figures: Mapping[str, float]) -> str:
+    """`reward 0.41 compile 71% 0.83×`: short enough for one line of a terminal."""
+    names = {name: _SHORT.get(name, name.removesuffix("_rate")) for name in figures if name != "fast_1_proven"}
+    return " ".join(f"{short} {_figure(name, figures[name])}".strip() for name, short in names.items())
+
+
+def _figure(name: str, value: float) -> str:
+    if name == "speedup_mean":
+        return f"{value:.2f}×"
+    if name == "answers_of":
+        return f"v{value:.0f}:"
+    return f"{value:.0%}" if name.endswith("_rate") or name.startswith("fast_") else f"{value:.2f}"

@@ -39,7 +39,7 @@ def test_a_run_survives_the_death_of_every_kind_of_process(start_run: Callable[.
     run = start_run(f"max_steps={STEPS}", "broker.heartbeat_s=0.5")
     run.until(lambda: all(run.children(service) for service in SERVICES))
 
-    command = [sys.executable, "-m", "kbrl_async", "chaos", "--run", str(run.path), "--plan", str(plan)]
+    command = [sys.executable, "-m", "kbrl_async", "chaos", str(run.path), "--plan", str(plan)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [*command, "--broker-back", str(BROKER_BACK_S), "--json"], env=environment, capture_output=True, text=True

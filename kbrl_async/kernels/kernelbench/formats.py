@@ -7,7 +7,7 @@ for the samples of one level. Times in it are milliseconds, −1.0 where nothing
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.kernels.problems.sources.folder import kernelbench_root
 from protocols.records import Fault
 
 KERNEL_FILE = re.compile(r"level_(\d+)_problem_(\d+)_sample_(\d+)_kernel\.py")
@@ -59,12 +60,12 @@ def samples(folder: Path) -> list[Sample]:
     return sorted(listed)
 
 
-def problems_root(given: str, environment: Mapping[str, str]) -> str:
-    """Where the problems lie: `given`, else `KERNELBENCH_ROOT`; both may name a checkout or its `KernelBench` folder.
+def problems_root(given: str, environment: MutableMapping[str, str]) -> str:
+    """Where the problems lie: `given`, else the checkout that is named or found; or its `KernelBench` folder.
 
     :raises UserError: nothing was said, or there is no `level1` … there.
     """
-    root = given or environment.get("KERNELBENCH_ROOT", "")
+    root = given or kernelbench_root(environment)
     if not root:
         raise UserError("a run folder says only numbers of problems", "Give --problems DIR or set KERNELBENCH_ROOT")
     for path in (Path(root).expanduser(), Path(root).expanduser() / "KernelBench"):

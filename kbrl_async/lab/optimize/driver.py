@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,8 @@ class DriveOptions(msgspec.Struct, frozen=True):
     """Answers that the engine writes at once."""
     backlog: int = 12
     """Sources that may wait for their verdict."""
+    until: float = math.inf
+    """When nothing that waits is verified any more."""
 
 
 class PromptMaker:
@@ -193,6 +196,10 @@ class SearchDriver:
         loop = asyncio.get_running_loop()
         while True:
             attempt = await self._queue.get()
+            if self._clock() >= self._options.until:
+                self.search.lost(attempt.number, "not verified: time")
+                self._tell()
+                continue
             try:
                 result = await loop.run_in_executor(self._thread, self._verify, attempt.source)
             except InfraError as error:

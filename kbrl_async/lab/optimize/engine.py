@@ -13,6 +13,7 @@ import msgspec
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.indexing import IndexOptions, build_index
+from kbrl_async.lab.small_policy.configured import is_made
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
@@ -21,8 +22,9 @@ from kbrl_async.rollouts.retrieval.code.scope import Scope
 from kbrl_async.rollouts.retrieval.corpora import folders
 from kbrl_async.rollouts.retrieval.store import MANIFEST
 from kbrl_async.rollouts.settings import Prompt
-from kbrl_async.runs import publishing, targets
+from kbrl_async.runs import origins, publishing, targets
 from kbrl_async.runs.config import CONFIG_FILE, Config, environment, load
+from kbrl_async.runs.folder import load_run
 from kbrl_async.sampling.engine import Engine
 from protocols.records import Problem
 
@@ -60,11 +62,29 @@ def resolve(
         words = [f"sampler.base_url={found.name}", "sampler.engine=openai", *words]
     elif found.kind == "model":
         words = [f"model_name={found.name}", *words]
+    elif found.run and not policy:  # named by model_name, which is the run's own again: prompts go by it
+        words = [*words, f"model_name={load_run(found.run).model_name}"]
     inherited = [Path(found.run) / CONFIG_FILE] if found.run else []
+    made = load([*inherited, *files], words, env)
     if found.run is None and not any(word.startswith("mode=") for word in words):
-        # the small policy can use feedback only where it was made with turns
-        words = ["mode=multi_turn", *words]
-    return found, load([*inherited, *files], words, env)
+        # The small policy can use feedback only where it was made with turns; one that is made already saves minutes.
+        turns = load([*inherited, *files], ["mode=multi_turn", *words], env)
+        if found.name != origins.SMALL or is_made(turns) or not is_made(made):
+            made = turns
+    return found, made
+
+
+@contextlib.contextmanager
+def published(policy: targets.Target, config: Config, told: Told) -> Iterator[Path]:
+    """A folder with the policy's version, for `open_engine`; the small one is made first where need be, for minutes.
+    Outside of any event loop, so that Ctrl-C ends it at once.
+
+    :raises KbrlError: it can't be loaded.
+    """
+    with tempfile.TemporaryDirectory(prefix="kbrl-optimize-") as folder:
+        if policy.kind != "endpoint":
+            publishing.publish(policy, Path(folder), config, told)
+        yield Path(folder)
 
 
 def in_words(policy: targets.Target) -> str:
@@ -78,8 +98,8 @@ def in_words(policy: targets.Target) -> str:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(policy: targets.Target, config: Config, threads: int, told: Told) -> AsyncIterator[Opened]:
-    """Loads the policy, making the small one first where need be; minutes then.
+async def open_engine(policy: targets.Target, config: Config, threads: int, folder: Path) -> AsyncIterator[Opened]:
+    """Loads what was `published` into `folder`.
 
     :raises KbrlError: it can't be loaded, or the endpoint refuses.
     """
@@ -89,25 +109,23 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, told
         return
     from kbrl_async.sampling.transformers.engine import TransformersEngine
 
-    with tempfile.TemporaryDirectory(prefix="kbrl-optimize-") as folder:
-        publishing.publish(policy, Path(folder), config, told)
-        found = versions.newest(Path(folder))
-        assert found is not None, "a policy was published"
-        manifest, place = found
-        tokenizer = load_tokenizer(manifest.base_model)
-        model = load_model(manifest.base_model, device=_device(config))
-        settings = msgspec.structs.replace(config.sampler, slots=LOCAL_SLOTS)
-        engine = TransformersEngine(model, tokenizer, settings, threads=threads, seed=config.seed)
-        try:
-            await engine.load(manifest, place)
-            limit = getattr(model.config, "max_position_embeddings", None)
+    found = versions.newest(folder)
+    assert found is not None, "a policy was published"
+    manifest, place = found
+    tokenizer = load_tokenizer(manifest.base_model)
+    model = load_model(manifest.base_model, device=_device(config))
+    settings = msgspec.structs.replace(config.sampler, slots=LOCAL_SLOTS)
+    engine = TransformersEngine(model, tokenizer, settings, threads=threads, seed=config.seed)
+    try:
+        await engine.load(manifest, place)
+        limit = getattr(model.config, "max_position_embeddings", None)
 
-            def count(text: str) -> int:
-                return len(tokenizer.encode(text, add_special_tokens=False))
+        def count(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False))
 
-            yield Opened(engine, in_words(policy), count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
-        finally:
-            await engine.close()
+        yield Opened(engine, in_words(policy), count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
+    finally:
+        await engine.close()
 
 
 @contextlib.asynccontextmanager

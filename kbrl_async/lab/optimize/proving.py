@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -63,18 +63,26 @@ def careful_options(options: VerifyOptions) -> VerifyOptions:
 
 
 def prove(
-    texts: Mapping[int, str], problem: Problem, verifier: Verifies, path: Path, backend: str, allow_slower: bool = False
+    texts: Mapping[int, str],
+    problem: Problem,
+    verifier: Verifies,
+    path: Path,
+    backend: str,
+    allow_slower: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Proof | None, tuple[Final, ...]]:
     """Writes `path` with the surest finalist; None, and no file, where none holds. Blocks for seconds.
 
-    :param texts: the whole file, by the number of the attempt that it would be made of.
-
+    :param texts: the whole file, by the number of the attempt that it would be made of, the best first.
+    :param is_over: asked before each but the first one, whether there is time for it.
     :raises UserError: the folder can't be written.
     """
     finals: list[Final] = []
     with contextlib.ExitStack() as stack:
         hidden: dict[int, Path] = {}
         for number, text in texts.items():
+            if finals and is_over():
+                break
             hidden[number] = stack.enter_context(_hidden(path, number))
             finals.append(_examine(number, text, hidden[number], problem, verifier, backend))
         held = [final for final in finals if final.result.ok and (allow_slower or _is_faster(final))]

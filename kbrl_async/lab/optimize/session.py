@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
@@ -69,10 +70,15 @@ async def search(
     opened: engine.Opened,
     verifier: Verifier,
     changed: Callable[[Search], None],
+    until: float = math.inf,
 ) -> SearchResult:
-    """Until the budget is spent; the first Ctrl-C ends it too, and what was found is kept. `changed`: at each event."""
+    """Until the budget is spent; the first Ctrl-C ends it too, and what was found is kept.
+
+    :param changed: called at each event.
+    :param until: when, of `time.monotonic`, nothing that was written is verified any more.
+    """
     began = time.monotonic()
-    driver, shown = _driver(wanted, config, target, opened, verifier, changed)
+    driver, shown = _driver(wanted, config, target, opened, verifier, changed, until)
     with interruptible(asyncio.get_running_loop(), lambda: driver.stop("interrupted")):
         await driver.run()
     seconds = round(time.monotonic() - began, 2)
@@ -88,6 +94,7 @@ def _driver(
     opened: engine.Opened,
     verifier: Verifier,
     changed: Callable[[Search], None],
+    until: float,
 ) -> tuple[SearchDriver, tuple[str, ...]]:
     """Ready to run, and the names of the examples in its prompt."""
     place, shown, backend = wanted.examples, target.shown, config.backend
@@ -95,7 +102,7 @@ def _driver(
     room = opened.positions - config.max_tokens
     prompts = PromptMaker(config.prompt_option, shown, backend, hits, opened.count_tokens, room)
     state = Search(SearchOptions(wanted.budget, wanted.turns), random.Random(config.seed), time.monotonic())
-    options = DriveOptions(backend, SamplingParams(config.max_tokens, config.temperature), opened.at_once)
+    options = DriveOptions(backend, SamplingParams(config.max_tokens, config.temperature), opened.at_once, until=until)
     driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
     # won by a run for a similar module: tried before the policy is asked
     for entry in engine.similar_kernels(place, shown, backend) if place else ():
@@ -125,14 +132,23 @@ def finalists(found: SearchResult, allow_slower: bool) -> list[Attempt]:
     return hopeful[: proving.FINALISTS]
 
 
-def prove(found: SearchResult, verifier: Verifier, output: Path, allow_slower: bool) -> SearchResult:
-    """Proves the best few from disk; `output` is written where one holds. Blocks for seconds."""
+def prove(
+    found: SearchResult,
+    verifier: Verifier,
+    output: Path,
+    allow_slower: bool,
+    is_over: Callable[[], bool] = lambda: False,
+) -> SearchResult:
+    """Proves the best few from disk; `output` is written where one holds. Blocks for seconds.
+
+    :param is_over: asked before each but the best one, whether there is time for it.
+    """
     target, backend = found.target, found.facts.backend
     version, texts = evidence.versions()["kbrl-async"], {}
     for attempt in finalists(found, allow_slower):
         author = evidence.author(found.search, attempt.number, found.facts.engine)
         texts[attempt.number] = proving.render(target, attempt.source, output.name, backend, author, version)
-    proof, finals = proving.prove(texts, target.problem, verifier, output, backend, allow_slower)
+    proof, finals = proving.prove(texts, target.problem, verifier, output, backend, allow_slower, is_over)
     return msgspec.structs.replace(found, proof=proof, finals=finals)
 
 

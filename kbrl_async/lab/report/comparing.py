@@ -347,7 +347,7 @@ def _caption(sides: Sequence[Side]) -> str:
         return ""
     return (
         f"Below each value its {WORDS} interval, then the difference to {sides[0].name} with an interval of its own; "
-        "bold: more than chance."
+        "bold: more than chance, as one figure in twenty is by chance."
     )
 
 

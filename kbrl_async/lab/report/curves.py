@@ -47,7 +47,7 @@ def version_curves(run: Path) -> dict[str, list[tuple[float, float]]]:
 def _values(part: Part) -> dict[str, float]:
     values = {name: figure.value for name, figure in part.figures().items()}
     has_turns = any(stats.turn for stats in part.stats)
-    return values | ({SOLVED: turn_scalars(part.stats)["trajectory/success_rate"]} if has_turns else {})
+    return values | ({SOLVED: turn_scalars(part.stats)["multiturn/success_rate"]} if has_turns else {})
 
 
 def curve(run: Path, tag: str) -> list[tuple[float, float]]:

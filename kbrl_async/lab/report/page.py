@@ -95,7 +95,8 @@ def _compared(sides: Sequence[Side]) -> Markup:
         said.append(
             f"The small lines are {WORDS} intervals, then the difference to {sides[0].name} with its own interval, "
             "over the problems that both were asked, paired (Student's), for held-out problems and evaluations, and of "
-            "two independent figures over groups (MOVER) for training. Bold: more than chance."
+            "two independent figures over groups (MOVER) for training. Bold: more than chance, as one figure in twenty "
+            "is by chance."
         )
     words = join(element("span", each, " ") for each in said)
     head = element("tr", element("th", ""), join(element("th", side.name, class_="n") for side in sides))

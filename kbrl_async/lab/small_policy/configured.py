@@ -8,13 +8,19 @@ import msgspec
 
 from kbrl_async.lab.small_policy.author import CAREFUL
 from kbrl_async.lab.small_policy.corpus import examples
-from kbrl_async.lab.small_policy.making import Progress, SmallPolicyOptions, ensure_small_policy
+from kbrl_async.lab.small_policy.making import Progress, SmallPolicyOptions, ensure_small_policy, folder_of
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.origins import cache_folder
 
 
 def ensure(config: Config, cache: Path, told: Progress, device: str) -> Path:
     """The small policy's folder, made now where the cache has none. `told(what, share)` hears of it, and may raise."""
     return ensure_small_policy(cache, small_options(config), told, device)
+
+
+def is_made(config: Config) -> bool:
+    """Whether the cache has it, so that `ensure` takes no time."""
+    return folder_of(cache_folder(config), small_options(config)) is not None
 
 
 def small_options(config: Config) -> SmallPolicyOptions:

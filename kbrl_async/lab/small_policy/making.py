@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
     habits: Habits = Habits()
 
 
+TOKENIZER_EXAMPLES = 6000
+"""Of the corpus, from which the tokenizer is made."""
+WINDOW_BATCHES = 8
+MOST_WORKERS = 4
+Pair = tuple[list[int], list[int]]
+"""Ids of a prompt and of its answer."""
 Progress = Callable[[str, float], None]
 """Called with a line to show and the share done (0 … 1)."""
 
@@ -62,9 +69,9 @@ def ensure_small_policy(
     device: str = "cpu",
 ) -> Path:
     """The policy's folder, made on first use. Safe to call from several processes: the first rename wins."""
-    folder = cache / f"small-{_fingerprint(options)}"
-    if (folder / READY).is_file():
-        return folder
+    if (made := folder_of(cache, options)) is not None:
+        return made
+    folder = _place(cache, options)
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
@@ -78,40 +85,67 @@ def ensure_small_policy(
     return folder
 
 
+def folder_of(cache: Path, options: SmallPolicyOptions) -> Path | None:
+    """Where the policy lies; None where it was not made yet."""
+    folder = _place(cache, options)
+    return folder if (folder / READY).is_file() else None
+
+
+def _place(cache: Path, options: SmallPolicyOptions) -> Path:
+    return cache / f"small-{_fingerprint(options)}"
+
+
 def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
     sft = options.sft
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
-    progress("writing the corpus", 0.0)
-    corpus = list(
-        examples(
-            options.seed,
-            sft.examples,
-            habits=options.habits,
-            prompt_option=options.prompt_option,
-            turn_share=sft.turn_share,
-            verdict_share=options.verdict_share,
-            shot_share=sft.shot_share,
-            backend=options.backend,
-        )
+    corpus = examples(
+        options.seed,
+        sft.examples,
+        habits=options.habits,
+        prompt_option=options.prompt_option,
+        turn_share=sft.turn_share,
+        verdict_share=options.verdict_share,
+        shot_share=sft.shot_share,
+        backend=options.backend,
     )
-    tokenizer = train_tokenizer((text for e in corpus[:6000] for text in (e.prompt, e.answer)), sft.vocab_size)
-    pairs = bucketed(tokenize(corpus, tokenizer), options.seed)
+    first = list[CorpusExample]()
+    for example in itertools.islice(corpus, TOKENIZER_EXAMPLES):
+        if len(first) % 500 == 0:
+            progress("writing the corpus", 0.0)
+        first.append(example)
+    progress("making the tokenizer", 0.0)
+    tokenizer = train_tokenizer((text for e in first for text in (e.prompt, e.answer)), sft.vocab_size)
+    pairs = Kept(bucketed(tokenize(itertools.chain(first, corpus), tokenizer), options.seed))
     model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, sft).to(device)
     tree_tokens = TREE_TOKENS if device == "cpu" else 0
-    with _without_plans(device):
+    workers = min(MOST_WORKERS, torch.get_num_threads()) if device == "cpu" else 1
+    with _without_plans(device), _threads(torch.get_num_threads() // workers):
         report = train_sft(
             model,
             pairs,
             sft,
-            lambda step, loss, share: progress(f"SFT step {step}, loss {loss:.3f}", share),
+            lambda step, loss, share: progress(f"step {step} of {sft.steps}, loss {loss:.2f}", share),
             tree_tokens=tree_tokens,
+            workers=workers,
         )
     model.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     facts = {"report": report._asdict(), "options": msgspec.to_builtins(options)}
     (folder / READY).write_text(json.dumps(facts, indent=1))
     return report
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Of torch, in each worker. Its operations on a model of this size last microseconds: to split each of them costs
+    two threads two to four times the work that one thread has, and microbatches need no waiting for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _without_plans(device: str) -> contextlib.AbstractContextManager[None]:
@@ -144,16 +178,32 @@ def small_model(vocab_size: int, eos: int, pad: int, sft: Sft) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def bucketed(pairs: list[tuple[list[int], list[int]]], seed: int, batch: int = 64) -> list[tuple[list[int], list[int]]]:
+class Kept(Iterable[Pair]):
+    """The pairs of `source`, again and again; each is made once, when it is first wanted.
+
+    The steps of the default run want three quarters of the corpus, and the first of them none of its end.
+    """
+
+    def __init__(self, source: Iterator[Pair]) -> None:
+        self._source, self._made = source, list[Pair]()
+
+    def __iter__(self) -> Iterator[Pair]:
+        for at in itertools.count():
+            if at == len(self._made):
+                if (pair := next(self._source, None)) is None:
+                    return
+                self._made.append(pair)
+            yield self._made[at]
+
+
+def bucketed(pairs: Iterable[Pair], seed: int, batch: int = 64) -> Iterator[Pair]:
     """The same pairs, neighbours of like length within random windows: batches then hold almost no padding."""
-    rng = random.Random(seed)
-    out: list[tuple[list[int], list[int]]] = []
-    for start in range(0, len(pairs), 8 * batch):
-        window = sorted(pairs[start : start + 8 * batch], key=lambda pair: len(pair[0]) + len(pair[1]))
+    rng, left = random.Random(seed), iter(pairs)
+    while window := list(itertools.islice(left, WINDOW_BATCHES * batch)):
+        window.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         parts = [window[i : i + batch] for i in range(0, len(window), batch)]
         rng.shuffle(parts)
-        out += [pair for part in parts for pair in part]
-    return out
+        yield from (pair for part in parts for pair in part)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -180,12 +230,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
 
 
-def tokenize(corpus: list[CorpusExample], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[int]]]:
+def tokenize(corpus: Iterable[CorpusExample], tokenizer: PreTrainedTokenizerFast, chunk: int = 512) -> Iterator[Pair]:
     """(prompt ids, answer ids with end-of-text) of each example."""
-    end = [tokenizer.convert_tokens_to_ids(EOS)]
-    prompts = tokenizer([e.prompt for e in corpus], return_attention_mask=False)["input_ids"]
-    answers = tokenizer([e.answer for e in corpus], return_attention_mask=False)["input_ids"]
-    return [(prompt, answer + end) for prompt, answer in zip(prompts, answers, strict=True)]
+    end, left = [tokenizer.convert_tokens_to_ids(EOS)], iter(corpus)
+    while some := list(itertools.islice(left, chunk)):
+        prompts = tokenizer([e.prompt for e in some], return_attention_mask=False)["input_ids"]
+        answers = tokenizer([e.answer for e in some], return_attention_mask=False)["input_ids"]
+        yield from ((prompt, answer + end) for prompt, answer in zip(prompts, answers, strict=True))
 
 
 def _fingerprint(options: SmallPolicyOptions) -> str:

@@ -33,11 +33,11 @@ from kbrl_async.durable import (
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.models import active, adapter_names, causal_lm, is_lora
-from kbrl_async.weights import FILES, prove
+from kbrl_async.weights import FILES, POLICY_PREFIX, prove
+from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 
-PREFIX = "policy-v"
-MANIFEST = "manifest.json"
+PREFIX = POLICY_PREFIX
 FIRST = "first.json"
 """The manifest of version 0, kept when its weights are collected: what a replay begins with is proven by it."""
 HELD = "held.json"

@@ -47,7 +47,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if bench.cap_s >= bench.deadline_s:
         cause = f"timing_bench.cap_s={bench.cap_s:g} leaves nothing of timing_bench.deadline_s={bench.deadline_s:g}"
         yield "timing_bench.cap_s", cause, "Raise deadline_s: it covers correctness and timing"
-    if not bench.timed and _pays_for_speed(config.reward):
+    if not bench.timed and config.evaluation.policy is None and _pays_for_speed(config.reward):
         cause = f"timing_bench.timed=false, and reward.preset={config.reward.preset} pays for speed"
         cure = "Use reward.preset=stage2 reward.speed_weight=0, or leave kernels timed"
         yield "timing_bench.timed", cause, cure

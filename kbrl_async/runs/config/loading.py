@@ -28,9 +28,11 @@ from msgspec import inspect as types
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.checks import check
 from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
+from kbrl_async.runs.config.names import ALIASES, RENAMED, nearest
 from kbrl_async.runs.config.presets import preset_settings
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
+from kbrl_async.runs.config.starting import at_policy, how_asked, inherited
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder."""
@@ -53,38 +55,6 @@ CHANGEABLE = PLACE_KEYS | {
 """Keys that may differ when an unfinished run is continued; the others would make it another experiment."""
 
 
-OTHER_NAMES = {"lr": "learning_rate", "model": "model_name", "steps": "max_steps", "rank": "lora_rank"}
-"""What some keys are called elsewhere, where the spelling alone would lead astray."""
-
-
-ALIASES = {
-    "tensorboard_enabled": "tensorboard.enabled",
-    "tensorboard_log_dir": "tensorboard.log_dir",
-    "tensorboard_log_histograms_every": "tensorboard.histograms_every",
-    "tensorboard_log_per_level": "tensorboard.per_level",
-}
-"""Names that users of such tools know, taken for ours."""
-
-
-RENAMED = {
-    "dataset_builder.prompt_option": "prompt.option",
-    "dataset_builder.prompt_file": "prompt.file",
-    "dataset_builder.prompt_hardware": "prompt.hardware",
-    "dataset_builder.chat_template": "prompt.chat_template",
-    "dataset_builder.thinking": "prompt.thinking",
-    "dataset_builder.rag_index_path": "prompt.index",
-    "dataset_builder.raicl_k": "prompt.examples",
-    "dataset_builder.raicl_tokens": "prompt.max_tokens",
-    "dataset_builder.raicl_live": "prompt.live_examples",
-    "dataset_builder.reward_preset": "reward.preset",
-    "dataset_builder.reward_format_weight": "reward.format_weight",
-    "dataset_builder.reward_compile_weight": "reward.compile_weight",
-    "dataset_builder.reward_correctness_weight": "reward.correctness_weight",
-    "dataset_builder.reward_speed_weight": "reward.speed_weight",
-    "dataset_builder.reward_plan_part": "reward.plan_part",
-    "dataset_builder.reward_plan_weight": "reward.plan_weight",
-}
-"""Names until the last release, still read, with a warning, in this one; `config_hash` goes by them."""
 _HASHED = {new: old for old, new in RENAMED.items()}
 
 
@@ -111,8 +81,9 @@ def gather(
     """What `load` resolves, the winner of each key last."""
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
-    settings = [_current(setting) for setting in settings]
-    return [*preset_settings(settings), *_resumed(settings), *settings]
+    settings = [at_policy(_current(setting)) for setting in settings]
+    settings = [_located(setting, settings) for setting in settings]
+    return [*_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
 
 
 def _current(setting: Setting) -> Setting:
@@ -125,6 +96,25 @@ def _current(setting: Setting) -> Setting:
 @functools.cache  # a process reads its run's configuration more than once
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
+
+
+def _asked_like(settings: Sequence[Setting]) -> list[Setting]:
+    """Where the policy is one of a run: how that run asked it lies below all other settings."""
+    stored = inherited(settings)
+    if stored is None:
+        return []
+    found = how_asked(resolve([_current(setting) for setting in from_file(stored)]), str(stored))
+    is_said = any(setting.key == "prompt.option" for setting in settings)  # the rest of a prompt goes with its option
+    return [setting for setting in found if not (is_said and setting.key.startswith("prompt."))]
+
+
+def _located(setting: Setting, settings: Sequence[Setting]) -> Setting:
+    """`resume=NAME` as the folder of that name in log_path, where it is no folder by itself."""
+    if setting.key != "resume" or not setting.value or (Path(str(setting.value)) / CONFIG_FILE).is_file():
+        return setting
+    roots = [str(other.value) for other in settings if other.key == "log_path"]
+    place = Path(roots[-1] if roots else Config().log_path) / str(setting.value)
+    return msgspec.structs.replace(setting, value=str(place)) if (place / CONFIG_FILE).is_file() else setting
 
 
 def _resumed(settings: Sequence[Setting]) -> list[Setting]:
@@ -161,22 +151,6 @@ def find_key(name: str, origin: str = "command line") -> Key:
     near = nearest(name)
     cure = f"Did you mean {near}?" if near else "Run 'kbrl config' for all keys"
     raise ConfigError(f"unknown key '{name}' ({origin})", cure)
-
-
-def nearest(name: str) -> str:
-    """The key that `name` was meant to be: known by another name, right but for its section, or spelled alike."""
-    wanted = name.lower().replace("-", "_")
-    leaf = wanted.rpartition(".")[2]
-    if wanted in OTHER_NAMES:
-        return OTHER_NAMES[wanted]
-    if same := [key for key in KEYS if key.rpartition(".")[2] == leaf]:
-        return " or ".join(same)
-    names = {**RENAMED, **{key: key for key in KEYS}}
-    leaves = {name.rpartition(".")[2]: key for name, key in names.items()}
-    close = [names[match] for match in difflib.get_close_matches(wanted, names, n=1, cutoff=0.6)]
-    return next(
-        iter(close or [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]), ""
-    )
 
 
 def _convert(key: Key, setting: Setting) -> Any:

@@ -115,7 +115,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     """Name of the run, a folder in log_path; null: default, with the seed where it is not the default one."""
     resume: str | None = None
-    """Run folder to continue, such as runs/default."""
+    """Run to continue, by folder or by name in log_path, such as runs/default or latest."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important message that is logged."""
     prompt: Prompt = Prompt()

@@ -27,7 +27,14 @@ import msgspec
 
 from kbrl_async.evaluation.proportions import KEY, clustered_mean, clustered_share
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs.telemetry.training_metrics import geometric_mean, kernels, mean, speedups, turn_summary
+from kbrl_async.runs.telemetry.training_metrics import (
+    geometric_mean,
+    kernels,
+    mean,
+    speedups,
+    turn_summary,
+    version_scalars,
+)
 
 LEAST = 64
 """Answers from which on a share is compared: eight groups of the default size."""
@@ -114,6 +121,15 @@ def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, flo
     logs = [[math.log(speedup) for speedup in speedups(group)] for group in groups]
     interval = clustered_mean([group for group in logs if group])
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+
+
+def scalars(part: Part) -> dict[str, float]:
+    """TensorBoard tag → value of one version, with the ends of the intervals."""
+    values = version_scalars(part.stats)
+    for name, figure in part.figures().items():
+        if figure.interval is not None:
+            values[f"version/{name}_lo"], values[f"version/{name}_hi"] = figure.interval
+    return values
 
 
 class Settled(msgspec.Struct, frozen=True):

@@ -14,11 +14,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kbrl_async.runs.telemetry import system_metrics
+from kbrl_async.runs.telemetry.progress import MAKING, Progress
 from kbrl_async.runs.telemetry.system_metrics import WorkerSample
 from protocols.messages import Load, StatusReport, Trouble, WorkerStanding
 
@@ -60,7 +61,8 @@ class Error(msgspec.Struct, frozen=True):
 class WorkerView(msgspec.Struct, frozen=True):
     worker_id: str
     state: str
-    """`working`, `idle`, or `suspect` (it has missed heartbeats)."""
+    """`working`, `idle`, `suspect` (it has missed heartbeats); of a service of which the broker knows no process,
+    `starting` or `missing`."""
     stages: list[str]
     leases: int
     credit: int
@@ -88,6 +90,8 @@ class View(msgspec.Struct, frozen=True):
     policy_version: int = 0
     away_s: float = 0.0
     """How long the broker has not answered."""
+    progress: Progress | None = None
+    """How far the run is, where its folder is on this host."""
     rates: Rates | None = None
     staleness_max: int = 0
     """Most policy versions that a task under way is behind."""
@@ -101,10 +105,26 @@ class View(msgspec.Struct, frozen=True):
     """Newest first."""
 
 
-def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble] = (), away_s: float = 0.0) -> View:
-    """What `now` says, workers' rates since `before`; `more`: errors from elsewhere, such as the log files."""
+def view(
+    before: StatusReport | None,
+    now: StatusReport,
+    more: Iterable[Trouble] = (),
+    away_s: float = 0.0,
+    progress: Progress | None = None,
+    expected: Sequence[str] = (),
+) -> View:
+    """What `now` says, workers' rates since `before`.
+
+    :param more: errors from elsewhere, such as the log files.
+    :param expected: services that the run has on this host.
+    """
     earlier = before if before and before.epoch == now.epoch and now.at > before.at else None
     loads = [worker.load for worker in now.workers]
+    # learner and samplers join when there is a policy
+    state = "starting" if progress is None or progress.phase == MAKING else "missing"
+    here = {part for worker in now.workers for part in worker.worker_id.split(".")}
+    names = [name for name in expected if name not in here] if not (away_s or now.draining) else []
+    absent = [msgspec.structs.replace(_process(name, Load()), state=state) for name in names]
     return View(
         run=now.run,
         state="away" if away_s else "stopping" if now.draining else "running",
@@ -113,13 +133,14 @@ def view(before: StatusReport | None, now: StatusReport, more: Iterable[Trouble]
         epoch=now.epoch,
         policy_version=now.policy_version,
         away_s=away_s,
+        progress=progress,
         rates=Rates(**now.rates) if now.rates.keys() == set(Rates.__struct_fields__) else None,
         staleness_max=max((stage.lag_max for stage in now.stages), default=0),
         facts={name: value for load in loads for name, value in load.facts.items()},
         stages=[StageView(**msgspec.structs.asdict(stage)) for stage in now.stages],
         workers=[
             _process("broker", now.broker),
-            *sorted((_worker(w, earlier, now) for w in now.workers), key=_by_name),
+            *sorted([*(_worker(w, earlier, now) for w in now.workers), *absent], key=_by_name),
         ],
         counters=now.counters,
         errors=[Error(t.at, t.who, t.what) for t in sorted([*now.troubles, *more], key=lambda t: -t.at)],
@@ -181,4 +202,4 @@ def _process(name: str, load: Load) -> WorkerView:
 
 def _by_name(worker: WorkerView) -> tuple[bool, str]:
     """Suspects first: they are why somebody looks."""
-    return worker.state != "suspect", worker.worker_id
+    return worker.state not in ("suspect", "missing"), worker.worker_id

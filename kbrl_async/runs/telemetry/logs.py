@@ -39,6 +39,13 @@ _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|password|passwd|passphrase|credentials?|authorization)$", re.I
 )
 _HIDDEN_ON_TERMINAL = ("process", "pid", "timestamp")
+STATUS_LINE = "KBRL_STATUS_LINE"
+"""Variable that says: a launcher shows our lines on a terminal, above a line of its own that says how things stand."""
+SHOWN = "shown"
+"""Key of an event's words for such a terminal. Of what is usual it shows only events that have some; those with empty
+words are on no terminal."""
+OF_THE_RUN = "» "
+"""Such a line begins with it: it is about the run, not about the process that says it."""
 
 bound = bound_contextvars
 """Context manager: `with bound(task_id=…, group_id=…, policy_version=…):`."""
@@ -57,6 +64,7 @@ def configure(process_name: str, run_dir: Path | None, level: str = "info", *, t
 
     Python's own `logging` and `warnings` arrive there too. Call it again after a fork to a new process name.
     """
+    is_brief = bool(os.environ.get(STATUS_LINE)) and _level_number(level) >= logging.INFO
     stream = _LogFile(run_dir / "logs" / f"{process_name}.jsonl") if run_dir else None
     clear_contextvars()
     structlog.configure(
@@ -65,7 +73,7 @@ def configure(process_name: str, run_dir: Path | None, level: str = "info", *, t
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="timestamp"),
             redact,
-            _Sinks(process_name, stream, sys.stderr if terminal else None),
+            _Sinks(process_name, stream, sys.stderr if terminal else None, is_brief=is_brief),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_level_number(level)),
         logger_factory=structlog.ReturnLoggerFactory(),
@@ -149,23 +157,33 @@ def _redacted(key: str, value: Any) -> Any:
 class _Sinks:
     """Last processor: writes the event to both places and drops it."""
 
-    def __init__(self, process: str, stream: _LogFile | None, terminal: IO[str] | None) -> None:
+    def __init__(
+        self, process: str, stream: _LogFile | None, terminal: IO[str] | None, *, is_brief: bool = False
+    ) -> None:
         self._process = process
         self._stream = stream
         self._terminal = terminal
+        self._is_brief = is_brief
         self._plain_traceback = structlog.processors.ExceptionRenderer()
         self._readable = structlog.dev.ConsoleRenderer(
             colors=wants_colour(terminal), pad_event_to=0, pad_level=False, sort_keys=False
         )
 
     def __call__(self, logger: Any, method: str, event: Event) -> str:
+        words = event.pop(SHOWN, None)
         event = self._plain_traceback(logger, method, event)
         if self._stream is not None:
             self._stream.write(_json_line({"process": self._process, "pid": os.getpid(), **event}))
         if self._terminal is not None:
+            self._show(logger, method, event, words)
+        raise structlog.DropEvent
+
+    def _show(self, logger: Any, method: str, event: Event, words: str | None) -> None:
+        if self._is_brief and words:
+            print(f"{OF_THE_RUN}{words}", file=self._terminal, flush=True)
+        elif words != "" and not (self._is_brief and event["level"] == "info"):
             shown = {key: value for key, value in event.items() if key not in _HIDDEN_ON_TERMINAL}
             print(self._readable(logger, method, shown), file=self._terminal, flush=True)
-        raise structlog.DropEvent
 
 
 def _json_line(event: Mapping[str, Any]) -> bytes:

@@ -32,7 +32,7 @@ _BY_UPDATE = {
     "rate/fast_1_proven": "share that was correct and whose whole interval of the speedup lies above 1",
     "rate/cheat": "share that was caught cheating",
     "rate/replayed": "share of the correct ones whose recorded work a trusted process did again",
-    "rate/completion": "share of answers that ended by themselves, not at `max_tokens`",
+    "rate/truncated": "share of answers that were cut at `max_tokens`",
     "tokens/answer_mean": "mean length of an answer, tokens",
     "speedup/mean": "arithmetic mean of the speedups of correct kernels",
     "speedup/geometric_mean": "their geometric mean",
@@ -41,6 +41,13 @@ _BY_UPDATE = {
     "staleness/versions_max": "the same, largest",
     "staleness/at_{stage}_mean": "versions that a rollout was old at the end of that stage, mean",
     "time/{phase}_s": "mean seconds of a rollout in generate, compile, bench, and waiting (queue)",
+    "time/rollout_s": "mean seconds of a rollout in all of these together",
+    "time/train_s": "seconds of the learner's update, its checkpoint and publishing included",
+    "time/checkpoint_s": "of these, seconds of the checkpoint (`learner.checkpoint_every`)",
+    "time/total_s": "seconds since the update before",
+    "progress/batch": "updates since the run began",
+    "progress/done_frac": "of `max_steps`, share that is done",
+    "_overview/5_rollouts_per_s": "rollouts scored a second since the update before; also `throughput/rollouts_per_s`",
     "groups/groups_admitted": "groups admitted since the run began",
     "groups/groups_trained": "of these, trained on",
     "groups/groups_filtered": "of these, dropped because all rewards were alike",
@@ -102,16 +109,25 @@ _VERSIONS = {
     f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
 } | {
     "version/success_rate": "share of its rollouts with a correct turn, where they take several",
+    "version/{figure}_{end}": "ends of its 95 % interval over groups, lo and hi",
+    "_overview/1_heldout_correct": "`eval/correct_rate`, where TensorBoard shows it first",
+    "_overview/2_correct": "`version/correct_rate`, likewise",
+    "_overview/3_reward": "`version/reward_mean`, likewise",
+    "_overview/4_speedup": "`version/speedup_mean`, likewise",
 }
 _BROKEN_DOWN = {f"level{{level}}/{name}": f"{words}, of this level" for name, words in _RATES.items()} | {
     f"turn_{{turn}}/{name}": f"{words}, of this turn" for name, words in _RATES.items()
 }
 _TURNS = {
-    "trajectory/success_rate": "share of rollouts with a correct turn",
-    "trajectory/avg_turns": "turns of a rollout, mean",
-    "trajectory/max_correct_per_trajectory": "correct turns of the rollout that has most",
-    "trajectory/best_reward": "best reward of a rollout, mean",
-    "trajectory/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
+    "multiturn/success_rate": "share of rollouts with a correct turn",
+    "multiturn/avg_turns": "turns of a rollout, mean",
+    "multiturn/format_rate": "share of all turns from which a kernel could be extracted",
+    "multiturn/compile_rate": "share of all turns that compiled",
+    "multiturn/correct_rate": "share of all turns that were correct",
+    "multiturn/correct_turns_max": "correct turns of the rollout that has most",
+    "multiturn/best_reward": "best reward of a rollout, mean",
+    "multiturn/best_speedup_mean": "best speedup of a rollout that has a correct turn, mean",
+    "multiturn/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
     "role_{role}/reward_mean": "mean reward of solver, verifier and corrector (`mode=agents`)",
 }
 _EVALUATION = {
@@ -128,9 +144,9 @@ _EVALUATION = {
     "{eval}/speedup_geometric_mean_vs_{baseline}": "the same against torch.compile",
     "{eval}/speedup_median": "their median (`kbrl eval` only)",
     "{eval}/speedup_median_vs_{baseline}": "the same against torch.compile",
-    "eval/reward_mean": "mean reward (`eval_every` only)",
-    "eval/solved_rate": "share of problems with a correct sample (`eval_every` only)",
-    "eval/policy_version_mean": "mean version that really wrote the answers (`eval_every` only)",
+    "eval/reward_mean": "mean reward (of a run only)",
+    "eval/solved_rate": "share of problems with a correct sample (of a run only)",
+    "eval/policy_version_mean": "mean version that really wrote the answers (of a run only)",
 }
 _SYSTEM = {
     "queue/{stage}": "tasks that wait at a stage",
@@ -164,7 +180,8 @@ _NOTES = {
     " are in: a few updates later. What the run's end cut off is in none.",
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
     " of several policy versions, without those whose rewards were all alike. No measure of a policy.",
-    "By policy version: evaluation": "`{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
+    "By policy version: evaluation": "Of a run: before training (version 0), after it, and with `eval_every` between."
+    " `{eval}` is `eval`, `eval_level1` …, and `eval_filtered` where an audit holds"
     " something against a problem.",
     "By second: the system": "Written by the broker once a second into `metrics/system.jsonl`, from there here.",
 }

@@ -2,7 +2,7 @@
 
 ::
 
-    run, state, versions          one line, and one that says what to do where the broker is away
+    run, state, versions          one line, and one that says how far the run is, or that the broker is away
     rates and the last update     three lines
     stages                        one line each
     workers                       as many as there is room for, suspects first
@@ -37,19 +37,22 @@ _STATES = {
     "working": ("●", "green"),
     "idle": ("·", "dim"),
     "suspect": ("!", "bold red"),
+    "starting": ("·", "yellow"),
+    "missing": ("!", "bold red"),
 }
 _SHOWN_COUNTERS = ("submitted", "finished", "live", "lost", "poisoned", "stale", "busy")
-_HEADER_LINES, _LEAST_ERRORS = 5, 1
+_LEAST_ERRORS = 1
 
 
 def render(view: View, width: int = 80, height: int = 24) -> RenderableType:
     """The whole screen in at most `height` lines of at most `width` characters."""
     wide = width >= WIDE
-    stages = _stages(view.stages, wide)
-    room = height - _HEADER_LINES - (len(view.stages) + 2) - 2
+    stages = _stages(view.stages, wide, waits=any(worker.state == "starting" for worker in view.workers))
+    header = _header(view)
+    room = height - len(header) - (len(view.stages) + 2) - 2
     wanted = min(len(view.workers), max(1, room - _LEAST_ERRORS - 1))
     left = room - wanted - (wanted < len(view.workers))
-    parts = [*_header(view), Text(), *stages, Text(), *_workers(view.workers, wanted, wide)]
+    parts = [*header, Text(), *stages, Text(), *_workers(view.workers, wanted, wide)]
     if left > 1:
         parts += [Text(), *_errors(view.errors, left - 1, width)]
     return Group(*parts)
@@ -67,7 +70,15 @@ def _header(view: View) -> list[RenderableType]:
     if view.state == "away":
         told = f"the broker has not answered for {duration(view.away_s)}; this is how things stood. Trying again …"
         return [first, Text(told, "red"), _rates(view), _update(view), _counters(view)]
-    return [first, _rates(view), _update(view), _learner(view), _counters(view)]
+    return [first, *_progress(view), _rates(view), _update(view), _learner(view), _counters(view)]
+
+
+def _progress(view: View) -> list[RenderableType]:
+    seen = view.progress
+    if seen is None:
+        return []
+    left = seen.left_s(view.at)
+    return [_pairs((seen.phase, seen.note), *((("left", duration(left)),) if left is not None else ()))]
 
 
 def _pairs(*pairs: tuple[str, str]) -> Text:
@@ -156,17 +167,17 @@ def _lines(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> list[Re
     return made
 
 
-def _stages(stages: Sequence[StageView], wide: bool) -> list[RenderableType]:
+def _stages(stages: Sequence[StageView], wide: bool, waits: bool) -> list[RenderableType]:
     bars: list[Column] = [("in use", "<", _BAR)] if wide else []
     columns: list[Column] = [
         ("stage", "<", 8), ("queued", ">", 6), ("in flight", ">", 9), ("credit", ">", 6), *bars, ("workers", ">", 7),
         ("oldest", ">", 6), ("versions behind", ">", 15),
     ]  # fmt: skip
-    return _lines(columns, [_stage(stage, wide) for stage in stages])
+    return _lines(columns, [_stage(stage, wide, waits) for stage in stages])
 
 
-def _stage(stage: StageView, wide: bool) -> list[Cell]:
-    nobody = stage.queued and not stage.workers
+def _stage(stage: StageView, wide: bool, waits: bool) -> list[Cell]:
+    nobody = stage.queued and not stage.workers and not waits
     behind = f"{stage.lag_mean:.1f}, max {stage.lag_max}" if stage.lag_max else "–"
     return [
         (stage.stage, "bold"),
@@ -196,7 +207,7 @@ def _worker(worker: WorkerView, wide: bool) -> list[Cell]:
     sign, style = _STATES[worker.state]
     row: list[Cell] = [
         (_cut(printable(worker.worker_id), 40 if wide else 19), "bold"),
-        (worker.state if worker.state != "suspect" else f"{sign}{worker.state}", style),
+        (f"{sign}{worker.state}" if sign == "!" else worker.state, style),
         (f"{worker.leases}/{worker.credit}" if worker.stages else "–", ""),
         (f"{worker.busy:.0%}", ""),
         *([bar(worker.busy)] if wide else []),

@@ -25,17 +25,37 @@ HISTOGRAM_BINS = 30
 PARTS = ("training", "system")
 """A run's two series: by update (policy version), and by seconds since the run began."""
 
+FIRST = {
+    "_overview/1_heldout_correct": "eval/correct_rate",
+    "_overview/2_correct": "version/correct_rate",
+    "_overview/3_reward": "version/reward_mean",
+    "_overview/4_speedup": "version/speedup_mean",
+    "_overview/5_rollouts_per_s": "throughput/rollouts_per_s",
+}
+"""Tags that are written under a second name, in the group that TensorBoard, which sorts them, opens on."""
+
 DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "Overview": {
+        "held-out problems": ["eval/(compile_rate|correct_rate|fast_1_proven)", "_overview/1_heldout_correct"],
+        "correct, by the version that wrote it": ["version/correct_rate.*", "_overview/2_correct"],
+        "reward, by version": ["version/reward_mean.*", "_overview/3_reward"],
+        "speedup of correct kernels, by version": ["version/speedup_mean.*", "_overview/4_speedup"],
+        "rollouts a second": ["throughput/rollouts_per_s", "_overview/5_rollouts_per_s"],
+        "compiles, fast_1 and fast_1_proven, by version": ["version/(compile_rate|fast_1|fast_1_proven)"],
+        "how far the run is": ["progress/done_frac"],
+        "updates so far": ["progress/batch"],
+        "seconds of an update": ["time/(total|train|rollout|checkpoint)_s"],
+    },
     "Reward": {
         "mean, by the policy version that wrote the answers": ["version/reward_mean"],
         "of the batch: mean, min and max": ["reward/(mean|min|max)"],
         "of the batch: spread": ["reward/std"],
     },
     "Rates": {
-        "stages passed, by policy version": ["version/(format_rate|compile_rate|correct_rate|fast_1.*)"],
+        "stages passed, by policy version": ["version/(format_rate|compile_rate|correct_rate|fast_1|fast_1_proven)"],
         "of the batch: stages passed": ["rate/(format|compile|correct|fast_1.*)"],
         "cheating": ["rate/cheat"],
-        "answers finished": ["rate/completion"],
+        "answers cut at max_tokens": ["rate/truncated"],
         "length of answers, tokens": ["tokens/answer_mean"],
         "groups by outcome": ["groups/groups_.*"],
     },
@@ -70,10 +90,12 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "reward by turn": [r"turn_\d+/reward_mean"],
         "compiles by turn": [r"turn_\d+/compile_rate"],
         "rollouts with a correct turn, by policy version": ["version/success_rate"],
-        "rollouts with a correct turn": ["trajectory/success_rate"],
-        "turns of a rollout": ["trajectory/avg_turns"],
-        "correct turns and best reward": ["trajectory/(max_correct_per_trajectory|best_reward)"],
-        "compile errors repaired": ["trajectory/compile_fix_rate"],
+        "rollouts with a correct turn": ["multiturn/success_rate"],
+        "turns of a rollout": ["multiturn/avg_turns"],
+        "all turns": ["multiturn/(format|compile|correct)_rate"],
+        "correct turns of the best rollout": ["multiturn/correct_turns_max"],
+        "best turn of a rollout": ["multiturn/best_(reward|speedup_mean)"],
+        "compile errors repaired": ["multiturn/compile_fix_rate"],
         "reward by role": ["role_.*/reward_mean"],
     },
     "Evaluation": {
@@ -137,8 +159,9 @@ class Writer:
         self.close()
 
     def scalars(self, values: Mapping[str, float], step: int, at: float | None = None) -> None:
-        """One event with all values. `at`: epoch seconds, now if left out."""
-        finite = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items() if math.isfinite(v)]
+        """One event with all values, and those of `FIRST` once more. `at`: epoch seconds, now if left out."""
+        every = {**values, **{first: values[tag] for first, tag in FIRST.items() if tag in values}}
+        finite = [Summary.Value(tag=tag, simple_value=v) for tag, v in every.items() if math.isfinite(v)]
         if finite:
             self._write(*finite, step=step, at=at)
 

@@ -85,7 +85,7 @@ def version_scalars(answers: Sequence[RolloutStats]) -> dict[str, float]:
     rates = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
     if not any(r.turn for r in answers):
         return rates
-    return rates | {"version/success_rate": turn_scalars(answers)["trajectory/success_rate"]}
+    return rates | {"version/success_rate": turn_scalars(answers)["multiturn/success_rate"]}
 
 
 def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
@@ -98,6 +98,14 @@ def histograms(rollouts: Sequence[RolloutStats]) -> Histograms:
         speedups=speedups(rollouts),
         advantages=[r.advantage for r in rollouts if r.advantage is not None],
     )
+
+
+def progress(updates: int, max_steps: int, *, train_s: float, since: tuple[float, int] | None) -> dict[str, float]:
+    """How far a run is and what an update took. `since`: seconds and scored rollouts since the update before."""
+    values = {"progress/batch": float(updates), "progress/done_frac": updates / max_steps, "time/train_s": train_s}
+    if since is not None and since[0] > 0:
+        values |= {"time/total_s": since[0], "throughput/rollouts_per_s": since[1] / since[0]}
+    return values
 
 
 def policy_scalars(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -122,7 +130,7 @@ def _rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     shown = {tag: rates[tag] for tag in rates if tag not in ("rate/reward_mean", "rate/speedup_mean")}
     right = [r for r in rollouts if r.correct and r.trust]
     more = {
-        "rate/completion": mean(r.completion_fraction for r in rollouts),
+        "rate/truncated": mean(1.0 - r.completion_fraction for r in rollouts),
         "rate/replayed": mean(r.trust == REPLAYED for r in right),
     }
     return shown | _present(more)
@@ -153,6 +161,7 @@ def _age(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
 def _times(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     phases = dict.fromkeys(phase for r in rollouts for phase in r.seconds)
     times = {f"time/{p}_s": mean(r.seconds[p] for r in rollouts if p in r.seconds) for p in phases}
+    times["time/rollout_s"] = mean(sum(r.seconds.values()) for r in rollouts if r.seconds)
     return _present(times | {"tokens/answer_mean": mean(r.tokens for r in rollouts)})
 
 
@@ -180,19 +189,25 @@ def trajectories(turns: Iterable[RolloutStats]) -> list[list[RolloutStats]]:
 
 
 def turn_scalars(turns: Sequence[RolloutStats]) -> dict[str, float]:
-    """`trajectory/*`: success_rate (a turn is correct), avg_turns, max_correct_per_trajectory (correct turns of the
-    best rollout), best_reward, and how many compile errors the next turn repaired."""
+    """`multiturn/*`: success_rate (a turn is correct), avg_turns, the rates of all turns, correct_turns_max (of the
+    rollout that has most), best_reward and best_speedup_mean (of a rollout's best turn), and how many compile errors
+    the next turn repaired."""
     rollouts = trajectories(turns)
     if not rollouts:
         return {}
-    values = {
-        "trajectory/success_rate": statistics.fmean(any(t.correct for t in rollout) for rollout in rollouts),
-        "trajectory/avg_turns": statistics.fmean(len(rollout) for rollout in rollouts),
-        "trajectory/max_correct_per_trajectory": float(max(sum(t.correct for t in rollout) for rollout in rollouts)),
-        "trajectory/best_reward": statistics.fmean(max(t.reward for t in rollout) for rollout in rollouts),
-    }
-    fixed = compile_fix_rate(turns)
-    return values if fixed is None else {**values, "trajectory/compile_fix_rate": fixed}
+    flat = [turn for rollout in rollouts for turn in rollout]
+    best = [max(speedups(rollout)) for rollout in rollouts if speedups(rollout)]
+    return _present({
+        "multiturn/success_rate": mean(any(t.correct for t in rollout) for rollout in rollouts),
+        "multiturn/avg_turns": mean(len(rollout) for rollout in rollouts),
+        "multiturn/format_rate": mean(t.format for t in flat),
+        "multiturn/compile_rate": mean(t.compiled for t in flat),
+        "multiturn/correct_rate": mean(t.correct for t in flat),
+        "multiturn/correct_turns_max": float(max(sum(t.correct for t in rollout) for rollout in rollouts)),
+        "multiturn/best_reward": mean(max(t.reward for t in rollout) for rollout in rollouts),
+        "multiturn/best_speedup_mean": mean(best),
+        "multiturn/compile_fix_rate": compile_fix_rate(turns),
+    })  # fmt: skip
 
 
 def compile_fix_rate(turns: Sequence[RolloutStats], turn: int = 0) -> float | None:
@@ -216,9 +231,9 @@ def turn_summary(
     if not any(turn.turn for turn in every):
         return {}
     return {
-        "success_rate_first": turn_scalars(first).get("trajectory/success_rate"),
-        "success_rate_last": turn_scalars(last).get("trajectory/success_rate"),
-        "avg_turns": turn_scalars(every).get("trajectory/avg_turns"),
+        "success_rate_first": turn_scalars(first).get("multiturn/success_rate"),
+        "success_rate_last": turn_scalars(last).get("multiturn/success_rate"),
+        "avg_turns": turn_scalars(every).get("multiturn/avg_turns"),
         "compile_fix_rate_first": compile_fix_rate(first),
         "compile_fix_rate_last": compile_fix_rate(last),
     }

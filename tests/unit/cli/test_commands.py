@@ -61,6 +61,14 @@ def test_a_dry_run_prints_what_was_resolved_and_writes_nothing(
     assert list(folder.iterdir()) == []
 
 
+def test_a_dry_run_knows_what_would_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run", "level=9"]) == 2
+    assert "level [9]" in capsys.readouterr().err
+    assert cli.main(["train", "--dry-run", "cache_path=/proc/x"]) == 2
+    assert "cannot write to /proc" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
 def test_a_dry_run_of_a_file_with_overrides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.yaml").write_text("batch_size: 3\ngroup_size: 4\n")
     assert cli.main(["train", "--config", "a.yaml", "--dry-run", "group_size=5"]) == 0
@@ -108,7 +116,7 @@ def test_a_failed_check_leaves_nothing_behind(
 def test_prepare_makes_the_folder_that_services_will_use(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check", lambda _plan: None)
+    monkeypatch.setattr(preflight, "check", lambda _plan, **_where: None)
     assert cli.main(["prepare", "name=x"]) == 0
     assert capsys.readouterr().out == "runs/x\n"
     assert Path("runs/latest/config.yaml").is_file()
@@ -238,7 +246,7 @@ def test_a_finished_run_ends_with_its_table(capsys: pytest.CaptureFixture[str]) 
     assert "7 in 60 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 4), (137, 137)])
+@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 4), (1, 4), (2, 2), (137, 137)])
 def test_a_service_that_gave_up_gives_its_exit_code(code: int, expected: int) -> None:
     run = prepare(load(overrides=["name=x"]))
     with pytest.raises(
@@ -302,3 +310,31 @@ def test_the_summary_file_is_json_for_programs() -> None:
     run = prepare(load(overrides=["name=x"]))
     summary.write(run.path / "summary.json", SUMMARY)
     assert json.loads((run.path / "summary.json").read_text())["updates"] == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/nonexistent"), "/nonexistent: Permission denied"),
+        (OSError(30, "Read-only file system", "/x"), "/x: Read-only file system"),
+        (OSError(28, "No space left on device"), "no space left"),
+    ],
+)
+def test_what_the_host_refuses_is_one_line_and_code_3(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("kbrl_async.cli.config.run", refused)
+    assert cli.main(["config"]) == 3
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_mistake_of_ours_is_no_fault_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(_args: object) -> int:
+        raise FileNotFoundError(2, "No such file")
+
+    monkeypatch.setattr("kbrl_async.cli.config.run", mistaken)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["config"])

@@ -48,6 +48,70 @@ def test_an_evaluation_inherits_its_run_but_not_its_place(run: Path) -> None:
     assert config.broker.submit is None, "the run itself may be going on"
 
 
+def target_of(*words: str) -> tuple[str, str]:
+    target = evaluate.resolve(parse(["eval", *words]))[0]
+    return target.kind, target.name
+
+
+def test_a_model_that_is_named_without_a_policy_is_the_policy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert target_of() == ("policy", str(run / "policies" / "policy-v4")), "of the newest run"
+    assert target_of("model_name=owner/model", "level=1") == ("model", "owner/model")
+    config = resolved("model_name=owner/model", "level=1")
+    assert (config.model_name, config.max_tokens, config.levels) == ("owner/model", 256, (1,))
+    Path("my.yaml").write_text("model_name: owner/other\n")
+    assert target_of("--config", "my.yaml") == ("model", "owner/other")
+    assert target_of("mine", "model_name=owner/base")[0] == "policy", "a policy that is named is the policy"
+    monkeypatch.setenv("KBRL_MODEL_NAME", "owner/third")
+    assert target_of() == ("model", "owner/third")
+
+
+def test_an_endpoint_s_model_is_at_the_endpoint(folder: Path) -> None:
+    words = ("model_name=m", "sampler.engine=openai", "sampler.base_url=http://127.0.0.1:9/v1")
+    assert target_of(*words) == ("endpoint", "http://127.0.0.1:9/v1")
+    assert resolved(*words).model_name == "m"
+
+
+def test_a_run_named_as_the_model_is_asked_as_it_was_trained(run: Path) -> None:
+    policy = run / "policies" / "policy-v4"
+    policy.mkdir(parents=True)
+    (policy / "manifest.json").write_text("{}")
+    (policy / "COMPLETE").touch()
+    config = load(overrides=["model_name=runs/mine"])
+    assert config.model_name == str(policy)
+    assert (config.prompt_option, config.max_tokens) == ("compact", 77)
+
+
+def test_a_run_as_model_name_is_evaluated_as_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kbrl_async.runs import targets
+
+    found = targets.resolve("mine", run.parent)
+    policy = run / "policies" / "policy-v4"
+    policy.mkdir(parents=True)
+    (policy / "COMPLETE").touch()
+    monkeypatch.setattr(targets, "_of_folder", lambda _folder, _wanted: found)
+    config = resolved("model_name=runs/mine")
+    assert (config.model_name, config.prompt_option, config.max_tokens, config.lora_rank) == ("small", "compact", 77, 3)
+
+
+def test_the_words_of_other_tools_are_taken(run: Path) -> None:
+    args = parse(["eval", "checkpoint_path=mine", "output_path=out/results.json", "measure_performance=false"])
+    target, config = evaluate.resolve(args)
+    assert (target.label, args.output, config.timing_bench.timed) == ("mine-v4", Path("out/results.json"), False)
+    args = parse(["eval", "mine", "output_path=out"])
+    evaluate.resolve(args)
+    assert args.output == Path("out/evaluation.json")
+    with pytest.raises(UserError, match="one policy at a time"):
+        resolved("mine", "checkpoint_path=other")
+
+
+def test_a_limit_takes_the_first_problems(run: Path) -> None:
+    from kbrl_async.runs.planning import evaluated_problems
+
+    wanted = [p.problem_id for p in evaluated_problems(resolved("mine", "--level", "1"))]
+    assert len(wanted) > 5
+    assert [p.problem_id for p in evaluated_problems(resolved("mine", "--level", "1", "--limit", "5"))] == wanted[:5]
+
+
 def test_options_and_settings_win_over_the_run(run: Path) -> None:
     config = resolved(
         "mine", "--samples", "8", "--temperature", "0", "--level", "1,3", "--ids", "L1/13,softmax", "--heldout",

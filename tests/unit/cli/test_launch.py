@@ -19,6 +19,9 @@ from honcho.printer import Message
 
 from kbrl_async.cli import launch
 from kbrl_async.lineage import identity
+from kbrl_async.runs.telemetry import progress
+from kbrl_async.runs.telemetry.progress import Reporter
+from tests.unit.services.log import Log
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -150,6 +153,16 @@ def test_ctrl_c_stops_all(tmp_path: Path) -> None:
     assert "ended: - 130 True" in finished(process)
 
 
+def test_a_terminal_that_is_closed_stops_all_in_order(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, broker=f"trap 'touch {tmp_path}/drained; exit 0' TERM; touch {tmp_path}/up; sleep 300 & wait"
+    )
+    wait_for(lambda: (tmp_path / "up").exists())
+    process.send_signal(signal.SIGHUP)
+    assert "ended: - 129 True" in finished(process)
+    assert (tmp_path / "drained").exists()
+
+
 def test_a_run_whose_lines_nobody_reads_any_more_stops(tmp_path: Path) -> None:
     """`kbrl train | head`, or a `tee` that was killed: it can't be seen any more, nor reached by Ctrl-C."""
     script = f"trap 'touch {tmp_path}/drained; exit 0' TERM; while true; do echo line; sleep 0.05; done"
@@ -277,3 +290,47 @@ def test_a_start_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest
         manager._terminating = True  # a timer that would go on for ever ends here
     with pytest.raises(launch.RunError, match="learner could not be started"):
         manager._all_started()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def line_of(name: str, text: str) -> Message:
+    return Message(
+        type="line", data=f"{text}\n".encode(), time=datetime(2026, 1, 1, 12, 34, 56), name=name, colour=None
+    )
+
+
+def test_a_terminal_has_a_last_line_that_is_replaced_in_place() -> None:
+    shown = Terminal()
+    printer = launch.RunPrinter(shown)
+    printer.status = lambda width: f"training, {width} wide"
+    printer.write(line_of("sampler", "careful"))
+    printer.write(line_of("reward_aggregator", "» update 3/14"))
+    printer._drawn_at = float("-inf")
+    printer.refresh()
+    printer.close()
+    status = "training, 79 wide"
+    erased = f"{status}{launch.ERASE}"
+    assert shown.getvalue() == f"12:34:56 sampler | careful\n{erased}12:34:56 update 3/14\n{erased}{erased}"
+
+
+def test_without_a_terminal_there_is_no_status_line(tmp_path: Path) -> None:
+    out = finished(start(tmp_path, sampler='sleep 1; echo "status $KBRL_STATUS_LINE."'))
+    assert "status ." in out
+    assert "starting the processes" not in out
+    assert "\x1b" not in out
+
+
+def test_the_status_line_says_phase_share_and_what_is_left(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    now = [1000.0]
+    line = launch.StatusLine(tmp_path, lambda: now[0])
+    now[0] += 12
+    assert line(79) == "starting the processes  12s"
+    Reporter(tmp_path, Log(), lambda: now[0]).tell(progress.TRAINING, "update 7 of 14", 0.5, limit_s=130.0)
+    now[0] += 5
+    assert line(79) == "training  update 7 of 14  ━━━━━─────  2m 05s left"
+    assert line(20) == "training  update 7 o"

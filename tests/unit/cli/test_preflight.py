@@ -12,8 +12,19 @@ import pytest
 import zmq
 
 from kbrl_async.cli import preflight
-from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, MissingTool, ProblemError, UserError
+from kbrl_async.errors import (
+    AddressTaken,
+    CheckpointError,
+    ConfigError,
+    DiskFull,
+    HostError,
+    MissingTool,
+    ProblemError,
+    UserError,
+)
+from kbrl_async.kernels.backends.triton.build import BACKEND as TRITON
 from kbrl_async.runs.config import Config, endpoints, load
+from kbrl_async.runs.config.placement import Gpu
 from kbrl_async.runs.folder import Run, plan, prepare
 from protocols.sockets import BoundRouter
 
@@ -113,6 +124,71 @@ def test_a_run_that_is_still_going_is_named(context: zmq.Context[zmq.Socket[byte
 def test_demonstrations_that_are_not_there_stop_the_run_before_it_begins(tmp_path: Path) -> None:
     there = tmp_path / "data.jsonl"
     there.write_text("{}\n")
-    preflight.check_demonstrations(load(overrides=["method=sft", f"demonstrations.files={there}"]))
+    preflight.check_files(load(overrides=["method=sft", f"demonstrations.files={there}"]))
     with pytest.raises(UserError, match="there is no file of demonstrations"):
-        preflight.check_demonstrations(load(overrides=["method=sft", f"demonstrations.files={there},{tmp_path}/no"]))
+        preflight.check_files(load(overrides=["method=sft", f"demonstrations.files={there},{tmp_path}/no"]))
+
+
+GPU = Gpu("0", "NVIDIA H200", 140.0, "GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["device=cuda"], "device=cuda: this host has no GPU"),
+        (["backend=cuda"], "backend=cuda, which a bench times on a GPU: this host has no GPU"),
+    ],
+)
+def test_who_computes_on_a_gpu_has_one(words: list[str], cause: str) -> None:
+    with pytest.raises(HostError, match=cause):
+        preflight.check_devices(load(overrides=words), [])
+
+
+def test_a_gpu_needs_a_pytorch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0+cpu")
+    with pytest.raises(MissingTool, match="computes on CPUs only"):
+        preflight.check_devices(load(overrides=["device=cuda"]), [GPU])
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
+    preflight.check_devices(load(overrides=["device=cuda"]), [GPU])
+
+
+@pytest.mark.parametrize("words", [[], ["device=cpu", "backend=triton"]])
+def test_who_computes_on_cpus_or_elsewhere_needs_no_gpu_here(words: list[str]) -> None:
+    preflight.check_devices(load(overrides=words), [])
+
+
+def test_a_farm_needs_what_it_builds_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TRITON.__class__, "missing", lambda _self: "triton is not installed: pip install it")
+    with pytest.raises(MissingTool, match="backend=triton: triton is not installed"):
+        preflight.check_backend(load(overrides=["backend=triton"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["prompt.option=raicl", "prompt.index=no"], "no holds no index"),
+        (["prompt.option=custom", "prompt.file=no"], "there is no file no"),
+    ],
+)
+def test_files_that_a_configuration_names_are_there(folder: Path, words: list[str], cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        preflight.check_files(load(overrides=words))
+
+
+def test_libraries_that_a_setting_needs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    preflight.check_extras(load())
+    with pytest.raises(MissingTool, match="pip install bitsandbytes"):
+        preflight.check_extras(load(overrides=["learner.base_quantisation=nf4", "lora_rank=8"]))
+
+
+def test_the_cache_must_be_open_to_us(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write to /proc.*Set cache_path="):
+        preflight.check(planned("cache_path=/proc/x", "compile_farm.store_max_bytes=1"))
+
+
+def test_a_host_that_only_prepares_needs_no_gpu(folder: Path) -> None:
+    todo = planned("device=cuda", "compile_farm.store_max_bytes=1")
+    preflight.check(todo, starts_here=False)
+    with pytest.raises(HostError):
+        preflight.check(todo)

@@ -49,7 +49,7 @@ def test_each_run_has_its_state_and_its_figures(there: Path, capsys: pytest.Capt
     assert rows["on"].startswith("on (latest) │ running │ – │ – │ – │")
     assert rows["stopped"].startswith("stopped │ stopped │ –")
     assert rows["bad"].startswith("bad │ crashed │ –")
-    assert rows["evals/good-v14"].startswith("evals/good-v14 │ ended │ good-v14 │ 30 │ 30% (20% … 41%) │")
+    assert rows["good-v14"].startswith("good-v14 │ ended │ good-v14 │ 30 │ 30% (20% … 41%) │")
     assert "bad crashed: learner.1 gave up with exit code 3\n  kbrl logs bad --level error" in out
 
 
@@ -57,10 +57,10 @@ def test_the_list_for_programs(there: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["runs", "--json"]) == 0
     found = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
     assert {name: run["state"] for name, run in found.items()} == {
-        "good": "ended", "on": "stopped", "stopped": "stopped", "bad": "crashed", "evals/good-v14": "ended"
+        "good": "ended", "on": "stopped", "stopped": "stopped", "bad": "crashed", "good-v14": "ended"
     }  # fmt: skip
     assert found["good"]["correct_rate_last"] == 0.56
-    assert found["evals/good-v14"]["correct_rate_95"] == [0.2, 0.41]
+    assert found["good-v14"]["correct_rate_95"] == [0.2, 0.41]
 
 
 def test_a_run_that_has_not_ended_has_the_figures_of_its_answers(

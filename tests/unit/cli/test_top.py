@@ -53,7 +53,11 @@ def test_once_as_json_for_scripts(run: Path, capsys: pytest.CaptureFixture[str])
     seen = json.loads(line)
     assert (seen["run"], seen["state"]) == ("smoke", "running")
     assert [stage["stage"] for stage in seen["stages"]][:2] == ["generate", "compile"]
-    assert [worker["worker_id"] for worker in seen["workers"]] == ["broker"]
+    assert seen["workers"][0]["worker_id"] == "broker"
+    absent = ["compile_farm", "learner", "reward_aggregator", "sampler", "timing_bench"]
+    assert [(worker["worker_id"], worker["state"]) for worker in seen["workers"][1:]] == [
+        (name, "starting") for name in absent
+    ]
 
 
 def test_once_for_people_by_address(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

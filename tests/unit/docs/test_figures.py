@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 
-from kbrl_async import cli
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE, PLACEMENT, Recipe
 from kbrl_async.kernels.verify import inputs, proof, tolerance
 from kbrl_async.kernels.verify.cpu import stopwatch
-from kbrl_async.lab.optimize import proving
+from kbrl_async.lab.optimize import deadline, proving
 from kbrl_async.rollouts.prompts import feedback
 from kbrl_async.rollouts.rewards import advantages, parts, presets
 from kbrl_async.rollouts.settings import BestOfN, Turns
@@ -22,6 +21,7 @@ from tests.pages import ROOT
 from tests.records import record, timing
 
 RECIPE = Recipe.of(TimingBench())
+FRACTIONS = {0.25: "quarter"}
 NUMBERS = {2: "two", 3: "three", 4: "four", 7: "seven", 10: "ten"}
 LARGE = [torch.empty(inputs._MANY_BYTES // 4 + 1, device="meta")]
 
@@ -67,7 +67,8 @@ SAID = {
         f"above {RECIPE.suspicious:g}× measured again",
     ),
     "docs/optimize.md": (
-        f"`--seconds` (default {cli.parse(['optimize', 'x.py']).seconds:g})",
+        f"a {FRACTIONS[deadline.PROOF_SHARE]} of it is kept, {deadline.PROOF_S:g} s at most",
+        f"Without it the search takes {deadline.SEARCH_S:g} s",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
         f"right on {NUMBERS[len(inputs.KINDS)]} secret input sets",
     ),

@@ -13,7 +13,7 @@ import yaml
 
 from kbrl_async.runs.config import KEYS
 from kbrl_async.runs.config.keys import SECTIONS
-from kbrl_async.runs.config.loading import ALIASES
+from kbrl_async.runs.config.names import ALIASES
 from tests.pages import ROOT, Page, pages
 
 PAGES = pages()

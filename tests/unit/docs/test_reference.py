@@ -19,7 +19,8 @@ from kbrl_async.rollouts.rewards.presets import find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, Reward
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import reference, system_metrics, tensorboard, training_metrics
+from kbrl_async.runs.telemetry import by_version, reference, system_metrics, tensorboard, training_metrics
+from kbrl_async.runs.telemetry.by_version import Answer, Part
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.records import REPLAYED, SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
@@ -48,6 +49,10 @@ def written_tags() -> Iterator[str]:
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
     yield from (f"alarm/{rule.name}" for rule in rules_of(Alarms(entropy_below=0.1)))
     yield from heldout_scalars(rollouts())
+    yield from training_metrics.progress(1, 2, train_s=1.0, since=(1.0, 8))
+    yield from tensorboard.FIRST
+    answers = [Answer(f"g{group}", stats) for group in range(2) for stats in rollouts()]
+    yield from by_version.scalars(Part(0, 0, answers))
     yield from show.scalars(evaluation())
     worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
     before, after = (SystemSample(t=t, workers={"w": worker}, **queues()) for t in (0.0, 1.0))
@@ -71,7 +76,8 @@ def learner() -> dict[str, float]:
     log.microbatch(tokens, torch.zeros(2), {n: torch.zeros(2) for n in ("dropped", "masked", "kl_reference")}, 2)
     log.optimizer(0.5, 1.0, 1e-4)
     log.end_of_first_epoch()
-    return {**log.summary(samples, 1), **staleness(samples, 1), "mfu": 0.1, "memory_peak_mb": 1.0}
+    own = {"mfu": 0.1, "memory_peak_mb": 1.0, "time/checkpoint_s": 1.0}
+    return {**log.summary(samples, 1), **staleness(samples, 1), **own}
 
 
 def evaluation() -> document.Document:
@@ -95,10 +101,11 @@ def test_every_tag_that_is_written_is_described_and_no_other() -> None:
     assert described - {reference.described(tag) for tag in written} == set()
 
 
-def test_the_learner_says_of_the_hardware_what_is_described() -> None:
+def test_the_learner_says_of_itself_what_is_described() -> None:
     source = (ROOT / "services" / "learner" / "actor.py").read_text()
     assert '"mfu":' in source
     assert '"memory_peak_mb":' in source
+    assert '"time/checkpoint_s":' in source
 
 
 def test_every_chart_draws_a_tag_that_is_described() -> None:

@@ -14,6 +14,8 @@ from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.exporting import ABOUT, export
 from kbrl_async.learning.policies.models import active, add_adapters, causal_lm, wrap_lora
+from kbrl_async.runs.config import load
+from kbrl_async.runs.origins import base_model
 
 CANARY = [1, 2, 3, 4, 5]
 IDS = torch.tensor([[7, 8, 9, 3, 1]])
@@ -126,3 +128,17 @@ def test_a_damaged_policy_is_not_exported(tmp_path: Path, model: torch.nn.Module
     (policy / "model.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="SHA-256"):
         export(policy, tmp_path / "out")
+
+
+def test_a_run_s_policy_is_a_model_to_start_from(tmp_path: Path, lora: torch.nn.Module, base: str) -> None:
+    """Its adapter merged, made once for these weights."""
+    expected = logits(causal_lm(lora))
+    run = tmp_path / "runs" / "mine"
+    publish(run / "policies", lora, base)
+    (run / "config.yaml").write_text("{}\n")
+    config = load(overrides=[f"model_name={run}", f"cache_path={tmp_path / 'cache'}"])
+    found = Path(base_model(config, lambda _what, _share: None))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(found)), expected, rtol=0, atol=1e-3)
+    assert not (found / "adapter_config.json").exists()
+    (found / "mark").touch()
+    assert (Path(base_model(config, lambda _what, _share: None)) / "mark").is_file(), "not made again"

@@ -156,6 +156,17 @@ def test_supervised_training_learns_its_targets(model: torch.nn.Module) -> None:
     assert report.target_tokens == 60 * 5
 
 
+def test_several_workers_learn_what_one_learns(model: torch.nn.Module) -> None:
+    examples = [([1, 2, 3], [10, 11, 12]), ([4, 5], [20, 21]), ([6], [7, 8]), ([9, 9], [1])]
+    other = copy.deepcopy(model)
+    settings = Sft(steps=5, batch_tokens=16, lr=1e-2)
+    one = train_sft(model, examples, settings, bf16=False)
+    more = train_sft(other, examples, settings, bf16=False, workers=3)
+    assert more.loss == pytest.approx(one.loss, rel=1e-4)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> None:
     ticks = iter(range(1000))
     shares: list[float] = []

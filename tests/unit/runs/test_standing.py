@@ -86,6 +86,16 @@ def test_a_nanny_that_was_killed_has_crashed(runs: Path) -> None:
     assert standing(path) == (State.CRASHED, "learner.1 was killed")
 
 
+def test_all_that_were_killed_are_named(runs: Path) -> None:
+    path = run("a")
+    for name in ("broker", "learner", "sampler"):
+        with process(path, name):
+            pass
+    assert standing(path) == (State.CRASHED, "all were killed")
+    ended(path, broker=(0, True))
+    assert standing(path) == (State.CRASHED, "learner, sampler were killed")
+
+
 def test_a_summary_is_the_end_whatever_became_of_the_processes(runs: Path) -> None:
     path = run("a")
     ended(path, learner=(3, False))

@@ -138,9 +138,9 @@ def test_trajectory_numbers_are_those_of_whole_rollouts() -> None:
         stats("b", 2, 0.0, "incorrect", compiled=True),
     ]
     values = training_metrics.scalars(turns, per_level=True)
-    assert values["trajectory/success_rate"] == 0.5
-    assert values["trajectory/avg_turns"] == 2.5
-    assert values["trajectory/compile_fix_rate"] == 0.5
+    assert values["multiturn/success_rate"] == 0.5
+    assert values["multiturn/avg_turns"] == 2.5
+    assert values["multiturn/compile_fix_rate"] == 0.5
     assert values["turn_2/correct_rate"] == 0.5
     assert training_metrics.compile_fix_rate(turns, turn=1) == 1.0
     assert training_metrics.compile_fix_rate(turns[:1]) is None

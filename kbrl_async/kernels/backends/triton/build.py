@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kbrl_async.errors import InfraError
+from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
@@ -117,6 +117,8 @@ class TritonBackend(Backend):
 
     def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         """Without a problem nothing is known of the launches, so nothing is compiled."""
+        if self.missing():
+            raise MissingTool("triton is not installed", CURE)
         toolchain = f"triton {importlib.metadata.version('triton')}"
         arch = context.farm.arch
         known = "" if problem is None else problem.source

@@ -2,14 +2,16 @@
 
 ::
 
-    suite ─▶ the project's own      kernelbench ─▶ KERNELBENCH_ROOT      a checkout ─▶ its KernelBench/level*/
+    suite ─▶ the project's own      kernelbench ─▶ KERNELBENCH_ROOT, or found      a checkout ─▶ its KernelBench/level*/
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from protocols.records import Problem
 
 SUITE = Path(__file__).parents[1] / "suite"
 ROOT_VARIABLE = "KERNELBENCH_ROOT"
+CHECKOUT = "KernelBench"
+PROJECT = Path(__file__).parents[4]
 
 
 def suite(shapes: str) -> Path:
@@ -27,14 +31,31 @@ def suite(shapes: str) -> Path:
 
 
 def kernelbench(shapes: str) -> Path:
-    """The checkout that the environment names.
+    """The checkout that the environment names, or one beside us.
 
-    :raises ProblemError: it names none.
+    :raises ProblemError: there is none.
     """
-    if not os.environ.get(ROOT_VARIABLE):
-        cure = f"Set {ROOT_VARIABLE} to a KernelBench checkout, or name its folder"
+    found = kernelbench_root(os.environ)
+    if not found:
+        cure = f"Set {ROOT_VARIABLE} to a KernelBench checkout, clone it beside this folder, or name its folder"
         raise ProblemError(f"problems=kernelbench needs {ROOT_VARIABLE}", cure)
-    return Path(os.environ[ROOT_VARIABLE])
+    return Path(found)
+
+
+def kernelbench_root(environment: MutableMapping[str, str]) -> str:
+    """What `KERNELBENCH_ROOT` says, else a checkout in this folder, beside it or beside this project; empty: none.
+
+    One that is found is told once, and put into `environment` for the processes that we start.
+    """
+    if given := environment.get(ROOT_VARIABLE):
+        return given
+    for folder in (Path.cwd(), Path.cwd().parent, PROJECT.parent):
+        checkout = folder / CHECKOUT
+        if any(root_of(checkout).glob("level*/*.py")):
+            print(f"KernelBench: found in {checkout}; {ROOT_VARIABLE} names another one", file=sys.stderr)
+            environment[ROOT_VARIABLE] = str(checkout)
+            return str(checkout)
+    return ""
 
 
 def root_of(path: Path) -> Path:

@@ -21,10 +21,11 @@ MOST_FAULTS = 6
 OUTCOMES = (
     ("faster", "fast"), ("correct", "correct"), ("incorrect", "slow"), ("crashed", "c5"), ("no compile", "wrong"),
     ("static check", "broken"), ("no code", "none"), ("cheating", "cheat"),
+    ("unproven", "c8"),
 )  # fmt: skip
 FAULTS = {
     "incorrect": 2, "runtime_error": 3, "timeout": 3, "out_of_memory": 3, "illegal_access": 3, "compile_error": 4,
-    "static_violation": 5, "format_error": 6, "cheating": 7,
+    "static_violation": 5, "format_error": 6, "cheating": 7, "unproven": 8,
 }  # fmt: skip
 STEPS = {
     "format": "has code",

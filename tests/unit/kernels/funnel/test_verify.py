@@ -208,7 +208,7 @@ def test_options_that_change_arithmetic_are_said(verifier: Verifier, problem: Pr
         (1.01, 2.0, "resolved", "proven faster"),
         (0.5, 0.99, "resolved", "proven slower"),
         (0.5, 1.0, "cap", "not shown to be faster"),
-        (0.5, 0.99, "disturbed", "not shown to be faster"),
+        (0.5, 0.99, "disturbed", "nothing is proven, others had the core"),
     ],
 )
 def test_what_the_interval_proves_is_said(lo: float, hi: float, stopped: str, claim: str) -> None:

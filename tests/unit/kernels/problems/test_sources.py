@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,19 @@ def test_kernelbench_is_where_the_variable_points(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("KERNELBENCH_ROOT")
     with pytest.raises(ProblemError, match="KERNELBENCH_ROOT"):
         load_problems("kernelbench")
+
+
+def test_a_checkout_beside_us_is_found_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = checkout(tmp_path / "KernelBench")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.setenv("KERNELBENCH_ROOT", "")  # and put back afterwards
+    for _ in range(2):
+        assert [p.problem_id for p in load_problems("kernelbench")] == ["L2/3_c"]
+    assert capsys.readouterr().err == f"KernelBench: found in {found}; KERNELBENCH_ROOT names another one\n"
+    assert os.environ["KERNELBENCH_ROOT"] == str(found), "processes that we start take the same"
 
 
 def test_a_checkout_is_as_good_as_its_folder_of_problems(tmp_path: Path) -> None:

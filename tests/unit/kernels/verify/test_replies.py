@@ -118,7 +118,7 @@ class Found:
         self.isolation = ("full", ())
         self.kernelbench = None
         self.carries_state = False
-        self.evidence = self.tolerance_note = ""
+        self.evidence = self.tolerance_note = self.trust = self.trust_reason = ""
 
 
 @pytest.mark.parametrize(("passed", "total"), [(0, 10), (9, 10), (0, 0), (11, 10), (-1, -1)])

@@ -210,3 +210,9 @@ def test_an_error_of_ours_in_judging_ends_the_search_instead_of_leaving_it_waiti
 
     with pytest.raises(RuntimeError, match="ours"):
         drive(use=break_it)
+
+
+def test_after_the_deadline_nothing_that_waits_is_verified() -> None:
+    driver, _, verifier = drive(budget=Budget(attempts=3), until=0.0)
+    assert verifier.sources == []
+    assert {attempt.lost for attempt in driver.search.tree} == {"not verified: time"}

@@ -9,13 +9,26 @@ import pytest
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize.engine import examples, resolve
+from kbrl_async.lab.small_policy import making
+from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.rollouts.settings import Prompt
-from kbrl_async.runs.config import Config, to_yaml
+from kbrl_async.runs.config import Config, load, to_yaml
 
 
 @pytest.fixture(autouse=True)
 def _plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_small_policy_that_a_run_has_made_is_used_from_the_cache(tmp_path: Path) -> None:
+    cache = f"cache_path={tmp_path}"
+    assert resolve("", "newest", [], [cache])[1].mode == "multi_turn", "nothing is made yet: the one that can refine"
+    for mode in ("single_turn", "multi_turn"):
+        made = making._place(tmp_path, small_options(load(overrides=[f"mode={mode}"])))
+        made.mkdir()
+        (made / making.READY).touch()
+        assert resolve("", "newest", [], [cache])[1].mode == mode
 
 
 def test_the_default_is_the_small_policy_made_with_turns() -> None:

@@ -76,6 +76,14 @@ def test_what_was_verified_are_the_very_bytes_of_the_file(tmp_path: Path) -> Non
     assert hashlib.sha256(path.read_bytes()).hexdigest() == proof.winner.sha256
 
 
+def test_where_time_is_over_the_best_one_is_still_examined(tmp_path: Path) -> None:
+    named = texts("# lo 1.2", "# lo 3.0")
+    verifier = Disk(tmp_path, lo_in)
+    proof, finals = proving.prove(named, PROBLEM, verifier, tmp_path / "optimized_x.py", "c", is_over=lambda: True)
+    assert proof is not None
+    assert [final.attempt for final in finals] == [0]
+
+
 def test_a_kernel_that_does_not_hold_a_second_time_is_not_written(tmp_path: Path) -> None:
     assert prove(tmp_path, "lucky once") is None
     assert list(tmp_path.iterdir()) == []
@@ -152,7 +160,7 @@ def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -
     assert {document["sources"][node["source_sha256"]] for node in document["tree"]} == {"slow | one", "bad", "good"}
     assert {"torch", "python", "kbrl-async"} <= document["versions"].keys()
     text = evidence.markdown(found)
-    assert "Proven, 3.30× (3.00 … 3.60) the speed of the module." in text
+    assert "Proven right; 3.30× (3.00 … 3.60) the speed of the module: proven faster." in text
     assert "a CPU" in text
 
 

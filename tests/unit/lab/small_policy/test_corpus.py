@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from kbrl_async.kernels.problems import load_suite, parse_problem
 from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
 from kbrl_async.lab.small_policy.corpus import examples, write_example
 from kbrl_async.lab.small_policy.families.source import render_answer, render_problem
-from kbrl_async.lab.small_policy.making import bucketed, tokenize, train_tokenizer
+from kbrl_async.lab.small_policy.making import Kept, Pair, bucketed, tokenize, train_tokenizer
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, difficulty, random_spec
 from kbrl_async.rollouts.prompts import extract, render_prompt
 from kbrl_async.rollouts.prompts.roles import OUTCOMES
@@ -89,8 +91,23 @@ def test_the_tokenizer_restores_every_text_exactly() -> None:
 def test_bucketing_loses_and_doubles_nothing() -> None:
     corpus = list(examples(2, 700, habits=Habits(), prompt_option="compact"))
     tokenizer = train_tokenizer((e.answer for e in corpus), 1024)
-    pairs = tokenize(corpus, tokenizer)
+    pairs = list(tokenize(corpus, tokenizer))
     assert sorted(bucketed(pairs, 0)) == sorted(pairs)
+
+
+def test_of_the_corpus_only_what_is_wanted_is_made_and_only_once() -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[Pair]:
+        for number in range(5):
+            made.append(number)
+            yield [number], []
+
+    kept = Kept(source())
+    assert [pair[0][0] for pair in itertools.islice(kept, 2)] == [0, 1]
+    assert made == [0, 1]
+    assert [pair[0][0] for pair in itertools.chain(kept, kept)] == [*range(5), *range(5)]
+    assert made == [0, 1, 2, 3, 4]
 
 
 def test_second_turns_repair_what_the_first_got_wrong_more_often_than_not() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import KEYS, Config, config_hash, environment, load, to_yaml
 from kbrl_async.runs.config.keys import flat
+from kbrl_async.runs.config.names import ALIASES, OTHER_NAMES
 
 ROOT = Path(__file__).parents[4]
 SWITCH = "true or false"
@@ -120,6 +121,28 @@ def test_the_shell_wins_over_the_dotenv_file(tmp_path: Path) -> None:
 )
 def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: str) -> None:
     assert error(word) == f"unknown key '{word.partition('=')[0]}' (command line). Did you mean {meant}?"
+
+
+UNRELATED = (
+    "wandb_project", "wandb_name", "weight_decay", "top_p", "timeout", "gpu_arch", "eval_mode", "verbose", "lora_alpha",
+    "num_correct_trials", "eval_batch_size", "max_prompt_length", "eval_size", "gradient_accumulation_steps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNRELATED)
+def test_a_hint_never_points_to_an_unrelated_key(name: str) -> None:
+    assert error(f"{name}=1") == f"unknown key '{name}' (command line). Run 'kbrl config' for all keys"
+
+
+def test_every_hint_and_alias_is_a_key() -> None:
+    assert {key for hint in OTHER_NAMES.values() for key in hint.split(" or ")} | {*ALIASES.values()} <= set(KEYS)
+    assert not set(KEYS) & ({*OTHER_NAMES} | {*ALIASES})
+
+
+def test_names_of_other_tools_are_taken_for_ours() -> None:
+    words = ["checkpoint_path=owner/name", "output_path=out", "measure_performance=false", "reward.speed_weight=0"]
+    config = load(overrides=words)
+    assert (config.model_name, config.log_path, config.timing_bench.timed) == ("owner/name", "out", False)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import yaml
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import KEYS, Config, config_hash, load
 from kbrl_async.runs.config.keys import flat
-from kbrl_async.runs.config.loading import CHANGEABLE, RENAMED, _warn
+from kbrl_async.runs.config.loading import CHANGEABLE, _warn
+from kbrl_async.runs.config.names import RENAMED
 from kbrl_async.runs.folder import load_run, plan, prepare
 
 NOT_DEFAULT: dict[str, Any] = {

@@ -94,6 +94,13 @@ def test_resume_continues_the_run_of_that_folder(runs: Path) -> None:
     assert run.config.resume is None
 
 
+def test_resume_takes_the_name_of_a_run_too(runs: Path) -> None:
+    prepare(config(runs, "name=mine", "batch_size=2"))
+    for name in ("mine", "latest"):
+        todo = plan(load(overrides=[f"log_path={runs}", f"resume={name}"]))
+        assert (todo.path.resolve(), todo.config.batch_size) == ((runs / "mine").resolve(), 2)
+
+
 def test_resume_keeps_the_runs_own_settings(runs: Path) -> None:
     prepare(config(runs, "name=mine", "batch_size=2", "max_steps=5"))
     todo = plan(load(overrides=[f"resume={runs}/mine", "max_steps=6"]))

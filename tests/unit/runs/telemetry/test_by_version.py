@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import binomtest, t
 
 from kbrl_async.evaluation.proportions import clustered_mean, clustered_share, wilson
-from kbrl_async.rollouts.buffer.events import BatchTrained
+from kbrl_async.rollouts.buffer.events import Admitted, BatchTrained, RolloutScored
+from kbrl_async.runs.commands import Command, RolloutEnded
 from kbrl_async.runs.settling import SettledVersions, note
 from kbrl_async.runs.telemetry import by_version
 from kbrl_async.runs.telemetry.by_version import Answer, Answers, Part, Tally, ends, fields, points, sentence, settled
@@ -246,6 +247,19 @@ def test_each_version_is_told_once_with_all_of_its_answers_as_soon_as_they_are_i
     assert [part.last for part in told] == list(whole)
     assert [part.figures() for part in told] == [Part(v, v, listed).figures() for v, listed in whole.items()]
     assert most < 8 * 8 * 8, "it remembers what is open, not the run"
+
+
+def test_a_version_that_more_groups_may_be_written_by_is_not_told_yet() -> None:
+    def group(name: str, admitted: int, written: int) -> list[Command]:
+        answer = RolloutEnded(f"{name}.r0", name, stats(1.0, policy_version=written, rollout_id=f"{name}.r0"))
+        return [Admitted(name, "L1/a", 1, 1, admitted, 0.0), answer, RolloutScored(name, f"{name}.r0", [], 1.0)]
+
+    live = SettledVersions()
+    live.note([*group("g0", 0, 0), *group("g1", 1, 1)])
+    assert [part.last for part in live.new(1)] == [0]
+    live.note(group("g2", 2, 1))
+    assert live.new(2) == [], "a sampler was a version behind: it may be again"
+    assert [(part.last, len(part.answers)) for part in live.new()] == [(1, 2)]
 
 
 def test_what_is_told_first_is_not_what_was_quick() -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kbrl_async.runs.telemetry import live, screen
 from kbrl_async.runs.telemetry.live import View, view
+from kbrl_async.runs.telemetry.progress import MAKING, TRAINING, Progress
 from protocols.messages import Load, StageStanding, StatusReport, Trouble, WorkerStanding
 
 STAGES = ("generate", "compile", "bench", "score", "train", "trained")
@@ -20,7 +21,8 @@ def worker(name: str, stage: str, load: Load, **more: object) -> WorkerStanding:
 
 
 def report(at: float, done: int, *extra: WorkerStanding, epoch: int = 1, **more: object) -> StatusReport:
-    facts = {"reward_mean": 0.412, "compile_rate": 0.62, "correct_rate": 0.31, "updates": 7.0, "max_steps": 14.0}
+    facts = {"reward_mean": 0.412, "compile_rate": 0.62, "correct_rate": 0.31, "updates": 7.0, "max_steps": 14.0,
+             "answers_of": 5.0}  # fmt: skip
     return StatusReport(
         at=at,
         epoch=epoch,
@@ -122,3 +124,30 @@ def test_what_a_candidate_wrote_can_not_take_over_the_terminal() -> None:
 
 def test_durations_are_short() -> None:
     assert [screen.duration(s) for s in (0.42, 12.4, 185.0, 7620.0)] == ["0.4s", "12s", "3m 05s", "2h 07m"]
+
+
+def test_the_line_of_the_last_update_says_which_version_its_figures_are_of() -> None:
+    shown = "\n".join(text(view(None, report(1.0, 5)), 80, 24))
+    assert "update 7/14  version 5  reward 0.412" in shown
+
+
+def test_while_the_policy_is_made_nobody_is_called_dead() -> None:
+    queued = report(1.0, 0)
+    stages = [StageStanding("generate", 336, 0, 100.0, 0, 0, 0.0, 0)]
+    alone = msgspec.structs.replace(queued, workers=[], stages=stages)
+    made = Progress(MAKING, "step 31 of 300, loss 2.01", 0.1, 1.0, 72.0)
+    shown = "\n".join(text(view(None, alone, progress=made, expected=["sampler"]), 80, 24))
+    assert "making the policy step 31 of 300, loss 2.01  left 1m 12s" in shown
+    assert "sampler              starting" in shown
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    console.print(screen.render(view(None, alone, progress=made, expected=["sampler"]), 80, 24))
+    assert isinstance(console.file, io.StringIO)
+    assert "\x1b[1;31m" not in console.file.getvalue(), "nothing is red"
+
+
+def test_a_service_that_is_missing_while_training_stands_first() -> None:
+    training = Progress(TRAINING, "update 3 of 14", 0.2, 1.0)
+    seen = view(None, report(1.0, 5), progress=training, expected=["learner", "timing_bench"])
+    assert [(w.worker_id, w.state) for w in seen.workers][1] == ("timing_bench", "missing")
+    ending = view(None, report(1.0, 5, draining=True), progress=training, expected=["timing_bench"])
+    assert "missing" not in {w.state for w in ending.workers}

@@ -168,3 +168,33 @@ def test_a_log_file_closes_though_the_interpreter_is_ending(tmp_path: Path, monk
     file._fd = -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def on_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path, level: str = "info") -> str:
+    logs.configure("learner", tmp_path, level)
+    log = logs.get_logger()
+    log.info("ready", port=5)
+    log.info("update", policy_version=3, shown="update 3/14  reward 0.413")
+    log.info("updated", seconds=2, shown="")
+    log.warning("odd", shown=None)
+    assert [line["event"] for line in lines(tmp_path, "learner")] == ["ready", "update", "updated", "odd"]
+    assert not any("shown" in line for line in lines(tmp_path, "learner"))
+    return capsys.readouterr().err
+
+
+def test_above_a_status_line_only_what_is_about_the_run_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(logs.STATUS_LINE, "1")
+    first, second = on_terminal(capsys, tmp_path).splitlines()
+    assert first == "» update 3/14  reward 0.413"
+    assert "odd" in second
+
+
+def test_elsewhere_events_are_whole_and_an_update_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(logs.STATUS_LINE, raising=False)
+    shown = on_terminal(capsys, tmp_path)
+    assert [line.split()[1] for line in shown.splitlines()] == ["ready", "update", "odd"]
+    assert "policy_version=3" in shown

@@ -49,7 +49,11 @@ def scalars() -> dict[str, float]:
     )  # fmt: skip
     groups = {f"groups/{name}": float(getattr(counters, name)) for name in RunCounters.__struct_fields__}
     policy = training_metrics.policy_scalars(learner())
-    return training_metrics.scalars(rollouts, per_level=True) | policy | groups
+    of_batch, of_version = (
+        training_metrics.scalars(rollouts, per_level=True),
+        training_metrics.version_scalars(rollouts),
+    )
+    return of_batch | of_version | policy | groups
 
 
 def status() -> msg.StatusReport:

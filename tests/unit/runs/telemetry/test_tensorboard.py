@@ -30,6 +30,15 @@ def test_scalars_are_read_back_with_step_and_time(tmp_path: Path) -> None:
     assert [(e.step, e.wall_time, e.value) for e in events] == [(3, 1000.0, 0.25), (4, 1001.0, 0.5)]
 
 
+def test_what_matters_first_is_written_where_tensorboard_opens(tmp_path: Path) -> None:
+    with tensorboard.Writer(tmp_path) as board:
+        board.scalars({"version/correct_rate": 0.25, "alarm/ess": 0.0}, step=3)
+    tags = read(tmp_path).Tags()["scalars"]
+    assert set(tags) == {"version/correct_rate", "alarm/ess", "_overview/2_correct"}
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("_overview/2_correct")] == [(3, 0.25)]
+    assert next(iter(tensorboard.DASHBOARDS)) == "Overview"
+
+
 def test_what_was_flushed_is_there_before_the_end(tmp_path: Path) -> None:
     board = tensorboard.Writer(tmp_path)
     board.scalars({"a": 1.0}, step=1)
@@ -105,9 +114,9 @@ def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
                      fault="" if turn else "compile_error")
         for turn in range(3)
     ]  # fmt: skip
-    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("trajectory/")]
+    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("multiturn/")]
     made += [f"turn_{turn}/{rate}" for turn in (1, 2, 3) for rate in ("correct_rate", "reward_mean", "compile_rate")]
-    assert len(made) == 5 + 9
+    assert len(made) == 8 + 9
     assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Turns"))] == []
 
 

@@ -32,7 +32,7 @@ def test_rates_are_shares_of_all_rollouts() -> None:
     rates = {tag: value for tag, value in values.items() if tag.startswith("rate/")}
     assert rates == {
         "rate/format": 1.0, "rate/compile": 0.75, "rate/correct": 0.5, "rate/cheat": 0.25, "rate/fast_1": 0.5,
-        "rate/fast_1_proven": 0.25, "rate/completion": 0.75,
+        "rate/fast_1_proven": 0.25, "rate/truncated": 0.25,
     }  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def test_age_and_times_are_means_over_those_that_have_them() -> None:
     values = training_metrics.scalars(ALL, per_level=True)
     assert (values["staleness/versions_mean"], values["staleness/versions_max"]) == (1.0, 2)
     assert (values["time/generate_s"], values["time/bench_s"]) == (3.0, 1.0)
+    assert values["time/rollout_s"] == 3.5
     assert values["tokens/answer_mean"] == 37.5
 
 
