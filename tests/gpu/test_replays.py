@@ -1,7 +1,7 @@
 """Kinds of cheating that once got through, each against what is replayed, on a candidate otherwise honest.
 
-What a candidate's host code does while it is watched, timed or asked says nothing any more: it is not there when its work
-is judged. So tests of such kinds ask that a candidate that tries gets nothing but what its recorded work is worth.
+What a candidate's host code does while it is watched, timed or asked says nothing any more: it is not there when its
+work is judged. So tests of such kinds ask that a candidate that tries gets nothing but what its recorded work is worth.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def test_a_cache_by_content_reads_values_back_and_is_watched(sneak: Sneak, lines
 def test_a_cache_on_the_device_finds_nothing_again(judge: Judge) -> None:
     """A kernel that keeps inputs and answers in variables of its module: no input comes twice when it is timed."""
     body = "if (i < n) { if (cache_n && cache_in[i] == x[i] + y[i]) out[i] = cache_out[i]; else {"
-    body += " out[i] = x[i] * 2 + y[i] + shift; cache_in[i] = x[i] + y[i]; cache_out[i] = out[i]; if (i == 0) cache_n = 1; } }"
+    body += " out[i] = x[i] * 2 + y[i] + shift; cache_in[i] = x[i] + y[i]; cache_out[i] = out[i];"
+    body += " if (i == 0) cache_n = 1; } }"
     source = nvrtc(body).replace(
         'extern "C"', '__device__ float cache_in[524288], cache_out[524288]; __device__ int cache_n;\nextern "C"'
     )
@@ -216,7 +217,8 @@ def test_half_precision_only_when_captured_is_half_precision(judge: Judge) -> No
 
 
 def test_two_output_buffers_in_turn_are_overwritten(sneak: Sneak) -> None:
-    turns = "self.turn = 1 - getattr(self, 'turn', 0)\nkept = self.__dict__.setdefault('kept', [torch.empty_like(x) for _ in range(2)])"
+    turns = "self.turn = 1 - getattr(self, 'turn', 0)\n"
+    turns += "kept = self.__dict__.setdefault('kept', [torch.empty_like(x) for _ in range(2)])"
     verdict = sneak(
         lambda honest: instead(turns)(honest).replace("out = torch.empty_like(x)", "out = kept[self.turn]")
     ).verdict
@@ -233,17 +235,15 @@ def test_nothing_computed_is_nothing_right(judge: Judge, body: str) -> None:
 
 
 def test_a_kernel_that_counts_its_calls_and_stops_is_wrong_then(judge: Judge) -> None:
-    source = nvrtc(
-        "if (calls > 3000000) return; if (i < n) out[i] = x[i] * 2 + y[i] + shift; if (threadIdx.x == 0) atomicAdd(&calls, 1);"
-    )
+    source = nvrtc(f"if (calls > 100000) return; {GOOD} if (threadIdx.x == 0) atomicAdd(&calls, 1);")
     source = source.replace('extern "C"', '__device__ int calls;\nextern "C"')
-    report = judge(ADD, source.replace("3000000", "100000"), "cuda-nvrtc", timing=True)
+    report = judge(ADD, source, "cuda-nvrtc", timing=True)
     assert report.verdict.fault is Fault.INCORRECT, report.verdict
     assert report.verdict.rule == "wrong_when_timed"
 
 
 def test_another_answer_when_captured_is_the_answer(judge: Judge) -> None:
-    """What it does while it is recorded is what is judged; here its recorder sees that a plain call does something else."""
+    """What it does while it is recorded is judged; here its recorder sees that a plain call does something else."""
     lines = (
         "if torch.cuda.is_current_stream_capturing(): return self.last.clone()",
         "self.last = x @ y",
@@ -266,7 +266,7 @@ def test_an_honest_candidate_is_replayed(judge: Judge, source: str, backend: str
 
 
 def test_a_fault_of_a_replay_is_the_candidates_and_the_next_one_is_judged_rightly(judge: Judge) -> None:
-    """Right on the examples that it is recorded with, beyond its memory on others: a player dies of it, and a spare plays."""
+    """Right on what it is recorded with, beyond its memory on other inputs: a player dies of it, and a spare plays."""
     body = "if (i < n) out[i] = x[i] * 2 + y[i] + shift; if (i == 0 && x[0] > 40.0f) *(volatile float *)16 = 1;"
     problem = re.sub(r"return \[torch.randn", "return [(torch.rand(1) > 0.5) * 100 + torch.randn", ADD)
     for _ in range(2):

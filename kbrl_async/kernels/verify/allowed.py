@@ -1,8 +1,8 @@
 """The operators of torch that a recording may ask a trusted process for: a closed list.
 
-What is not on it: random numbers, whatever waits for the device or reads a value back, files, and what changes a tensor's
-own memory (`set_`, `resize_`). Views are not on it either, because they do no work: what a view gives is written down as
-the tensor it is.
+What is not on it: random numbers, whatever waits for the device or reads a value back, files, and what changes a
+tensor's own memory (`set_`, `resize_`). Views are not on it either, because they do no work: what a view gives is
+written down as the tensor it is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ frobenius_norm linalg_norm linalg_vector_norm logcumsumexp logsumexp max mean me
 norm prod std std_mean sum trace var var_mean kthvalue topk sort argsort msort
 """
 _PRODUCTS = """
-addbmm addmm addmv addr baddbmm bmm dot vdot einsum linear matmul mm mv outer ger inner tensordot linalg_matmul chain_matmul
-linalg_multi_dot cdist _cdist_forward _euclidean_dist bilinear _addmm_activation _scaled_mm _int_mm
+addbmm addmm addmv addr baddbmm bmm dot vdot einsum linear matmul mm mv outer ger inner tensordot linalg_matmul
+chain_matmul linalg_multi_dot cdist _cdist_forward _euclidean_dist bilinear _addmm_activation _scaled_mm _int_mm
 """
 _LAYERS = """
 convolution _convolution convolution_overrideable cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu
@@ -63,14 +63,15 @@ _PLACES = """
 cat concat concatenate stack hstack vstack dstack gather scatter scatter_add scatter_reduce index index_select
 _unsafe_index index_add index_copy index_fill index_put _unsafe_index_put _index_put_impl masked_scatter take
 take_along_dim flip fliplr flipud roll rot90 repeat repeat_interleave tile tril triu tril_indices triu_indices diag
-diag_embed diagonal_copy bincount bucketize searchsorted one_hot eye linspace logspace kron block_diag cross linalg_cross
-diff meshgrid isin view_copy expand_copy permute_copy slice_copy select_copy split_copy split_with_sizes_copy
-transpose_copy t_copy unfold_copy as_strided_copy slice_scatter select_scatter diagonal_scatter as_strided_scatter
+diag_embed diagonal_copy bincount bucketize searchsorted one_hot eye linspace logspace kron block_diag cross
+linalg_cross diff meshgrid isin view_copy expand_copy permute_copy slice_copy select_copy split_copy
+split_with_sizes_copy transpose_copy t_copy unfold_copy as_strided_copy slice_scatter select_scatter diagonal_scatter
+as_strided_scatter
 """
 _MOVES = """
-clone copy copy_ _to_copy contiguous fill fill_ zero zero_ full full_like zeros zeros_like ones ones_like new_full new_zeros
-new_ones arange scalar_tensor lift_fresh_copy _conj_physical _reshape_copy _foreach_copy_ _foreach_add _foreach_add_
-_foreach_mul _foreach_mul_ _foreach_zero_
+clone copy copy_ _to_copy contiguous fill fill_ zero zero_ full full_like zeros zeros_like ones ones_like new_full
+new_zeros new_ones arange scalar_tensor lift_fresh_copy _conj_physical _reshape_copy _foreach_copy_ _foreach_add
+_foreach_add_ _foreach_mul _foreach_mul_ _foreach_zero_
 """
 _TRANSFORMS = "_fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft complex view_as_real_copy polar"
 ALLOWED = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _PRODUCTS, _LAYERS, _PLACES, _MOVES, _TRANSFORMS)).split())

@@ -348,8 +348,8 @@ class CudaStopwatch:
                 raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
 
     def _looked_at(self, first: int, end: int) -> tuple[int, int]:
-        """All slots of a call. Of very large ones that are replayed, where nothing can know whether it is timed, a secret
-        one: comparing them all would take longer than they did.
+        """All slots of a call. Of very large ones that are replayed, where nothing can know whether it is timed, a
+        secret one: comparing them all would take longer than they did.
         """
         if not self._candidate.is_trusted or (end - first) * self._slot_bytes <= _LOOKED_AT:
             return first, end

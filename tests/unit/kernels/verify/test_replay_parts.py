@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def test_inputs_of_slots_lie_apart_at_distances_that_differ() -> None:
     spans = [span(meta) for slot in placed for meta in slot]
     assert not overlap(spans)
     assert end >= max(stop for _, stop in spans)
-    steps = {later[0].place - earlier[0].place for earlier, later in zip(placed, placed[1:], strict=False)}
+    steps = {later[0].place - earlier[0].place for earlier, later in itertools.pairwise(placed)}
     assert len(steps) > 1, "who knows one distance must not know the next"
 
 
@@ -136,11 +137,13 @@ class Host:
         pass
 
 
-def session(outputs: list[int], image: list[tuple[int, int]] = [], slots: int = 3) -> tuple[ReplaySession, Host]:  # noqa: B006
-    host = Host(4096)
+def session(
+    outputs: list[int], image: list[tuple[int, int]] = [], slots: int = 3, size: int = 4096
+) -> tuple[ReplaySession, Host]:  # noqa: B006
+    host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
     forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
-    plan = Recording(forwards, image, 4096)
+    plan = Recording(forwards, image, size)
     made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
     return made, host
 
@@ -163,6 +166,12 @@ def test_before_each_call_all_is_poison_but_inputs_and_what_lasts() -> None:
         assert raw[512:528].eq(0).all()
         assert raw[16:64].eq(0x7F).all()
         assert raw[528:].eq(0x7F).all()
+
+
+def test_large_stretches_are_poisoned_too() -> None:
+    made, host = session([1024, 1088, 1152], size=1 << 16)
+    made.call(wire.OP_RUN, 0, 1.0)
+    assert host._arena.raw[2048:].eq(0x7F).all()
 
 
 def test_outputs_of_two_calls_in_one_place_are_overwritten() -> None:

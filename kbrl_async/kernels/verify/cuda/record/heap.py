@@ -79,7 +79,8 @@ class Heap:
         return begin
 
     def _cut(self, rounded: int, stream: int, free: list[_Free]) -> int:
-        """The begin of the best of these free stretches that `rounded` bytes fit into, cut out of what is free; or 0."""
+        """The begin of the best of these free stretches that `rounded` bytes fit into, cut out of what is free; or
+        0."""
         step = _LARGE_ALIGNMENT if rounded >= _LARGE else ALIGNMENT
         fits = [
             (owner == _ANY, end - begin, -(-begin // step) * step, begin, end, owner)

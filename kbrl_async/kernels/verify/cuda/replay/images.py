@@ -1,7 +1,7 @@
 """Built artifacts → images that the driver loads: the cubins of a bundle, the fat binaries of a shared object.
 
-Pure functions of bytes that untrusted code may have written; an image is named by the sha256 of the cubin, or of the whole
-shared object.
+Pure functions of bytes that untrusted code may have written; an image is named by the sha256 of the cubin, or of the
+whole shared object.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the bench and a player say to each other, as msgspec bytes over a sequenced-packet socket. A player is trusted; its
-answers are decoded by their schema all the same.
+"""What the bench and a player say to each other, as msgspec bytes over a sequenced-packet socket. A player is trusted;
+its answers are decoded by their schema all the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The allocator of torch in a process that replays: an operator that is done again gets the memory that it got when it was
-recorded. What was not foreseen gets memory of this process's own, whose blocks go from one operator to the next, because
-operators run one after the other, and stay where they are, because graphs hold their addresses.
+"""The allocator of torch in a process that replays: an operator that is done again gets the memory that it got when it
+was recorded. What was not foreseen gets memory of this process's own, whose blocks go from one operator to the next,
+because operators run one after the other, and stay where they are, because graphs hold their addresses.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The process that replays: confined like a candidate's, because it loads machine code that candidates wrote, and trusted,
-because none of their host code ever runs in it.
+"""The process that replays: confined like a candidate's, because it loads machine code that candidates wrote, and
+trusted, because none of their host code ever runs in it.
 
 ::
 

@@ -4,8 +4,8 @@
 
     one graph, launched once:   flush L2 ─▶ event ─▶ forward of slot a ─▶ forward of slot b ─▶ … ─▶ event
 
-A forward is captured on one stream, whose dependencies are set before each node: so kernels, copies and operators become
-nodes in the same way, with the edges that were recorded. Operators run one after the other whatever their edges
+A forward is captured on one stream, whose dependencies are set before each node: so kernels, copies and operators
+become nodes in the same way, with the edges that were recorded. Operators run one after the other whatever their edges
 say, because here they share one workspace.
 """
 

@@ -8,7 +8,8 @@ forwards again in memory that the bench holds too.
 
 Invariants
 * Everything that a verdict stands on is read, written, poisoned and compared here; a player only runs kernels.
-* Nothing but inputs, image and what the device keeps in variables of a module is the same at the beginning of two calls.
+* Nothing but inputs, image and what the device keeps in variables of a module is the same at the beginning of two
+calls.
 """
 
 from __future__ import annotations

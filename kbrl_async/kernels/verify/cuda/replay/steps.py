@@ -1,7 +1,7 @@
 """One node of a recording, bound to the modules and the arena of this process: `launch` submits it to a stream.
 
-Whatever a recording says, a step stays within what `validation` has allowed; here a kernel's arguments are compared with
-what its machine code declares, because the driver reads as many bytes as that says.
+Whatever a recording says, a step stays within what `validation` has allowed; here a kernel's arguments are compared
+with what its machine code declares, because the driver reads as many bytes as that says.
 """
 
 from __future__ import annotations
