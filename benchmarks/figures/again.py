@@ -44,8 +44,12 @@ def again(archive: Archive, run: Path) -> Iterator[tuple[str, Any]]:
     yield "answers_left_out", versions.left_out
     yield "by_version", _curve(versions)
     yield from _heldout(archive)
+    before, after = (_best_turns(archive.answers(f"r.purpose = '{when}'")) for when in ("before", "after"))
+    timed = [answer for answer in (*answers, *before, *after) if answer.correct and answer.speedup is not None]
+    yield "timings", len(timed)
+    yield "timings_disturbed", sum(not _is_sound(answer) for answer in timed)
     yield "funnel", funnel(archive, answers)
-    yield "best_kernels", best_kernels([*answers, *_best_turns(archive.answers("r.purpose = 'after'"))])
+    yield "best_kernels", best_kernels([*answers, *after])
 
 
 def _counters(archive: Archive) -> Iterator[tuple[str, Any]]:
@@ -181,9 +185,13 @@ def left_at(answer: Answer, record: Recorded) -> str:
     return FUNNEL[3 + len(bench)]
 
 
+def _is_sound(answer: Answer) -> bool:
+    return not answer.disturbed and (answer.hi or 0) <= WIDEST * (answer.lo or 0)
+
+
 def best_kernels(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Of each problem the one whose interval begins highest, above 1, unless the measurement was disturbed."""
-    sound = [a for a in answers if a.proven and not a.disturbed and (a.hi or 0) <= WIDEST * (a.lo or 0)]
+    sound = [a for a in answers if a.proven and _is_sound(a)]
     first = {a.problem: a for a in sorted(sound, key=lambda a: (a.lo or 0, -a.key))}  # of equal ones the earliest
     ranked = sorted(first.values(), key=lambda a: -(a.lo or 0))[:BEST]
     return [{"problem": a.problem, "speedup": a.speedup, "lo": a.lo, "hi": a.hi} for a in ranked]

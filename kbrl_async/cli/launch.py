@@ -71,7 +71,8 @@ def gave_up(ended: ProcessesEnded, goal: str, cure: str) -> RunError:
         error = RunError(f"{who} gave up: {ended.reason}")
     else:
         error = RunError(f"{who} ended with exit code {ended.code} before the {goal} did", cure)
-    error.exit_code = ended.code or RunError.exit_code
+    # 1 is Python's own for a crash, and says of a candidate that it is wrong
+    error.exit_code = ended.code if ended.code > 1 else RunError.exit_code
     return error
 
 

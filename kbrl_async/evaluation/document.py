@@ -88,6 +88,8 @@ class ProblemRow(msgspec.Struct, frozen=True):
     """Of correct samples whose time was not disturbed."""
     flags: tuple[str, ...]
     faults: dict[str, int]
+    disturbed: int = 0
+    """Correct samples whose time was."""
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -204,6 +206,7 @@ def _row(cluster: Sequence[Sample]) -> ProblemRow:
         max(found, default=None),
         cluster[0].flags,
         faults,
+        sum(s.disturbed and s.correct for s in cluster),
     )
 
 

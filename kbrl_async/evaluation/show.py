@@ -81,9 +81,10 @@ def _problems_table(document: Document) -> Table:
         table.add_column(heading, justify="right" if heading in ("compiled", "correct", "best speedup") else "left")
     for row in document.problems:
         wrong = ", ".join(f"{fault.replace('_', ' ')} ×{n}" for fault, n in row.faults.items() if fault != "ok")
-        best = "–" if row.best_speedup is None else f"{row.best_speedup:.2f}×"
+        best = [] if row.best_speedup is None else [f"{row.best_speedup:.2f}×"]
+        best += [f"disturbed ×{row.disturbed}"] if row.disturbed else []
         counts = (f"{row.compiled}/{row.samples}", f"{row.correct}/{row.samples}")
-        table.add_row(row.problem_id, *counts, best, wrong, ", ".join(row.flags))
+        table.add_row(row.problem_id, *counts, ", ".join(best) or "–", wrong, ", ".join(row.flags))
     return table
 
 

@@ -94,6 +94,7 @@ def build(
         **_heldout(heldout_after, "heldout_", "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
+        **_timings([*answers.stats, *heldout_before, *heldout_after]),
         "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_after]),
     }
@@ -129,6 +130,12 @@ def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summ
         **{f"{prefix}{name}{suffix}": rates.get(name) for name in HELDOUT_FIELDS},
         **{f"{prefix}{name}{suffix}{KEY}": interval for name, interval in intervals.items()},
     }
+
+
+def _timings(rollouts: Sequence[RolloutStats]) -> Summary:
+    """Speedups that were measured, and how many of them can't be compared."""
+    timed = [r for r in rollouts if r.correct and r.speedup is not None]
+    return {"timings": len(timed), "timings_disturbed": sum(r.is_disturbed for r in timed)}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -244,6 +251,8 @@ def _run_table(summary: Summary) -> Table:
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
     table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
+    if disturbed := summary.get("timings_disturbed"):
+        table.add_row("timings", f"{disturbed} of {summary['timings']} were disturbed, and are not ranked")
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())
     table.add_row("busy", f"{busy}  (sum {summary.get('busy_total', 0):.2f})")
     return table

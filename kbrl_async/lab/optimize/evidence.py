@@ -125,8 +125,10 @@ def conclusion(found: SearchResult) -> str:
     """One sentence."""
     if found.proof is not None:
         timing = found.proof.winner.result.timing
-        speed = "not timed" if timing is None else f"{timing.speedup:.2f}× ({timing.lo:.2f} … {timing.hi:.2f})"
-        return f"Proven, {speed} the speed of the module."
+        if timing is None:
+            return "Proven right, not timed."
+        interval = f"({timing.lo:.2f} … {timing.hi:.2f})"
+        return f"Proven right; {timing.speedup:.2f}× {interval} the speed of the module: {timing.claim}."
     if any(final.result.timing is not None and final.result.timing.stopped == "disturbed" for final in found.finals):
         return (
             "Kernels were proven right, and others used the core so much that no time could be trusted. No file was "

@@ -115,11 +115,11 @@ def _waiting(run: RunData) -> str:
     found = waits(run)
     if found is None:
         return _busiest(run.summary.get("busy"))
-    if found.longest is None:
-        return "no stage is waited for much"
-    one = found.longest
+    if found.slowest is None:
+        return "no stage was at work most of the time"
+    one = found.slowest
     words = f"the {STAGE_NAMES[Stage(one.stage)]} is what it waits for (busy {numbers.percent(one.busy)} of training"
-    queue = f", {numbers.seconds(one.waited)} before it of a rollout's {numbers.seconds(found.whole)}"
+    queue = f"; a rollout waits {numbers.seconds(one.waited)} before it, of {numbers.seconds(found.whole)} to its score"
     return f"{words}{queue if one.stage != Stage.TRAIN else ''})"
 
 

@@ -1,8 +1,8 @@
 """What a run waits for: how long rollouts wait before each stage, and how much each stage was at work. Pure.
 
-The window keeps a fixed number of rollouts under way, so they gather before whatever is slowest: the stage with the
-longest queue in front of it is the one that more or faster workers of would make the run faster. Batches are made when
-the learner is free, so nothing waits visibly before it: it is the slowest where it works more than that stage does.
+The window keeps a fixed number of rollouts under way, so the others wait for the slowest stage, and it alone never
+does: it is the one that was at work most of the time. Where two are at work alike, it is the one with the longer queue.
+Queues alone do not tell: samplers are held back while a later stage is behind, and then rollouts wait before them.
 
 Invariant: everything is of training rollouts, between the first that was asked for and the last update's end.
 """
@@ -19,8 +19,10 @@ from kbrl_async.runs.telemetry.system_metrics import busy_fractions
 from protocols.messages import Stage
 from protocols.rollout import STAGES
 
-NEGLIGIBLE = 0.1
-"""Share of a rollout's time from asking to score below which its longest queue holds nothing up."""
+ALIKE = 0.05
+"""Difference of busy shares below which queues decide."""
+IDLE = 0.5
+"""Busy share that the slowest stage has at least."""
 
 
 class StageWait(msgspec.Struct, frozen=True):
@@ -44,8 +46,8 @@ class Waits(msgspec.Struct, frozen=True):
     stages: tuple[StageWait, ...]
     whole: float
     """Seconds from asking to score, mean."""
-    longest: StageWait | None
-    """None where nothing is waited for much."""
+    slowest: StageWait | None
+    """None where no stage was at work most of the time."""
 
 
 def waits(run: RunData) -> Waits | None:
@@ -62,15 +64,11 @@ def waits(run: RunData) -> Waits | None:
     said = _said(run, start, end)
     found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
     whole = sum((turn.at or 0.0) - (turn.asked or 0.0) for turn in turns) / len(turns)
-    longest = max(found, key=lambda stage: stage.waited, default=None)
-    if longest is not None and longest.waited < NEGLIGIBLE * whole:
-        longest = None
     if updates:
-        learner = _of_stage(Stage.TRAIN, updates, len(updates), start, end, said)
-        found.append(learner)
-        if learner.busy > max((stage.busy for stage in found[:-1]), default=0.0):
-            longest = learner
-    return Waits(tuple(found), whole, longest)
+        found.append(_of_stage(Stage.TRAIN, updates, len(updates), start, end, said))
+    most = max(stage.busy for stage in found)
+    slowest = max((stage for stage in found if stage.busy >= most - ALIKE), key=lambda stage: stage.waited)
+    return Waits(tuple(found), whole, slowest if most >= IDLE else None)
 
 
 def _said(run: RunData, start: float, end: float) -> dict[str, float]:

@@ -246,7 +246,7 @@ def test_a_finished_run_ends_with_its_table(capsys: pytest.CaptureFixture[str]) 
     assert "7 in 60 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 4), (137, 137)])
+@pytest.mark.parametrize(("code", "expected"), [(4, 4), (0, 4), (1, 4), (2, 2), (137, 137)])
 def test_a_service_that_gave_up_gives_its_exit_code(code: int, expected: int) -> None:
     run = prepare(load(overrides=["name=x"]))
     with pytest.raises(

@@ -86,7 +86,10 @@ def test_compiled_baselines_get_figures_where_they_were_measured() -> None:
 
 def test_a_disturbed_measurement_is_nobody_s_best_speedup() -> None:
     made = build([sample("L1/1_a", 0, 90.0, disturbed=True), sample("L1/1_a", 1, 1.5)], policy={}, settings={})
-    assert made.problems[0].best_speedup == 1.5
+    assert (made.problems[0].best_speedup, made.problems[0].disturbed) == (1.5, 1)
+    out = io.StringIO()
+    Console(file=out, width=160).print(show.render(made))
+    assert "1.50×, disturbed ×1" in out.getvalue()
 
 
 def test_it_survives_the_way_to_disk_and_back(document: Document, tmp_path: Path) -> None:

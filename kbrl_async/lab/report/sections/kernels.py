@@ -20,7 +20,8 @@ WIDEST = 2.0
 
 def make(run: RunData) -> Markup:
     if not run.kernels:
-        return Markup("")
+        words = f"No correct kernel has a time that can be compared.{_disturbed(run)}"
+        return section("kernels", "Kernels", words, Markup(" ")) if _disturbed(run) else Markup("")
     faster = sum(kernel.lo > 1 for kernel in run.kernels)
     intro = (
         f"Of each of {numbers.count(len(run.kernels), 'problem')} the correct kernel whose {CONFIDENCE} interval of "

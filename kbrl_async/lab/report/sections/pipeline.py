@@ -79,7 +79,8 @@ def _wait_row(stage: StageWait, longest: float) -> Markup:
     before, until = 100 * stage.waited / longest, 100 * (stage.waited + stage.worked) / longest
     tip = f"{stage.stage}: {numbers.seconds(stage.waited)} before, {numbers.seconds(stage.worked)} in it"
     bars = [Bar(0.0, before, "wait s5"), Bar(before, until, f"{stage.stage} s5")]
-    return row(stage.stage, bars, value=numbers.seconds(stage.waited), tip=tip)
+    waited = time_label(stage.waited) if stage.waited >= 60 else numbers.seconds(stage.waited)
+    return row(stage.stage, bars, value=waited, tip=tip)
 
 
 # ── who was busy when ──────────────────────────────────────────────────────────────────────────────────────────────

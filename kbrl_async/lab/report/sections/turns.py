@@ -65,11 +65,15 @@ def _success(two: Ends) -> Markup:
     first, last = (part.stats if part else [] for part in (two.first, two.last))
     lines = [
         Line(name, _solved(part), colour, dots=True)
-        for name, colour, part in (("first versions", "c8", first), ("last versions", "c3", last))
+        for name, colour, part in (("first", "c8", first), ("last", "c3", last))
         if part
     ]
-    chart = line_chart(lines, label="solved by turn", y_format=numbers.percent, y_ends=(0.0, 1.0), labels="names")
-    return figure("Solved within n turns", "share of rollouts with a correct kernel by then", chart)
+    ticks = [x for line in lines for x, _ in line.points]
+    chart = line_chart(
+        lines, label="solved by turn", y_format=numbers.percent, y_ends=(0.0, 1.0), labels="names",
+        x_ticks=sorted(set(ticks)),
+    )  # fmt: skip
+    return figure("Solved within n turns", "share of rollouts, of first and last versions, correct by then", chart)
 
 
 def _solved(stats: Sequence[RolloutStats]) -> list[tuple[float, float]]:

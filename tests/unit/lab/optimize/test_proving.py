@@ -160,7 +160,7 @@ def test_the_evidence_holds_what_was_tried_and_what_came_of_it(tmp_path: Path) -
     assert {document["sources"][node["source_sha256"]] for node in document["tree"]} == {"slow | one", "bad", "good"}
     assert {"torch", "python", "kbrl-async"} <= document["versions"].keys()
     text = evidence.markdown(found)
-    assert "Proven, 3.30× (3.00 … 3.60) the speed of the module." in text
+    assert "Proven right; 3.30× (3.00 … 3.60) the speed of the module: proven faster." in text
     assert "a CPU" in text
 
 

@@ -121,6 +121,14 @@ def test_an_interval_that_says_nothing_does_not_stretch_the_axis(run: RunData) -
     assert ">1000×<" not in axis
 
 
+def test_where_every_measurement_was_disturbed_it_says_so(run: RunData) -> None:
+    stats = msgspec.structs.replace(run.turns[0].stats, correct=True, speedup=2.0, disturbed=True)
+    turns = [msgspec.structs.replace(run.turns[0], stats=stats)]
+    shown = report_page(msgspec.structs.replace(run, kernels=[], turns=turns))
+    assert "No correct kernel has a time that can be compared. Measurements that were disturbed" in shown
+    assert "no kernel&#39;s whole interval lies above 1×" in shown
+
+
 def test_evaluations_during_training_are_a_chart_of_their_own(run: RunData) -> None:
     rounds = [msgspec.structs.replace(turn, phase="eval-v2") for turn in run.turns if turn.phase == "eval-after"]
     shown = report_page(msgspec.structs.replace(run, turns=[*run.turns, *rounds]))

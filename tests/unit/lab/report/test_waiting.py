@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
 from kbrl_async.lab.report.verdict import FAULT_NAMES, verdict
 from kbrl_async.lab.report.waiting import waits
+from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.records import INFRASTRUCTURE_FAULTS, Fault
 from tests.records import stats
 
@@ -28,14 +30,32 @@ SLOW = (
 BROKEN = (StageSpan("generate", 1, 2, "s", 1.0), StageSpan("compile", 2, 4, "c", 0.0))
 
 
-def test_the_longest_queue_is_before_what_is_waited_for() -> None:
+def test_waits_are_means_over_all_rollouts() -> None:
     found = waits(run(QUICK, SLOW, BROKEN))
     assert found is not None
-    assert found.longest is not None
-    assert found.longest.stage == "bench"
-    assert found.longest.rollouts == 2
-    assert found.longest.waited == pytest.approx((2 + 4) / 3), "the third one left before it, and waited none"
+    bench = next(stage for stage in found.stages if stage.stage == "bench")
+    assert bench.rollouts == 2
+    assert bench.waited == pytest.approx((2 + 4) / 3), "the third one left before it, and waited none"
     assert found.whole == pytest.approx((7 + 9 + 4) / 3)
+
+
+def worker(stage: str, busy: float) -> WorkerSample:
+    return WorkerSample(stages=[stage], busy=busy)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "bench", "slowest"), [(0.83, 0.95, "bench"), (0.94, 0.95, "generate"), (0.3, 0.4, None)]
+)
+def test_the_busiest_is_waited_for_and_of_two_alike_the_one_with_the_longer_queue(
+    sampler: float, bench: float, slowest: str | None
+) -> None:
+    """A sampler that is held back has a long queue without being slow."""
+    held_back = (StageSpan("generate", 9, 10, "s", 9.0), StageSpan("bench", 11, 12, "b", 1.0))
+    workers = {"s": worker("generate", sampler), "b": worker("bench", bench)}
+    system = [SystemSample(t=float(t), workers=workers) for t in range(21)]
+    found = waits(msgspec.structs.replace(run(held_back), system=system))
+    assert found is not None
+    assert (found.slowest.stage if found.slowest else None) == slowest
 
 
 def test_busy_is_the_share_of_training_in_which_a_worker_had_something_in_hand() -> None:
@@ -50,13 +70,13 @@ def test_a_learner_that_never_rests_is_what_is_waited_for() -> None:
     data = run(QUICK, SLOW, updates=(PolicyUpdate(1, 12.0, 3.0), PolicyUpdate(2, 20.0, 12.0)))
     found = waits(data)
     assert found is not None
-    assert found.longest is not None
-    assert found.longest.stage == "train"
+    assert found.slowest is not None
+    assert found.slowest.stage == "train"
     assert "The learner is what it waits for" in verdict(data)
 
 
-def test_without_queues_nothing_is_waited_for() -> None:
-    assert "No stage is waited for much" in verdict(run((StageSpan("bench", 1, 9, "b", 0.1),)))
+def test_a_run_that_rested_waited_for_no_stage() -> None:
+    assert "No stage was at work most of the time" in verdict(run(QUICK))
 
 
 def test_without_spans_nobody_knows() -> None:
