@@ -8,11 +8,12 @@ import pytest
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.lab.optimize.engine import examples, resolve
+from kbrl_async.lab.optimize.engine import examples, in_words, resolve
 from kbrl_async.lab.small_policy import making
 from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.rollouts.settings import Prompt
 from kbrl_async.runs.config import Config, load, to_yaml
+from kbrl_async.runs.targets import Target
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,17 @@ def test_examples_from_nowhere_are_refused() -> None:
     problem = next(p for p in load_suite() if p.problem_id == "L1/13_softmax")
     with pytest.raises(UserError, match="--examples nowhere is no folder"):
         examples("nowhere", problem, "c", Prompt())
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Target("policy", "runs/x/policies/policy-v14", "x-v14", "runs/x", 14), "policy x at version 14"),
+        (Target("checkpoint", "mine/step-000003", "mine-step3", None, 3), "policy mine at version 3"),
+        (Target("model", "small", "small"), "policy small at version 0, before any training with rewards"),
+        (Target("model", "owner/name", "owner-name"), "model owner/name"),
+        (Target("adapter", "folder/one", "one"), "adapter folder/one"),
+    ],
+)
+def test_the_author_is_a_policy_with_its_version(policy: Target, words: str) -> None:
+    assert in_words(policy) == words
