@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,12 +139,12 @@ class Host:
 
 
 def session(
-    outputs: list[int], image: list[tuple[int, int]] = [], slots: int = 3, size: int = 4096
-) -> tuple[ReplaySession, Host]:  # noqa: B006
+    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096
+) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
     forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
-    plan = Recording(forwards, image, size)
+    plan = Recording(forwards, list(image), size)
     made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
     return made, host
 
