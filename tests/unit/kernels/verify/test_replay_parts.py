@@ -139,7 +139,7 @@ class Host:
 
 def session(
     outputs: list[int], image: list[tuple[int, int]] = [], slots: int = 3, size: int = 4096
-) -> tuple[ReplaySession, Host]:  # noqa: B006
+) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
     forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
