@@ -155,7 +155,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_before_each_call_all_is_poison_but_inputs_and_what_lasts() -> None:
-    made, host = session([1024, 1088, 1152], [(512, 528)])
+    made, host = session([1024, 1088, 1152], ((512, 528),))
     seen: list[torch.Tensor] = []
     made.slots[0][0].fill_(2.0)
     host.work = lambda raw, slot: seen.append(raw.clone())
@@ -183,7 +183,7 @@ def test_outputs_of_two_calls_in_one_place_are_overwritten() -> None:
 
 
 def test_an_output_in_memory_that_lasts_is_overwritten() -> None:
-    made, _ = session([1024, 1088, 1152], [(1024, 1040)])
+    made, _ = session([1024, 1088, 1152], ((1024, 1040),))
     with pytest.raises(CandidateFault, match="overwritten"):
         made.call(wire.OP_RUN, 0, 1.0)
 
