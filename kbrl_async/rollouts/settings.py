@@ -106,7 +106,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """Pay for the share of secret input sets that the kernel passes; null: the preset's."""
     speed_weight: NonNegative | None = None
     """Pay for the speedup over the reference, by the lower end of its confidence interval; null: the preset's."""
-    observed_speedup: Positive | None = None
+    observed_speedup: Positive | None = 1.0
     """Most speedup that is paid where a verdict is observed, not replayed; null: as much as was measured."""
     unproven: Fraction = 0.0
     """Share of a right kernel's reward, speed aside, for one of which nothing shows that it does the work."""

@@ -30,9 +30,9 @@ class Bounds(msgspec.Struct, frozen=True):
 
     size: int
     """Bytes of the arena."""
-    images: frozenset[str] = frozenset()
+    images: frozenset[str]
     """Digests of the machine code that was built."""
-    slots: int = 1
+    slots: int
 
 
 def read(data: bytes, bounds: Bounds) -> Recording:
