@@ -57,7 +57,8 @@ COMPARED = 2
 STRAGGLER = "straggler"
 HOLD_FLOOR_S = 20.0
 """Shortest of the waits that a run's own rollouts decide."""
-_REMEMBERED, _QUANTILE = 256, 0.95
+REMEMBERED, _QUANTILE = 256, 0.95
+"""Newest rollouts whose time is known, and the share of them that is waited for."""
 
 
 class BufferRules(BatchRules, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class RolloutBuffer:
         self._failures: Counter[str] = Counter()
         self._benched: dict[str, float] = {}
         self._running: dict[str, dict[int, float]] = {}
-        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds from admission to the end of the newest scored rollouts."""
 
     @classmethod
@@ -157,7 +158,7 @@ class RolloutBuffer:
         self._next_group, self._next_batch, self._hold = state.next_group, state.next_batch, state.hold
         self._failures, self._benched = Counter(state.failures), state.benched
         self._running = state.running
-        self._durations = deque(state.durations, maxlen=_REMEMBERED)
+        self._durations = deque(state.durations, maxlen=REMEMBERED)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -85,12 +85,14 @@ NEEDS_NO_GROUP = frozenset({"running_mean", "none", *IMITATES})
 
 
 def settled(rewards: Sequence[float], spreads: Sequence[float], sources: Sequence[str]) -> list[float]:
-    """Rewards without differences that timing does not bear out: equal kernels share one, and so do measured ones whose
-    intervals [reward, reward + spread] overlap that of the lowest among them. Exact rewards stay.
+    """Rewards without differences that timing does not bear out. Of what was timed (`spread` above 0) equal kernels share
+    one, and so do those whose intervals [reward, reward + spread] overlap that of the lowest among them.
     """
-    found = _merged(rewards, [[i for i, s in enumerate(sources) if s and s == source] for source in {*sources} - {""}])
+    timed = [place for place, spread in enumerate(spreads) if spread > 0]
+    equal = [[i for i in timed if sources[i] == source] for source in {sources[i] for i in timed} - {""}]
+    found = _merged(rewards, equal)
     alike: list[list[int]] = []
-    for place in sorted((i for i, spread in enumerate(spreads) if spread > 0), key=lambda i: (found[i], spreads[i])):
+    for place in sorted(timed, key=lambda i: (found[i], spreads[i])):
         first = alike[-1][0] if alike else None
         if first is not None and found[place] <= found[first] + spreads[first]:
             alike[-1].append(place)

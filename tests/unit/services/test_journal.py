@@ -198,6 +198,7 @@ def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kbrl_async.runs.run_memory.KEPT_ENDS", 8)
+    monkeypatch.setattr("kbrl_async.rollouts.buffer.buffer.REMEMBERED", 8)
     path = tmp_path / "aggregator.sqlite"
     pages, states = [], []
     with RunJournal(path, TINY) as journal:

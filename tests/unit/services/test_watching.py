@@ -156,7 +156,7 @@ def test_an_alarm_lowers_the_window_of_admission_and_gives_it_back(tmp_path: Pat
 
 def test_an_alarm_that_stops_names_the_batch_and_how_to_see_it(tmp_path: Path) -> None:
     watch = Watch(tmp_path, kl_above=1.0, kl_action="stop")
-    with pytest.raises(RunError, match="kbrl replay batch-000004"):
+    with pytest.raises(RunError, match=r"kbrl replay \S+ batch-000004"):
         watch.update(4, mismatch_kl=3.0)
     assert (tmp_path / kept.FOLDER / "batch-000004").is_dir()
 

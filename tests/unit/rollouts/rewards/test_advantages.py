@@ -101,7 +101,12 @@ def test_exact_rewards_within_an_interval_stay_what_they_are() -> None:
 
 
 def test_the_same_source_shares_one_timing() -> None:
-    assert settled([0.5, 0.9, 0.2], [0.0, 0.0, 0.0], ["same", "same", "other"]) == pytest.approx([0.7, 0.7, 0.2])
+    spreads = [1e-3, 1e-3, 1e-3]
+    assert settled([0.5, 0.9, 0.2], spreads, ["same", "same", "other"]) == pytest.approx([0.7, 0.7, 0.2])
+
+
+def test_what_was_not_timed_is_as_it_is_though_its_source_is_the_same() -> None:
+    assert settled([0.5, 0.9, 0.2], [0.0, 1e-3, 0.0], ["same", "same", "same"]) == [0.5, 0.9, 0.2]
 
 
 @given(REWARDS, st.randoms())
