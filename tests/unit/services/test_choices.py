@@ -11,7 +11,7 @@ from kbrl_async.learning.settings import CORRECTIONS, LOSSES
 from kbrl_async.rollouts.prompts import TEMPLATES
 from kbrl_async.rollouts.rewards.advantages import find_baseline
 from kbrl_async.rollouts.rewards.presets import find_presets
-from kbrl_async.rollouts.settings import ADVANTAGES, REWARD_PARTS, REWARD_PRESETS, Prompt, Reward
+from kbrl_async.rollouts.settings import ADVANTAGES, REWARD_PARTS, REWARD_PRESETS, BestOfN, Prompt, Reward
 
 
 def choices(struct: type[Any], field: str) -> list[str]:
@@ -30,7 +30,7 @@ def test_every_correction_can_be_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES.ours)
 def test_every_baseline_can_be_found(name: str) -> None:
-    assert callable(find_baseline(name))
+    assert callable(find_baseline(name, BestOfN()))
 
 
 @pytest.mark.parametrize("name", REWARD_PRESETS.ours)

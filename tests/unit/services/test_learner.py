@@ -130,7 +130,8 @@ def test_a_batch_that_comes_again_is_answered_and_not_trained_again(tmp_path: Pa
     report = made.train(batch(0), groups(0), nothing)
     before = weights(made)
     again = made.train(batch(0), groups(0), nothing)
-    assert (again.policy_version, again.metrics) == (1, report.metrics)
+    trained = {name: value for name, value in report.metrics.items() if name != "time/checkpoint_s"}
+    assert (again.policy_version, again.metrics) == (1, trained), "no checkpoint was written for it"
     assert same(weights(made), before)
 
 
