@@ -106,7 +106,7 @@ STAMPS = {
     "kbrl_async/kernels/backends/building/store.py": "files have no other time than the host's; six hours of margin",
     "kbrl_async/cli/logs.py": "--since is a time of day",
     "kbrl_async/cli/runs.py": "how long ago a run began",
-    "kbrl_async/cli/launch.py": "what is left of a phase, from another process's stamp; it is shown, and nobody waits for it",
+    "kbrl_async/cli/launch.py": "what is shown as left of a phase, by another process's stamp",
     "kbrl_async/runs/telemetry/progress.py": "when a phase's share was told, for other processes to show",
     "kbrl_async/cli/problems.py": "the date of an audit",
     "kbrl_async/learning/policies/exporting.py": "when an export was made",

@@ -85,7 +85,7 @@ NEEDS_NO_GROUP = frozenset({"running_mean", "none", *IMITATES})
 
 
 def settled(rewards: Sequence[float], spreads: Sequence[float], sources: Sequence[str]) -> list[float]:
-    """Rewards without differences that timing does not bear out. Of what was timed (`spread` above 0) equal kernels share
+    """Rewards without differences that timing does not bear out. Of timed ones (`spread` above 0) equal kernels share
     one, and so do those whose intervals [reward, reward + spread] overlap that of the lowest among them.
     """
     timed = [place for place, spread in enumerate(spreads) if spread > 0]
