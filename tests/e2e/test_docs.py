@@ -325,10 +325,14 @@ EPILOGS = {"kbrl": cli.EXAMPLES, "kbrl eval": evaluate.EXAMPLES, "kbrl optimize"
 
 @pytest.mark.parametrize("name", EPILOGS)
 def test_every_example_of_the_help_is_taken_by_the_parser(name: str) -> None:
-    examples = re.findall(r"^  kbrl (.+?)(?:  .*|)$", EPILOGS[name], re.MULTILINE)
+    examples = re.findall(r"^  kbrl (.+?)(?:  .*|)$", _CONTINUED.sub(" ", EPILOGS[name]), re.MULTILINE)
     assert len(examples) > 3
     for example in examples:
         assert cli.parse(shlex.split(example)).command, example
+
+
+_CONTINUED = re.compile(r"[ ]*\\\n[ ]*")
+"""An example of two lines."""
 
 
 def _parsed(where: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
