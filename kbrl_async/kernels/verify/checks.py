@@ -34,7 +34,7 @@ from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
 
-class Judging(Protocol):
+class Opens(Protocol):
     """A device, as far as a checker needs it."""
 
     def judged(
@@ -53,7 +53,7 @@ class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Judging
+        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Opens
     ) -> None:
         self.reference, self.options = reference, options
         self._zygote, self._rng, self._device = zygote, rng, device

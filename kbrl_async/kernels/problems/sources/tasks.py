@@ -51,22 +51,22 @@ def task_problem(row: Any, number: int, origin: str) -> Problem:
     """One task as a problem. Its level is `level` where the task has one, else a difficulty of 2, 3 or 4, else 1."""
     if not isinstance(row, dict) or not isinstance(row.get("pytorch_code"), str):
         raise ProblemError(f"{origin} has no pytorch_code", "A task has id, instruction, pytorch_code, test_inputs")
-    level = row.get("level", _level_of(row.get("difficulty")))
+    given = row.get("difficulty")
+    implied = None if "level" in row else _level_of(given)
+    level = row.get("level", implied or LEVEL)
     if not isinstance(level, int):
         raise ProblemError(f"{origin}: level {level!r} is no number", "Write a whole number, or leave it out")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", str(row.get("id", number))).strip("_") or str(number)
     source = _said(row.get("instruction")) + _source(row, origin)
-    given = row.get("difficulty")
-    is_level = "level" not in row and isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= LEVELS
-    difficulty = (level - 1) / (LEVELS - 1) if is_level else _difficulty(given, origin)
+    difficulty = _difficulty(given, origin) if implied is None else (implied - 1) / (LEVELS - 1)
     split = str(row.get("split", "train"))
     return parse_problem(source, f"L{level}/{name}", level=level, origin=origin, difficulty=difficulty, split=split)
 
 
-def _level_of(difficulty: Any) -> int:
-    """Whole numbers from 1 to 4 are KernelBench's levels where no level is given."""
+def _level_of(difficulty: Any) -> int | None:
+    """Whole numbers from 1 to 4 are KernelBench's levels where no level is given; None: it is none of them."""
     is_level = isinstance(difficulty, int) and not isinstance(difficulty, bool) and 1 <= difficulty <= LEVELS
-    return difficulty if is_level else LEVEL
+    return difficulty if is_level else None
 
 
 def _said(instruction: Any) -> str:
