@@ -59,6 +59,7 @@ class MetricsWriter:
         self._from = time.time() if state.clock else 0.0
         self._training = Writer(folder / "training", without) if settings.enabled else None
         self._system = Writer(folder / "system", without) if settings.enabled else None
+        self._per_level = settings.per_level
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
@@ -104,7 +105,7 @@ class MetricsWriter:
         for part in self._versions.new(newest):
             self._newest = part
             if self._training is not None:
-                self._training.scalars(by_version.scalars(part), part.last)
+                self._training.scalars(by_version.scalars(part, per_level=self._per_level), part.last)
 
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard.
@@ -129,7 +130,7 @@ class MetricsWriter:
             self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
-            training_metrics.scalars(rollouts, per_level=settings.per_level)
+            training_metrics.scalars(rollouts)
             | training_metrics.policy_scalars(report.metrics)
             | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
             | {f"alarm/{name}": float(level) for name, level in self._state.alarm_levels.items()}
@@ -178,7 +179,7 @@ class MetricsWriter:
         shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
         if self._newest is not None:
             shown["answers_of"] = self._newest.last
-            scalars = scalars | training_metrics.version_scalars(self._newest.stats)
+            scalars = scalars | training_metrics.version_scalars(self._newest.stats, per_level=self._per_level)
         self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
 
     def round_begun(self, version: int) -> None:
