@@ -40,6 +40,8 @@ def _figures_table(document: Document) -> Table:
 
 def _caption(document: Document) -> str:
     words = [f"the interval below each figure is its {WORDS} bootstrap interval over problems"]
+    if reached := document.policy.get("small_policy_cut"):
+        words.append(f"the small policy was cut at {reached} by sft.max_seconds, so it is worse than a whole one")
     if document.expired:
         words.append(f"{document.expired} samples were given up at a deadline and count as wrong")
     if document.lost:

@@ -247,6 +247,8 @@ def _run_table(summary: Summary) -> Table:
     parts = ", ".join(f"{summary.get(f'groups_{end}')} {end.replace('_', ' ')}" for end in ends)
     mark = "" if summary.get("groups_add_up", True) else "   these do not add up: please report it"
     table.add_row("groups", f"{summary.get('groups_admitted')} = {parts}{mark}")
+    if reached := summary.get("small_policy_cut"):
+        table.add_row("small policy", f"cut at {reached} by sft.max_seconds: version 0 is worse than a whole one")
     table.add_row("rollouts", str(summary.get("rollouts")))
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")

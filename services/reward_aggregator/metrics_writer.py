@@ -17,7 +17,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs import summary
+from kbrl_async.runs import origins, summary
 from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
@@ -241,6 +241,7 @@ class MetricsWriter:
                 "failed_reasons": dict(state.reasons),
                 "heldout_by_version": {str(done.version): done.figures for done in state.rounds_ended},
                 "total_s": seconds,
+                **self._beginning(),
                 "versions": summary.versions(),
             },
         )
@@ -249,6 +250,12 @@ class MetricsWriter:
                 writer.close()
         summary.write(self._service.run_dir / SUMMARY_FILE, content)
         return content
+
+    def _beginning(self) -> dict[str, str]:
+        """Where the small policy was cut, if it was."""
+        found = versions.newest(self._service.policies)
+        reached = origins.cut(found[0].base_model) if found else ""
+        return {"small_policy_cut": reached} if reached else {}
 
     def _busy(self, begun: float, ended: float) -> dict[str, float]:
         """Of what the broker's lines still say: those of a very long run's first days are gone."""
