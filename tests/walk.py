@@ -27,22 +27,21 @@ from tests.pages import ROOT, Page
 
 PAGES = ("README.md", "docs/tutorial.md")
 SHORT = "max_steps=2 eval_samples=2"
+ADDED: Mapping[str, str] = {
+    "kbrl train level=1 seed=1 name=level-1": SHORT,
+    "kbrl train seed=1 name=second": SHORT,
+    "kbrl train name=again sft.max_seconds=3600": f"{SHORT} sft.steps=20 max_minutes=1",
+    "kbrl train --processes compile_farm=2,timing_bench=2": "--dry-run",
+    "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600": "--dry-run",
+}
+"""What would take long, or more cores than there are."""
 INSTEAD: Mapping[str, str] = {
-    "kbrl train level=1 seed=1 name=level-1": f"kbrl train level=1 seed=1 name=level-1 {SHORT}",
-    "kbrl train seed=1 name=second": f"kbrl train seed=1 name=second {SHORT}",
-    "kbrl train name=again sft.max_seconds=3600": f"kbrl train name=again sft.max_seconds=3600 {SHORT} sft.steps=20",
     "kbrl compare RUN RUN --output compared.html": "kbrl compare default level-1 --output compared.html",
-    "kbrl train --processes compile_farm=2,timing_bench=2": (
-        "kbrl train --processes compile_farm=2,timing_bench=2 --dry-run"
-    ),
-    "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600": (
-        "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600 --dry-run"
-    ),
     "kbrl bench": "kbrl bench --problem example_problem.py --candidate example_kernel.py",
     "runs/latest/": "ls runs/latest/",
     "configs/agents.yaml": "kbrl train --dry-run --config configs/agents.yaml",
 }
-"""What would take long, needs a name or has a placeholder → what is walked."""
+"""What needs a name."""
 SERVES = ("kbrl top", "kbrl logs -f", "tensorboard")
 """Ends with Ctrl-C: after ten seconds here."""
 LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export", "problems=")
@@ -63,7 +62,7 @@ class Step(NamedTuple):
 
     @property
     def shown(self) -> str:
-        return self.writes or INSTEAD.get(self.text, self.text)
+        return self.writes or f"{INSTEAD.get(self.text, self.text)} {ADDED.get(self.text, '')}".strip()
 
 
 class Done(NamedTuple):
@@ -125,8 +124,7 @@ class Shell:
         if step.writes:
             (self.clone / step.writes).write_text(step.text + "\n")
             return Done(step, 0.0, 0, "")
-        command = INSTEAD.get(step.text, step.text)
-        command = f"timeout -s INT 10 {command}" if command.startswith(SERVES) else command
+        command = f"timeout -s INT 10 {step.shown}" if step.shown.startswith(SERVES) else step.shown
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
         self._bash.stdin.write(f"{command} < /dev/null\ncode=$?; echo; echo {_LAST} $code\n")

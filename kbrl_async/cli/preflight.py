@@ -44,6 +44,7 @@ def check(plan: Run, *, starts_here: bool = True) -> None:
     check_problems(config)
     check_files(config)
     check_policy(config)
+    check_policy_url(config.policy_url)
     check_engine(config)
     check_extras(config)
     check_host(plan, starts_here=starts_here)
@@ -104,6 +105,26 @@ def check_policy(config: Config) -> None:
     if looks_like_path and not holds_one:
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
+
+
+def check_policy_url(url: str | None) -> None:
+    """Its driver is installed, and a folder of this host may be written. Whether a store elsewhere answers shows when
+    the first version is published.
+
+    :raises KbrlError: versions can't be uploaded there.
+    """
+    if url is None:
+        return
+    from fsspec.core import url_to_fs
+
+    try:
+        files, root = url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"policy_url={url} can't be opened: {error}", "Use file://…, or install its driver") from None
+    except OSError as error:
+        raise HostError(f"policy_url={url} does not answer: {error}", "Check the address and the network") from None
+    if "file" in files.protocol:
+        check_writable(Path(root), "Set policy_url=… to a folder that you may write")
 
 
 def check_engine(config: Config) -> None:

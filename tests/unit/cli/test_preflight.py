@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kbrl_async.errors import (
     ConfigError,
     DiskFull,
     HostError,
+    KbrlError,
     MissingTool,
     ProblemError,
     UserError,
@@ -86,6 +88,21 @@ def test_a_model_folder_and_a_hub_name_pass(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     preflight.check_policy(load(overrides=[f"model_name={folder}"]))
     preflight.check_policy(load(overrides=["model_name=Qwen/Qwen2.5-Coder-0.5B"]))
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("htp://store/policies", "Protocol not known: htp"),
+        ("memory", ""),
+        ("memory://policies", ""),
+        ("file:///proc/nowhere", "cannot write to /proc"),
+        ("/proc/nowhere", "cannot write to /proc"),
+    ],
+)
+def test_versions_can_be_uploaded_to_where_they_shall(folder: Path, url: str, cause: str) -> None:
+    with pytest.raises(KbrlError, match=cause) if cause else contextlib.nullcontext():
+        preflight.check(planned(f"policy_url={url}"))
 
 
 def test_a_core_that_is_not_there_is_named() -> None:
