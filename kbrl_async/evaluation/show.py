@@ -70,11 +70,18 @@ def figure_rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _share(figure: Figure) -> str:
-    return f"{figure.value:.1%}\n{figure.lo:.0%} … {figure.hi:.0%}"
+    return f"{figure.value:.1%}" + (f"\n{figure.lo:.0%} … {figure.hi:.0%}" if _is_told(figure) else "")
+
+
+def _is_told(figure: Figure) -> bool:
+    """A bootstrap of problems that are all alike knows no interval."""
+    return figure.lo < figure.hi
 
 
 def _times(figure: Figure | None) -> str:
-    return "–" if figure is None else f"{figure.value:.2f}×\n{figure.lo:.2f} … {figure.hi:.2f}"
+    if figure is None:
+        return "–"
+    return f"{figure.value:.2f}×" + (f"\n{figure.lo:.2f} … {figure.hi:.2f}" if _is_told(figure) else "")
 
 
 def _problems_table(document: Document) -> Table:
