@@ -185,7 +185,7 @@ def _explain(console: Console, found: SearchResult) -> None:
     from kbrl_async.lab.optimize import evidence
 
     for final in found.finals:
-        say(f"attempt {final.attempt}, examined again: {final.result!r}", console)
+        say(f"attempt {final.attempt}, examined again: {repr(final.result).strip('<>')}", console)
     if found.search.tree.proven():
         say("--allow-slower writes a proven kernel that is not faster", console)
         return
