@@ -152,13 +152,17 @@ def check_devices(config: Config, gpus: Sequence[placement.Gpu]) -> None:
 
     :param gpus: those that this process may use.
     """
+    needs_gpu = "cpu" not in backend(config.backend).runs_on
+    if needs_gpu and config.timing_bench.device == "cpu":
+        cause = f"timing_bench.device=cpu: kernels of backend={config.backend} run on a GPU"
+        raise ConfigError(cause, "Leave it out, or use backend=c")
     if config.device == "cuda":
         wanted = "device=cuda"
-    elif config.device != "cpu" and "cpu" not in backend(config.backend).runs_on:
+    elif needs_gpu:
         wanted = f"backend={config.backend}, which a bench times on a GPU"
     else:
         return
-    otherwise = "device=cpu" if config.device == "cuda" else "backend=c"
+    otherwise = "backend=c" if needs_gpu else "device=cpu"
     if not gpus:
         raise HostError(f"{wanted}: this host has no GPU that may be used", f"See nvidia-smi, or use {otherwise}")
     if importlib.metadata.version("torch").endswith("+cpu"):

@@ -39,7 +39,7 @@ Summary = dict[str, Any]
 HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
 BEST_KERNELS = 10
 SAYS_NOTHING = 100
-"""Factor between the ends of a mean speedup's interval from which on it is not shown: kernels of two or three groups."""
+"""Ends of a mean speedup's interval that are such a factor apart are not shown: kernels of two or three groups."""
 OLD = (
     "This summary compared answers in the order of their scoring, failures first; 'kbrl report' shows the run by "
     "policy version."

@@ -154,11 +154,17 @@ GPU = Gpu("0", "NVIDIA H200", 140.0, "GPU-1")
     [
         (["device=cuda"], "device=cuda: this host has no GPU"),
         (["backend=cuda"], "backend=cuda, which a bench times on a GPU: this host has no GPU"),
+        (["backend=cuda", "device=cpu"], "backend=cuda, which a bench times on a GPU: this host has no GPU"),
     ],
 )
 def test_who_computes_on_a_gpu_has_one(words: list[str], cause: str) -> None:
     with pytest.raises(HostError, match=cause):
         preflight.check_devices(load(overrides=words), [])
+
+
+def test_a_bench_on_a_cpu_times_no_kernels_for_gpus() -> None:
+    with pytest.raises(ConfigError, match="kernels of backend=cuda run on a GPU"):
+        preflight.check_devices(load(overrides=["backend=cuda", "timing_bench.device=cpu"]), [GPU])
 
 
 def test_a_gpu_needs_a_pytorch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
