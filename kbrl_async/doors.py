@@ -61,7 +61,7 @@ class Door(msgspec.Struct, frozen=True):
         known = self.names()
         near = difflib.get_close_matches(name, known, 1)
         cure = f"Did you mean {near[0]}?" if near else f"Choose among {', '.join(known)}, or package.module:object"
-        raise UserError(f"there is no {self.kind} {name!r}", cure)
+        raise UserError(f"none of the {self.kind.replace('_', ' ')} is called {name!r}", cure)
 
 
 def _imported(place: str, kind: str) -> Any:

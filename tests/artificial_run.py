@@ -216,7 +216,7 @@ class _Maker:
         with Writer(self.folder / "tensorboard" / "training") as board:
             for number in range(self.groups // BATCH):
                 batch = self.stats[number * BATCH * GROUP * self.turns :][: BATCH * GROUP * self.turns]
-                board.scalars(training_metrics.scalars(batch, per_level=True), number + 1)
+                board.scalars(training_metrics.scalars(batch), number + 1)
 
     def _system(self) -> None:
         lines = []

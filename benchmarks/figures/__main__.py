@@ -155,7 +155,10 @@ def _cell(name: str, value: float | None, ends: tuple[float, float] | None) -> s
     if name == "answers":
         return f"{value} answers"
     form = {"reward_mean": "{:.3f}", "speedup_mean": "{:.2f}×"}.get(name, "{:.0%}")
-    return form.format(value) + (f" ({form.format(ends[0])} … {form.format(ends[1])})" if ends else "")
+    if not ends:
+        return form.format(value)
+    says_nothing = name == "speedup_mean" and ends[1] / 100 > ends[0]
+    return f"{form.format(value)} ({'too few' if says_nothing else ' … '.join(map(form.format, ends))})"
 
 
 def _show(run: Path, found: list[Compared]) -> None:

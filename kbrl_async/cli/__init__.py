@@ -220,10 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # who read our output (head, less) has had enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # supervisor: what the host refuses is no error of ours
-        if not (why := _refused_by_host(error)):
-            raise
-        print(f"error: {why}", file=sys.stderr)
+    except Exception as error:  # supervisor: what the host refuses, and what may be a mistake of ours
+        print(f"error: {_refused_by_host(error) or _mistaken(error)}", file=sys.stderr)
         return HostError.exit_code
     return code
 
@@ -239,6 +237,17 @@ def _refused_by_host(error: Exception) -> str:
             f"{error.filename or 'this host'}: {error.strerror}. See 'kbrl train --dry-run', and who may do that here"
         )
     return ""
+
+
+def _mistaken(error: Exception) -> str:
+    """What no command expects: one line, which says where its traceback is."""
+    import tempfile
+    import traceback
+
+    said = " ".join(str(error).split())[:200]
+    with tempfile.NamedTemporaryFile("w", prefix="kbrl-error-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    return f"unexpected {type(error).__name__}: {said}. Please report it with {file.name}, its traceback"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -69,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
     from kbrl_async.lab.optimize.deadline import Deadline
 
     deadline = Deadline(args.seconds)  # before what takes seconds to import
+    from kbrl_async.lab.optimize.targets import Given, find_file, read_target
+
+    find_file(args.target.partition(":")[0])
     from kbrl_async.lab.optimize import engine
     from kbrl_async.lab.optimize.search import Budget
     from kbrl_async.lab.optimize.session import Wanted, output_path, pinned
-    from kbrl_async.lab.optimize.targets import Given, read_target
     from kbrl_async.runs.origins import SMALL
 
     if (args.seconds is not None and args.seconds <= 0) or (args.turns is not None and args.turns < 1):
@@ -185,7 +187,7 @@ def _explain(console: Console, found: SearchResult) -> None:
     from kbrl_async.lab.optimize import evidence
 
     for final in found.finals:
-        say(f"attempt {final.attempt}, examined again: {final.result!r}", console)
+        say(f"attempt {final.attempt}, examined again: {repr(final.result).strip('<>')}", console)
     if found.search.tree.proven():
         say("--allow-slower writes a proven kernel that is not faster", console)
         return

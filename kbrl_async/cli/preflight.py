@@ -44,6 +44,7 @@ def check(plan: Run, *, starts_here: bool = True) -> None:
     check_problems(config)
     check_files(config)
     check_policy(config)
+    check_policy_url(config.policy_url)
     check_engine(config)
     check_extras(config)
     check_host(plan, starts_here=starts_here)
@@ -106,6 +107,26 @@ def check_policy(config: Config) -> None:
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 
 
+def check_policy_url(url: str | None) -> None:
+    """Its driver is installed, and a folder of this host may be written. Whether a store elsewhere answers shows when
+    the first version is published.
+
+    :raises KbrlError: versions can't be uploaded there.
+    """
+    if url is None:
+        return
+    from fsspec.core import url_to_fs
+
+    try:
+        files, root = url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"policy_url={url} can't be opened: {error}", "Use file://…, or install its driver") from None
+    except OSError as error:
+        raise HostError(f"policy_url={url} does not answer: {error}", "Check the address and the network") from None
+    if "file" in files.protocol:
+        check_writable(Path(root), "Set policy_url=… to a folder that you may write")
+
+
 def check_engine(config: Config) -> None:
     """An endpoint can be trained on only where it proves what it samples from; the engine refuses it too."""
     if config.sampler.engine == "openai" and not config.sampler.train_logprobs:
@@ -131,13 +152,17 @@ def check_devices(config: Config, gpus: Sequence[placement.Gpu]) -> None:
 
     :param gpus: those that this process may use.
     """
+    needs_gpu = "cpu" not in backend(config.backend).runs_on
+    if needs_gpu and config.timing_bench.device == "cpu":
+        cause = f"timing_bench.device=cpu: kernels of backend={config.backend} run on a GPU"
+        raise ConfigError(cause, "Leave it out, or use backend=c")
     if config.device == "cuda":
         wanted = "device=cuda"
-    elif config.device != "cpu" and "cpu" not in backend(config.backend).runs_on:
+    elif needs_gpu:
         wanted = f"backend={config.backend}, which a bench times on a GPU"
     else:
         return
-    otherwise = "device=cpu" if config.device == "cuda" else "backend=c"
+    otherwise = "backend=c" if needs_gpu else "device=cpu"
     if not gpus:
         raise HostError(f"{wanted}: this host has no GPU that may be used", f"See nvidia-smi, or use {otherwise}")
     if importlib.metadata.version("torch").endswith("+cpu"):

@@ -40,6 +40,8 @@ def _figures_table(document: Document) -> Table:
 
 def _caption(document: Document) -> str:
     words = [f"the interval below each figure is its {WORDS} bootstrap interval over problems"]
+    if reached := document.policy.get("small_policy_cut"):
+        words.append(f"the small policy was cut at {reached} by sft.max_seconds, so it is worse than a whole one")
     if document.expired:
         words.append(f"{document.expired} samples were given up at a deadline and count as wrong")
     if document.lost:
@@ -68,11 +70,18 @@ def figure_rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _share(figure: Figure) -> str:
-    return f"{figure.value:.1%}\n{figure.lo:.0%} … {figure.hi:.0%}"
+    return f"{figure.value:.1%}" + (f"\n{figure.lo:.0%} … {figure.hi:.0%}" if _is_told(figure) else "")
+
+
+def _is_told(figure: Figure) -> bool:
+    """A bootstrap of problems that are all alike knows no interval."""
+    return figure.lo < figure.hi
 
 
 def _times(figure: Figure | None) -> str:
-    return "–" if figure is None else f"{figure.value:.2f}×\n{figure.lo:.2f} … {figure.hi:.2f}"
+    if figure is None:
+        return "–"
+    return f"{figure.value:.2f}×" + (f"\n{figure.lo:.2f} … {figure.hi:.2f}" if _is_told(figure) else "")
 
 
 def _problems_table(document: Document) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ CANARY_TEXTS = (
 )
 
 
+MADE = "sft.json"
+"""In the folder of a policy that was made here, written last: its report and the settings it was made by."""
 POLICIES = Door("policies", {SMALL: "kbrl_async.lab.small_policy.configured:ensure"})
 """Policies that are made here and now: `(config, cache folder, progress, device) -> folder`."""
 
@@ -40,6 +43,19 @@ def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     return Path(POLICIES.load(SMALL)(config, cache_folder(config), told, device))
+
+
+def cut(base: Path | str) -> str:
+    """How far a policy that was made here had come when `sft.max_seconds` ended it, such as `step 134 of 300`.
+
+    Empty for a whole one, and for any other model.
+    """
+    try:
+        made = json.loads((Path(base) / MADE).read_text())
+        steps, wanted = int(made["report"]["steps"]), int(made["options"]["sft"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"step {steps} of {wanted}" if steps < wanted else ""
 
 
 def _as_model(policy: Path, cache: Path) -> Path:

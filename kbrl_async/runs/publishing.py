@@ -12,6 +12,7 @@ from typing import Any
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import CheckpointError
+from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.targets import Target
 
@@ -31,7 +32,9 @@ def publish(target: Target, directory: Path, config: Config, told: Told = lambda
     from kbrl_async.runs.target_weights import published
 
     manifest = published(target, directory, config, told)
-    return {**facts, "base_model": manifest.base_model, "weights_sha256": manifest.weights_sha256}
+    reached = origins.cut(manifest.base_model)
+    made = {"base_model": manifest.base_model, "weights_sha256": manifest.weights_sha256}
+    return {**facts, **made, **({"small_policy_cut": reached} if reached else {})}
 
 
 def write_policy(run_dir: Path, policy: dict[str, Any]) -> None:

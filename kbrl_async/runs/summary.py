@@ -38,6 +38,8 @@ Summary = dict[str, Any]
 
 HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
 BEST_KERNELS = 10
+SAYS_NOTHING = 100
+"""Ends of a mean speedup's interval that are such a factor apart are not shown: kernels of two or three groups."""
 OLD = (
     "This summary compared answers in the order of their scoring, failures first; 'kbrl report' shows the run by "
     "policy version."
@@ -245,8 +247,12 @@ def _run_table(summary: Summary) -> Table:
     table = Table(title="How it ran", title_justify="left", show_header=False)
     ends = ("trained", "filtered", "dropped_stale", "failed")
     parts = ", ".join(f"{summary.get(f'groups_{end}')} {end.replace('_', ' ')}" for end in ends)
+    if cut_off := (summary.get("failed_reasons") or {}).get("run_ended"):
+        parts += f" ({cut_off} were open when the run ended)"
     mark = "" if summary.get("groups_add_up", True) else "   these do not add up: please report it"
     table.add_row("groups", f"{summary.get('groups_admitted')} = {parts}{mark}")
+    if reached := summary.get("small_policy_cut"):
+        table.add_row("small policy", f"cut at {reached} by sft.max_seconds: version 0 is worse than a whole one")
     table.add_row("rollouts", str(summary.get("rollouts")))
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
@@ -270,7 +276,11 @@ def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
 def _with_interval(summary: Mapping[str, Any], key: str, name: str) -> str:
     """The value, with its interval where there is one."""
     shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}{KEY}")
-    return shown if interval is None else f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
+    if interval is None:
+        return shown
+    if name.startswith("speedup") and interval[1] > SAYS_NOTHING * interval[0]:
+        return f"{shown} (too few)"
+    return f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
 
 
 def _shown(name: str, value: float | None) -> str:

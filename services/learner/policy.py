@@ -9,6 +9,7 @@ import torch
 
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import computes_bf16
+from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
@@ -59,6 +60,21 @@ def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.M
 
 def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
     """The model that training starts from; None when the run is stopped while it is made."""
+    base = _begun_with(service) or _made(service, is_stopped)
+    if base is not None and (reached := origins.cut(base)):
+        cure = "answers are worse than of a whole one; the next run makes it anew, with a larger sft.max_seconds whole"
+        service.log.warning("the small policy was cut by sft.max_seconds", at=reached, so=cure)
+    return base
+
+
+def _begun_with(service: Service) -> Path | None:
+    """The small policy that this run goes on with: one that was cut is not what the cache has for the next run."""
+    found = versions.newest(service.policies) if service.config.model_name == origins.SMALL else None
+    folder = Path(found[0].base_model) if found else None
+    return folder if folder is not None and (folder / origins.MADE).is_file() else None
+
+
+def _made(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:
     reporter = Reporter(service.run_dir, service.log)
 
     def progress(line: str, share: float) -> None:

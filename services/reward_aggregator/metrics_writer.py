@@ -17,7 +17,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs import summary
+from kbrl_async.runs import origins, summary
 from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
 from kbrl_async.runs.demonstrations import dataset
@@ -59,6 +59,7 @@ class MetricsWriter:
         self._from = time.time() if state.clock else 0.0
         self._training = Writer(folder / "training", without) if settings.enabled else None
         self._system = Writer(folder / "system", without) if settings.enabled else None
+        self._per_level = settings.per_level
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
         self._previous: SystemSample | None = None
@@ -104,7 +105,7 @@ class MetricsWriter:
         for part in self._versions.new(newest):
             self._newest = part
             if self._training is not None:
-                self._training.scalars(by_version.scalars(part), part.last)
+                self._training.scalars(by_version.scalars(part, per_level=self._per_level), part.last)
 
     def updated(self, report: UpdateReport, rollouts: list[RolloutStats], counters: RunCounters) -> None:
         """One update: a line on the terminal, and everything of it in TensorBoard.
@@ -129,7 +130,7 @@ class MetricsWriter:
             self._tell_of_cheating(caught, [r for r in rollouts if r.cheated])
         settings, step = self._service.config.tensorboard, report.policy_version
         scalars = (
-            training_metrics.scalars(rollouts, per_level=settings.per_level)
+            training_metrics.scalars(rollouts)
             | training_metrics.policy_scalars(report.metrics)
             | {f"groups/{name}": float(value) for name, value in msgspec.structs.asdict(counters).items()}
             | {f"alarm/{name}": float(level) for name, level in self._state.alarm_levels.items()}
@@ -178,7 +179,7 @@ class MetricsWriter:
         shown = {name: rates[name] for name in RESULT_FACTS if name in rates}
         if self._newest is not None:
             shown["answers_of"] = self._newest.last
-            scalars = scalars | training_metrics.version_scalars(self._newest.stats)
+            scalars = scalars | training_metrics.version_scalars(self._newest.stats, per_level=self._per_level)
         self._service.tell({**shown, "updates": updates, "age": age, **limits}, scalars)
 
     def round_begun(self, version: int) -> None:
@@ -240,6 +241,7 @@ class MetricsWriter:
                 "failed_reasons": dict(state.reasons),
                 "heldout_by_version": {str(done.version): done.figures for done in state.rounds_ended},
                 "total_s": seconds,
+                **self._beginning(),
                 "versions": summary.versions(),
             },
         )
@@ -248,6 +250,12 @@ class MetricsWriter:
                 writer.close()
         summary.write(self._service.run_dir / SUMMARY_FILE, content)
         return content
+
+    def _beginning(self) -> dict[str, str]:
+        """Where the small policy was cut, if it was."""
+        found = versions.newest(self._service.policies)
+        reached = origins.cut(found[0].base_model) if found else ""
+        return {"small_policy_cut": reached} if reached else {}
 
     def _busy(self, begun: float, ended: float) -> dict[str, float]:
         """Of what the broker's lines still say: those of a very long run's first days are gone."""

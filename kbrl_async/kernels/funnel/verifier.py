@@ -176,13 +176,15 @@ class Verifier:
 def choose_device(backend: str, wanted: str | None) -> str:
     """`"cpu"` or `"cuda:N"`: `wanted`, or where nothing was asked for the GPU for GPU kernels on a host that has one.
 
-    :raises UserError: `wanted` is no device.
+    :raises UserError: `wanted` is no device, or kernels of the backend do not run there.
     """
+    kinds = load_backend(backend).runs_on if backend else frozenset({"cpu"})
     if wanted not in (None, "auto"):
         if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
             raise UserError(f"{wanted!r} is no device", "Choose cpu, cuda or cuda:N")
+        if wanted == "cpu" and "cpu" not in kinds:
+            raise UserError(f"kernels of {backend} run on a GPU, not on cpu", "Leave the device out, on a GPU host")
         return "cuda:0" if wanted == "cuda" else str(wanted)
-    kinds = load_backend(backend).runs_on if backend else frozenset({"cpu"})
     return "cuda:0" if "cuda" in kinds and ("cpu" not in kinds or _NVIDIA_DEVICE.exists()) else "cpu"
 
 
@@ -194,7 +196,7 @@ def shapes_for(device: str) -> str:
 def check_device(device: str) -> None:
     """:raises MissingTool: the host has no such device."""
     if not has_device(device):
-        cure = "Verify on a GPU host, or use --device cpu"
+        cure = "Verify on a GPU host, or a kernel for CPUs: kbrl verify --example c"
         raise MissingTool("this host has no NVIDIA GPU to run the kernel on", cure)
 
 

@@ -116,6 +116,9 @@ class Zygote:
             self._ensure()
 
     def close(self) -> None:
+        """At once, also while another thread starts it: that takes seconds, and holds the lock."""
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._stop()
             self._scratch.close()

@@ -123,7 +123,9 @@ async def open_engine(policy: targets.Target, config: Config, threads: int, fold
         def count(text: str) -> int:
             return len(tokenizer.encode(text, add_special_tokens=False))
 
-        yield Opened(engine, in_words(policy), count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
+        reached = origins.cut(manifest.base_model)
+        label = f"{in_words(policy)}{f', whose making was cut at {reached}' if reached else ''}"
+        yield Opened(engine, label, count, LOCAL_SLOTS, limit if isinstance(limit, int) else _ENDLESS)
     finally:
         await engine.close()
 

@@ -62,7 +62,7 @@ def read_target(wanted: str, given: Given | None = None, shapes: str = "cpu") ->
     """:raises UserError: no such file or name, or no inputs for it; ProblemError: the file breaks the contract."""
     given = given or Given()
     place, _, name = wanted.partition(":")
-    path = _find(place)
+    path = find_file(place)
     if not name and not (given.inputs or given.inputs_from):
         problem = _whole(path, wanted, shapes)
         return UserModule(problem, problem, "file", "Model", str(path))
@@ -114,7 +114,7 @@ def _inputs_from(given: Given, path: Path, text: str) -> tuple[list[Slice], str]
     if not given.inputs_from:
         return [], ""
     place, _, maker = given.inputs_from.rpartition(":")
-    where = _find(place) if place else path
+    where = find_file(place) if place else path
     found = slice_of(text if where == path else _read(where), [maker], str(where))
     if found.missing:
         raise UserError(f"{where} defines no {maker}", "Write --inputs-from module:function")
@@ -210,8 +210,11 @@ def _names(expression: str, option: str) -> list[str]:
     return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
-def _find(place: str) -> Path:
-    """A file, or that of a module on the import path; nothing is imported to find it."""
+def find_file(place: str) -> Path:
+    """A file, or that of a module on the import path; nothing is imported to find it.
+
+    :raises UserError: there is none.
+    """
     path = Path(place).expanduser()
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():

@@ -4,7 +4,8 @@ The window keeps a fixed number of rollouts under way, so the others wait for th
 does: it is the one that was at work most of the time. Where two are at work alike, it is the one with the longer queue.
 Queues alone do not tell: samplers are held back while a later stage is behind, and then rollouts wait before them.
 
-Invariant: everything is of training rollouts, between the first that was asked for and the last update's end.
+Invariant: everything is of training rollouts, from when the first was begun to the last update's end. The first groups
+are asked for while the policy is still made: what they wait for it is no queue, and none of training.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Waits(msgspec.Struct, frozen=True):
 
     stages: tuple[StageWait, ...]
     whole: float
-    """Seconds from asking to score, mean."""
+    """Seconds from asking, or from the beginning of training, to score; mean."""
     slowest: StageWait | None
     """None where no stage was at work most of the time."""
 
@@ -55,7 +56,7 @@ def waits(run: RunData) -> Waits | None:
     turns = [turn for turn in run.training if turn.spans and turn.asked is not None and turn.at is not None]
     if not turns or not run.updates:
         return None
-    start, end = min(turn.asked or 0.0 for turn in turns), max(update.at for update in run.updates)
+    start, end = min(span.start for turn in turns for span in turn.spans), max(update.at for update in run.updates)
     by_stage: dict[str, list[StageSpan]] = defaultdict(list)
     for turn in turns:
         for span in turn.spans:
@@ -63,7 +64,7 @@ def waits(run: RunData) -> Waits | None:
     updates = [StageSpan(Stage.TRAIN, u.start, u.at, "learner") for u in run.updates if u.start is not None]
     said = _said(run, start, end)
     found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
-    whole = sum((turn.at or 0.0) - (turn.asked or 0.0) for turn in turns) / len(turns)
+    whole = sum((turn.at or 0.0) - max(turn.asked or 0.0, start) for turn in turns) / len(turns)
     if updates:
         found.append(_of_stage(Stage.TRAIN, updates, len(updates), start, end, said))
     most = max(stage.busy for stage in found)
@@ -86,7 +87,8 @@ def _of_stage(
     for span in spans:
         workers[span.worker].append(span)
     held = sum(_covered(mine, start, end) for mine in workers.values()) / len(workers) / ((end - start) or 1.0)
-    waited, worked = sum(s.waited for s in spans) / rollouts, sum(s.end - s.start for s in spans) / rollouts
+    waited = sum(min(s.waited, s.start - start) for s in spans) / rollouts
+    worked = sum(s.end - s.start for s in spans) / rollouts
     return StageWait(stage, len(spans), waited, worked, said.get(stage, held))
 
 

@@ -2,6 +2,7 @@
 
 Invariants
 * The folder appears whole or not at all (temp folder, then rename); its name is the hash of everything that shaped it.
+* A policy that `sft.max_seconds` cut lies under a name of its own: who asks later gets a whole one, made anew.
 * From there on the small policy is loaded like any other model: no other code path knows it is ours.
 """
 
@@ -32,10 +33,9 @@ from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
 from kbrl_async.learning.packing import TREE_TOKENS
 from kbrl_async.learning.settings import Sft
 from kbrl_async.learning.sft import SftReport, train_sft
+from kbrl_async.runs.origins import MADE
 
 PAD, EOS = "<pad>", "<eos>"
-READY = "sft.json"
-"""Written last into the folder: how the policy was made."""
 
 
 class SmallPolicyOptions(msgspec.Struct, frozen=True):
@@ -71,13 +71,13 @@ def ensure_small_policy(
     """The policy's folder, made on first use. Safe to call from several processes: the first rename wins."""
     if (made := folder_of(cache, options)) is not None:
         return made
-    folder = _place(cache, options)
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
-        _make(unfinished, options, progress, device)
+        report = _make(unfinished, options, progress, device)
+        folder = _place(cache, options, report.steps)
         if folder.exists():
-            shutil.rmtree(unfinished if (folder / READY).is_file() else folder)
+            shutil.rmtree(unfinished if (folder / MADE).is_file() else folder)
         if unfinished.exists():
             os.replace(unfinished, folder)
     finally:
@@ -88,11 +88,13 @@ def ensure_small_policy(
 def folder_of(cache: Path, options: SmallPolicyOptions) -> Path | None:
     """Where the policy lies; None where it was not made yet."""
     folder = _place(cache, options)
-    return folder if (folder / READY).is_file() else None
+    return folder if (folder / MADE).is_file() else None
 
 
-def _place(cache: Path, options: SmallPolicyOptions) -> Path:
-    return cache / f"small-{_fingerprint(options)}"
+def _place(cache: Path, options: SmallPolicyOptions, steps: int | None = None) -> Path:
+    """`steps`: done, where they are known."""
+    whole = steps is None or steps >= options.sft.steps
+    return cache / f"small-{_fingerprint(options)}{'' if whole else f'-cut-at-{steps}'}"
 
 
 def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
@@ -132,7 +134,7 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device:
     model.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     facts = {"report": report._asdict(), "options": msgspec.to_builtins(options)}
-    (folder / READY).write_text(json.dumps(facts, indent=1))
+    (folder / MADE).write_text(json.dumps(facts, indent=1))
     return report
 
 

@@ -123,9 +123,9 @@ def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, flo
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
-def scalars(part: Part) -> dict[str, float]:
+def scalars(part: Part, *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value of one version, with the ends of the intervals."""
-    values = version_scalars(part.stats)
+    values = version_scalars(part.stats, per_level=per_level)
     for name, figure in part.figures().items():
         if figure.interval is not None:
             values[f"version/{name}_lo"], values[f"version/{name}_hi"] = figure.interval

@@ -60,7 +60,7 @@ _WORKER: Mapping[str, tuple[str, Callable[[WorkerStanding], float]]] = {
     "worker_suspect": ("1 while a worker misses its heartbeats", lambda worker: float(worker.suspect)),
     "worker_silent_seconds": ("Since a worker was last heard of", lambda worker: worker.silent_s),
 }
-_PARTS = re.compile(r"(?P<kind>level|turn_|role_)(?P<value>[^/]+)/(?P<rest>.+)")
+_PARTS = re.compile(r"(?P<kind>level|turn_)(?P<value>[^/]+)/(?P<rest>.+)")
 
 
 def _gauges(table: Mapping[str, tuple[str, Callable[[Any], float]]], prefix: str, values: Any) -> Iterator[Metric]:
@@ -111,15 +111,16 @@ def status_families(report: StatusReport) -> Iterator[Metric]:
 
 
 def scalar_families(scalars: Mapping[str, float]) -> list[Metric]:
-    """TensorBoard's tags of the last update: `rate/correct` is `kbrl_rate_correct`, `level2/correct_rate` is
-    `kbrl_level_correct_rate{level="2"}`; turns and roles alike."""
+    """TensorBoard's tags: `version/correct_rate` is `kbrl_version_correct_rate`, `level2/correct_rate` is
+    `kbrl_level_correct_rate{level="2"}`; turns alike."""
     found: dict[str, GaugeMetricFamily] = {}
     for tag, value in scalars.items():
         part = _PARTS.fullmatch(tag)
         label = part["kind"].rstrip("_") if part else ""
         name = metric_name(f"{label}/{part['rest']}" if part else tag)
         if name not in found:
-            found[name] = GaugeMetricFamily(name, f"{tag} of the last update", labels=[label] if label else [])
+            words = f"Last value of TensorBoard's {tag}"
+            found[name] = GaugeMetricFamily(name, words, labels=[label] if label else [])
         found[name].add_metric([part["value"]] if part else [], value)
     return list(found.values())
 

@@ -20,23 +20,26 @@ from kbrl_async.runs.telemetry import prometheus
 from kbrl_async.runs.telemetry.tensorboard import DASHBOARDS
 from protocols.messages import Load, StageStanding, StatusReport, WorkerStanding
 
+_RATES = {
+    "reward_mean": "mean reward",
+    "format_rate": "share from which a kernel could be extracted",
+    "compile_rate": "share that compiled",
+    "correct_rate": "share that was correct",
+    "cheat_rate": "share that was caught cheating",
+    "fast_1": "share that was correct and more than once as fast by the point estimate",
+    "fast_1_proven": "share that was correct and whose whole interval lies above 1",
+    "speedup_mean": "geometric mean of the speedups of correct kernels",
+}
 _BY_UPDATE = {
-    "reward/mean": "mean reward of the rollouts of the update",
-    "reward/std": "their standard deviation",
-    "reward/min": "the smallest",
-    "reward/max": "the largest",
-    "rate/format": "share of answers from which a kernel could be extracted",
-    "rate/compile": "share that compiled",
-    "rate/correct": "share that passed every secret input set",
-    "rate/fast_1": "share that was correct and more than once as fast by the point estimate, as KernelBench counts",
-    "rate/fast_1_proven": "share that was correct and whose whole interval of the speedup lies above 1",
-    "rate/cheat": "share that was caught cheating",
-    "rate/replayed": "share of the correct ones whose recorded work a trusted process did again",
-    "rate/truncated": "share of answers that were cut at `max_tokens`",
+    **{f"batch/{name}": words for name, words in _RATES.items()},
+    "batch/reward_mean_{role}": "mean reward of solver, verifier and corrector (`mode=agents`)",
+    "batch/reward_std": "standard deviation of the rewards",
+    "batch/reward_min": "the smallest reward",
+    "batch/reward_max": "the largest",
+    "batch/speedup_max": "the largest speedup of a correct kernel",
+    "batch/truncated_rate": "share of answers that were cut at `max_tokens`",
+    "batch/replayed_rate": "share of the correct ones whose recorded work a trusted process did again",
     "tokens/answer_mean": "mean length of an answer, tokens",
-    "speedup/mean": "arithmetic mean of the speedups of correct kernels",
-    "speedup/geometric_mean": "their geometric mean",
-    "speedup/max": "the largest",
     "staleness/versions_mean": "versions between writing a rollout and training on it, mean",
     "staleness/versions_max": "the same, largest",
     "staleness/at_{stage}_mean": "versions that a rollout was old at the end of that stage, mean",
@@ -95,20 +98,9 @@ _LEARNER = {
     "policy/mfu": "share of the hardware's peak (`learner.peak_tflops`) that the update used",
     "policy/memory_peak_mb": "most memory so far: of the GPU's allocator, or resident, MiB",
 }
-_RATES = {
-    "reward_mean": "mean reward",
-    "format_rate": "share from which a kernel could be extracted",
-    "compile_rate": "share that compiled",
-    "correct_rate": "share that was correct",
-    "cheat_rate": "share that was caught cheating",
-    "fast_1": "share that was correct and more than once as fast by the point estimate",
-    "fast_1_proven": "share that was correct and whose whole interval lies above 1",
-    "speedup_mean": "geometric mean of the speedups of correct kernels",
-}
 _VERSIONS = {
     f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
 } | {
-    "version/success_rate": "share of its rollouts with a correct turn, where they take several",
     "version/{figure}_{end}": "ends of its 95 % interval over groups, lo and hi",
     "_overview/1_heldout_correct": "`eval/correct_rate`, where TensorBoard shows it first",
     "_overview/2_correct": "`version/correct_rate`, likewise",
@@ -128,7 +120,6 @@ _TURNS = {
     "multiturn/best_reward": "best reward of a rollout, mean",
     "multiturn/best_speedup_mean": "best speedup of a rollout that has a correct turn, mean",
     "multiturn/compile_fix_rate": "of rollouts whose first turn did not compile, share whose second did",
-    "role_{role}/reward_mean": "mean reward of solver, verifier and corrector (`mode=agents`)",
 }
 _EVALUATION = {
     "{eval}/compile_rate": "share of samples that compiled",
@@ -170,7 +161,7 @@ TAGS: Mapping[str, Mapping[str, str]] = {
     "By policy version: training": _VERSIONS,
     "By update: rollouts": _BY_UPDATE,
     "By update: learner": _LEARNER,
-    "By update: levels and turns": _BROKEN_DOWN | _TURNS,
+    "By policy version: levels and turns": _BROKEN_DOWN | _TURNS,
     "By policy version: evaluation": _EVALUATION,
     "By second: the system": _SYSTEM,
 }
@@ -178,6 +169,7 @@ TAGS: Mapping[str, Mapping[str, str]] = {
 _NOTES = {
     "By policy version: training": "At the version that wrote the answers, whenever they were scored, once all of them"
     " are in: a few updates later. What the run's end cut off is in none.",
+    "By policy version: levels and turns": "Of the same answers as `version/*`.",
     "By update: rollouts": "Of the batch that was trained on: whole groups as they became complete, quick ones first,"
     " of several policy versions, without those whose rewards were all alike. No measure of a policy.",
     "By policy version: evaluation": "Of a run: before training (version 0), after it, and with `eval_every` between."
@@ -240,9 +232,9 @@ def _prometheus() -> list[str]:
         suffix = "_total" if family.type == "counter" else ""
         labels = ", ".join(dict.fromkeys(name for sample in family.samples for name in sample.labels))
         lines.append(f"| `{family.name}{suffix}` | {family.type} | {labels} | {server} | {family.documentation} |")
-    example, by_level = prometheus.metric_name("rate/correct"), prometheus.metric_name("level/correct_rate")
+    example, by_level = (prometheus.metric_name(tag) for tag in ("version/correct_rate", "level/correct_rate"))
     words = (
-        f"The reward aggregator serves the last update's tags as well: `rate/correct` is `{example}`, "
-        f'`level2/correct_rate` is `{by_level}{{level="2"}}`; `turn_` and `role_` alike.'
+        f"The reward aggregator serves the tags' last values as well: `version/correct_rate` is `{example}`, "
+        f'`level2/correct_rate` is `{by_level}{{level="2"}}`; `turn_` alike.'
     )
     return [*lines, "", words, ""]

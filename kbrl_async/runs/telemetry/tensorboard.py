@@ -48,20 +48,20 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Reward": {
         "mean, by the policy version that wrote the answers": ["version/reward_mean"],
-        "of the batch: mean, min and max": ["reward/(mean|min|max)"],
-        "of the batch: spread": ["reward/std"],
+        "of the batch: mean, min and max": ["batch/reward_(mean|min|max)"],
+        "of the batch: spread": ["batch/reward_std"],
     },
     "Rates": {
         "stages passed, by policy version": ["version/(format_rate|compile_rate|correct_rate|fast_1|fast_1_proven)"],
-        "of the batch: stages passed": ["rate/(format|compile|correct|fast_1.*)"],
-        "cheating": ["rate/cheat"],
-        "answers cut at max_tokens": ["rate/truncated"],
+        "of the batch: stages passed": ["batch/(format_rate|compile_rate|correct_rate|fast_1|fast_1_proven)"],
+        "cheating": ["(version|batch)/cheat_rate"],
+        "answers cut at max_tokens": ["batch/truncated_rate"],
         "length of answers, tokens": ["tokens/answer_mean"],
         "groups by outcome": ["groups/groups_.*"],
     },
     "Speed": {
         "speedup of correct kernels, by policy version": ["version/speedup_mean"],
-        "of the batch: speedup of correct kernels": ["speedup/.*"],
+        "of the batch: speedup of correct kernels": ["batch/speedup_(mean|max)"],
     },
     "Staleness": {
         "versions behind when trained on": ["staleness/versions.*"],
@@ -89,14 +89,13 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "correct by turn": [r"turn_\d+/correct_rate"],
         "reward by turn": [r"turn_\d+/reward_mean"],
         "compiles by turn": [r"turn_\d+/compile_rate"],
-        "rollouts with a correct turn, by policy version": ["version/success_rate"],
         "rollouts with a correct turn": ["multiturn/success_rate"],
         "turns of a rollout": ["multiturn/avg_turns"],
         "all turns": ["multiturn/(format|compile|correct)_rate"],
         "correct turns of the best rollout": ["multiturn/correct_turns_max"],
         "best turn of a rollout": ["multiturn/best_(reward|speedup_mean)"],
         "compile errors repaired": ["multiturn/compile_fix_rate"],
-        "reward by role": ["role_.*/reward_mean"],
+        "of the batch: reward by role": ["batch/reward_mean_.*"],
     },
     "Evaluation": {
         "compiled, correct, solved, hacked": ["eval[^/]*/(compile|correct|solved|hack)_rate.*"],
@@ -142,7 +141,7 @@ class Writer:
     ::
 
         with Writer(run_dir / "tensorboard") as board:
-            board.scalars({"reward/mean": 0.4}, step=3)
+            board.scalars({"version/reward_mean": 0.4}, step=3)
             board.flush()
     """
 

@@ -62,17 +62,12 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
     return _present(values)
 
 
-def scalars(rollouts: Sequence[RolloutStats], *, per_level: bool) -> dict[str, float]:
-    """TensorBoard tag → value for the rollouts of one update."""
+def scalars(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    """TensorBoard tag → value for the batch of one update: what the learner was given, which measures no policy."""
     if len({r.role for r in rollouts}) > 1:
-        by_role = {f"role_{role}/reward_mean": _role_reward(rollouts, role) for role in {r.role for r in rollouts}}
-        return scalars(kernels(rollouts), per_level=per_level) | by_role
-    values = _reward(rollouts) | _rates(rollouts) | _speed(rollouts) | _age(rollouts) | _times(rollouts)
-    if per_level:
-        values |= _broken_down(rollouts, "level", lambda r: r.level)
-    if any(r.turn for r in rollouts):
-        values |= _broken_down(rollouts, "turn_", lambda r: r.turn + 1) | turn_scalars(rollouts)
-    return values
+        by_role = {f"batch/reward_mean_{role}": _role_reward(rollouts, role) for role in {r.role for r in rollouts}}
+        return scalars(kernels(rollouts)) | by_role
+    return _batch(rollouts) | _age(rollouts) | _times(rollouts)
 
 
 def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
@@ -80,12 +75,14 @@ def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
     return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
 
 
-def version_scalars(answers: Sequence[RolloutStats]) -> dict[str, float]:
+def version_scalars(answers: Sequence[RolloutStats], *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value for all answers that a policy version wrote."""
-    rates = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
-    if not any(r.turn for r in answers):
-        return rates
-    return rates | {"version/success_rate": turn_scalars(answers)["multiturn/success_rate"]}
+    values = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
+    if per_level:
+        values |= _broken_down(answers, "level", lambda r: r.level)
+    if any(r.turn for r in answers):
+        values |= _broken_down(answers, "turn_", lambda r: r.turn + 1) | turn_scalars(answers)
+    return values
 
 
 def _role_reward(rollouts: Sequence[RolloutStats], role: str) -> float:
@@ -113,38 +110,20 @@ def policy_scalars(metrics: Mapping[str, float]) -> dict[str, float]:
     return {tag if "/" in tag else f"policy/{tag}": value for tag, value in metrics.items()}
 
 
-def _reward(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+def _batch(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
+    if not rollouts:
+        return {}
     rewards = [r.reward for r in rollouts]
-    if not rewards:
-        return {}
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-    }
-
-
-def _rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    rates = {f"rate/{name.removesuffix('_rate')}": value for name, value in outcome_rates(rollouts).items()}
-    shown = {tag: rates[tag] for tag in rates if tag not in ("rate/reward_mean", "rate/speedup_mean")}
     right = [r for r in rollouts if r.correct and r.trust]
-    more = {
-        "rate/truncated": mean(1.0 - r.completion_fraction for r in rollouts),
-        "rate/replayed": mean(r.trust == REPLAYED for r in right),
-    }
-    return shown | _present(more)
-
-
-def _speed(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    found = speedups(rollouts)
-    if not found:
-        return {}
-    return {
-        "speedup/mean": statistics.fmean(found),
-        "speedup/geometric_mean": statistics.geometric_mean(found),
-        "speedup/max": max(found),
-    }
+    values = outcome_rates(rollouts) | _present({
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "speedup_max": max(speedups(rollouts), default=None),
+        "truncated_rate": mean(1.0 - r.completion_fraction for r in rollouts),
+        "replayed_rate": mean(r.trust == REPLAYED for r in right),
+    })  # fmt: skip
+    return {f"batch/{name}": value for name, value in values.items()}
 
 
 def _age(rollouts: Sequence[RolloutStats]) -> dict[str, float]:

@@ -331,10 +331,13 @@ def test_what_the_host_refuses_is_one_line_and_code_3(
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-def test_a_mistake_of_ours_is_no_fault_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_ours_is_called_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def mistaken(_args: object) -> int:
         raise FileNotFoundError(2, "No such file")
 
     monkeypatch.setattr("kbrl_async.cli.config.run", mistaken)
-    with pytest.raises(FileNotFoundError):
-        cli.main(["config"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cli.main(["config"]) == 3
+    assert capsys.readouterr().err.startswith("error: unexpected FileNotFoundError: [Errno 2] No such file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kbrl_async.errors import (
     ConfigError,
     DiskFull,
     HostError,
+    KbrlError,
     MissingTool,
     ProblemError,
     UserError,
@@ -88,6 +90,21 @@ def test_a_model_folder_and_a_hub_name_pass(folder: Path) -> None:
     preflight.check_policy(load(overrides=["model_name=Qwen/Qwen2.5-Coder-0.5B"]))
 
 
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("htp://store/policies", "Protocol not known: htp"),
+        ("memory", ""),
+        ("memory://policies", ""),
+        ("file:///proc/nowhere", "cannot write to /proc"),
+        ("/proc/nowhere", "cannot write to /proc"),
+    ],
+)
+def test_versions_can_be_uploaded_to_where_they_shall(folder: Path, url: str, cause: str) -> None:
+    with pytest.raises(KbrlError, match=cause) if cause else contextlib.nullcontext():
+        preflight.check(planned(f"policy_url={url}"))
+
+
 def test_a_core_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="this host lends no core 4095"):
         preflight.check_cores(load(overrides=["cpu.bench=4095"]))
@@ -137,11 +154,17 @@ GPU = Gpu("0", "NVIDIA H200", 140.0, "GPU-1")
     [
         (["device=cuda"], "device=cuda: this host has no GPU"),
         (["backend=cuda"], "backend=cuda, which a bench times on a GPU: this host has no GPU"),
+        (["backend=cuda", "device=cpu"], "backend=cuda, which a bench times on a GPU: this host has no GPU"),
     ],
 )
 def test_who_computes_on_a_gpu_has_one(words: list[str], cause: str) -> None:
     with pytest.raises(HostError, match=cause):
         preflight.check_devices(load(overrides=words), [])
+
+
+def test_a_bench_on_a_cpu_times_no_kernels_for_gpus() -> None:
+    with pytest.raises(ConfigError, match="kernels of backend=cuda run on a GPU"):
+        preflight.check_devices(load(overrides=["backend=cuda", "timing_bench.device=cpu"]), [GPU])
 
 
 def test_a_gpu_needs_a_pytorch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,22 @@ def test_a_missing_tool_is_ours(example: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cli.main(["verify", "--problem", PROBLEM, "--candidate", KERNEL]) == 3
 
 
+def test_a_mistake_of_ours_is_one_line_and_a_file(
+    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise ValueError("of two\nlines")
+
+    monkeypatch.setattr("kbrl_async.kernels.funnel.verify", mistaken)
+    monkeypatch.setattr("tempfile.tempdir", str(example))
+    assert "a mistake of kbrl's" in CODES[3]
+    assert cli.main(["verify", "--problem", PROBLEM, "--candidate", KERNEL]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    (traceback,) = example.glob("kbrl-error-*.txt")
+    assert line == f"error: unexpected ValueError: of two lines. Please report it with {traceback}, its traceback"
+    assert "in mistaken" in traceback.read_text()
+
+
 def test_ctrl_c_has_its_code(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

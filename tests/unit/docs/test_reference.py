@@ -39,11 +39,9 @@ def test_the_reference_is_what_make_docs_writes(page: str, option: str, capsys: 
 
 def written_tags() -> Iterator[str]:
     """Every tag that the code can write, by the functions that write them."""
-    yield from training_metrics.scalars(rollouts(), per_level=True)
-    yield from training_metrics.scalars(
-        [*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)], per_level=True
-    )
-    yield from training_metrics.version_scalars(rollouts())
+    yield from training_metrics.scalars(rollouts())
+    yield from training_metrics.scalars([*rollouts(), RolloutStats(problem_id="a", level=1, reward=0, role=VERIFIER)])
+    yield from training_metrics.version_scalars(rollouts(), per_level=True)
     yield from training_metrics.policy_scalars(learner())
     yield from (f"groups/{name}" for name in RunCounters.__struct_fields__)
     yield from (f"histogram/{name}" for name in training_metrics.Histograms.__struct_fields__)
@@ -52,7 +50,7 @@ def written_tags() -> Iterator[str]:
     yield from training_metrics.progress(1, 2, train_s=1.0, since=(1.0, 8))
     yield from tensorboard.FIRST
     answers = [Answer(f"g{group}", stats) for group in range(2) for stats in rollouts()]
-    yield from by_version.scalars(Part(0, 0, answers))
+    yield from by_version.scalars(Part(0, 0, answers), per_level=True)
     yield from show.scalars(evaluation())
     worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
     before, after = (SystemSample(t=t, workers={"w": worker}, **queues()) for t in (0.0, 1.0))

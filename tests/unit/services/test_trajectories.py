@@ -137,7 +137,7 @@ def test_trajectory_numbers_are_those_of_whole_rollouts() -> None:
         stats("b", 1, 0.0, "compile_error"),
         stats("b", 2, 0.0, "incorrect", compiled=True),
     ]
-    values = training_metrics.scalars(turns, per_level=True)
+    values = training_metrics.version_scalars(turns, per_level=True)
     assert values["multiturn/success_rate"] == 0.5
     assert values["multiturn/avg_turns"] == 2.5
     assert values["multiturn/compile_fix_rate"] == 0.5

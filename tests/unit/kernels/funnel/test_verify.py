@@ -16,6 +16,7 @@ import kbrl_async
 from kbrl_async.errors import MissingTool, ProblemError, UserError
 from kbrl_async.kernels.backends import guess_backend
 from kbrl_async.kernels.funnel import Result, Verifier, read_candidate
+from kbrl_async.kernels.funnel.verifier import choose_device
 from kbrl_async.kernels.problems import parse_problem
 from protocols.records import Fault, Problem, Timing, Verdict
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel
@@ -146,6 +147,12 @@ def test_a_gpu_that_is_not_there_is_the_hosts_fault_and_found_only_after_compili
         assert verifier.verify(problem, kernel("x[i")).fault is Fault.COMPILE_ERROR
         with pytest.raises(MissingTool, match="no NVIDIA GPU"):
             verifier.verify(problem, kernel())
+
+
+def test_a_kernel_for_gpus_is_not_run_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="kernels of cuda run on a GPU, not on cpu"):
+        choose_device("cuda", "cpu")
+    assert (choose_device("triton", "cpu"), choose_device("", "cpu")) == ("cpu", "cpu")
 
 
 def test_a_device_that_is_none_is_wrong_usage(problem: Problem) -> None:

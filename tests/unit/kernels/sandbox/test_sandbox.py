@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -59,6 +63,27 @@ def test_the_environment_is_clean(zygote: Zygote, tmp_path: os.PathLike[str], mo
     monkeypatch.setenv("SECRET", "x")
     with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as fresh:
         assert tool(fresh, tmp_path, '[ -z "$SECRET" ]') == 0
+
+
+def test_closing_waits_for_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a verifier's next sandbox imports torch in another thread."""
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Zygote(("sleeper",), profile="tool")
+
+    def start() -> None:
+        with contextlib.suppress(InfraError):
+            made.start()
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    while made.pid is None:
+        time.sleep(0.01)
+    began = time.monotonic()
+    made.close()
+    starting.join()
+    assert time.monotonic() - began < 20
+    assert made.pid is None
 
 
 def test_a_child_dies_with_its_zygote(tmp_path: os.PathLike[str]) -> None:

@@ -36,7 +36,21 @@ def test_waits_are_means_over_all_rollouts() -> None:
     bench = next(stage for stage in found.stages if stage.stage == "bench")
     assert bench.rollouts == 2
     assert bench.waited == pytest.approx((2 + 4) / 3), "the third one left before it, and waited none"
-    assert found.whole == pytest.approx((7 + 9 + 4) / 3)
+    assert found.whole == pytest.approx((7 + 9 + 4) / 3 - 1)
+
+
+def test_what_is_asked_for_while_the_policy_is_made_waits_for_no_stage() -> None:
+    """Of 20 seconds the first ten made the policy; the bench never rested after them, and the sampler had no queue."""
+    turns = [
+        (StageSpan("generate", 10 + n, 10.5 + n, "s", 10.0 + n), StageSpan("bench", 11 + n, 12 + n, "b", 0.5))
+        for n in range(8)
+    ]
+    found = waits(run(*turns, updates=(PolicyUpdate(1, 20.0, 19.5),)))
+    assert found is not None
+    generate, bench, _ = found.stages
+    assert (generate.waited, bench.busy) == pytest.approx((3.5, 0.8))
+    assert found.slowest == bench
+    assert found.whole == pytest.approx(5.5)
 
 
 def worker(stage: str, busy: float) -> WorkerSample:
@@ -53,7 +67,8 @@ def test_the_busiest_is_waited_for_and_of_two_alike_the_one_with_the_longer_queu
     held_back = (StageSpan("generate", 9, 10, "s", 9.0), StageSpan("bench", 11, 12, "b", 1.0))
     workers = {"s": worker("generate", sampler), "b": worker("bench", bench)}
     system = [SystemSample(t=float(t), workers=workers) for t in range(21)]
-    found = waits(msgspec.structs.replace(run(held_back), system=system))
+    first = (StageSpan("generate", 0, 1, "s"), StageSpan("bench", 2, 3, "b", 1.0))
+    found = waits(msgspec.structs.replace(run(first, held_back), system=system))
     assert found is not None
     assert (found.slowest.stage if found.slowest else None) == slowest
 
@@ -62,7 +77,7 @@ def test_busy_is_the_share_of_training_in_which_a_worker_had_something_in_hand()
     found = waits(run(QUICK, SLOW, BROKEN))
     assert found is not None
     assert {stage.stage: stage.busy for stage in found.stages} == pytest.approx(
-        {"generate": 1 / 20, "compile": 2 / 20, "bench": 4 / 20, "train": 2 / 20}
+        {"generate": 1 / 19, "compile": 2 / 19, "bench": 4 / 19, "train": 2 / 19}
     )
 
 

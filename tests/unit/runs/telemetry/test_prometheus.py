@@ -49,10 +49,8 @@ def scalars() -> dict[str, float]:
     )  # fmt: skip
     groups = {f"groups/{name}": float(getattr(counters, name)) for name in RunCounters.__struct_fields__}
     policy = training_metrics.policy_scalars(learner())
-    of_batch, of_version = (
-        training_metrics.scalars(rollouts, per_level=True),
-        training_metrics.version_scalars(rollouts),
-    )
+    of_batch = training_metrics.scalars(rollouts)
+    of_version = training_metrics.version_scalars(rollouts, per_level=True)
     return of_batch | of_version | policy | groups
 
 
@@ -95,7 +93,7 @@ def test_a_process_serves_its_load_the_queues_and_the_last_update(tmp_path: Path
     assert found["kbrl_stage_in_flight"]["stage=compile"] == 1.0
     assert found["kbrl_worker_busy_ratio"] == {"worker=farm.1": 0.5}
     assert found["kbrl_ledger_events_total"]["event=submitted"] == 1.0
-    assert found["kbrl_reward_mean"] == {"": 0.5}
+    assert found["kbrl_batch_reward_mean"] == {"": 0.5}
     assert found["kbrl_level_reward_mean"] == {"level=0": 0.0, "level=1": 1.0}
     assert found["kbrl_turn_correct_rate"] == {"turn=1": 1.0, "turn=2": 1.0}
 

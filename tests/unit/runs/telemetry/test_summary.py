@@ -211,3 +211,26 @@ def test_a_summary_from_before_is_read_by_the_names_of_today(tmp_path: Path) -> 
     today = {"fast_1_last": 0.5, "fast_1_proven_last": 0.25}
     summary.write(tmp_path / "new.json", today)
     assert summary.read(tmp_path / "new.json") == today
+
+
+def table(**fields: Any) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary.render(built([]) | fields))
+    return console.export_text()
+
+
+def test_an_interval_of_a_speedup_that_says_nothing_is_not_shown() -> None:
+    ends = {"speedup_mean_first": 0.37, "speedup_mean_last": 0.5}
+    said = table(**ends, speedup_mean_first_95=[0.001, 10623.0], speedup_mean_last_95=[0.3, 0.8])
+    assert "0.37× (too few)" in said
+    assert "0.50× (0.30× … 0.80×)" in said
+
+
+def test_groups_that_were_open_at_the_end_are_told_from_failures() -> None:
+    assert "5 failed (3 were open when the run ended)" in table(groups_failed=5, failed_reasons={"run_ended": 3})
+    assert "were open" not in table(groups_failed=5, failed_reasons={"worker_lost": 5})
+
+
+def test_a_small_policy_that_was_cut_is_said_to_be() -> None:
+    assert "cut at step 134 of 300 by sft.max_seconds" in table(small_policy_cut="step 134 of 300")
+    assert "small policy" not in table()

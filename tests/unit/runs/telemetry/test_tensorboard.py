@@ -24,9 +24,9 @@ def read(folder: Path) -> EventAccumulator:
 
 def test_scalars_are_read_back_with_step_and_time(tmp_path: Path) -> None:
     with tensorboard.Writer(tmp_path) as board:
-        board.scalars({"reward/mean": 0.25}, step=3, at=1000.0)
-        board.scalars({"reward/mean": 0.5}, step=4, at=1001.0)
-    events = read(tmp_path).Scalars("reward/mean")
+        board.scalars({"version/reward_mean": 0.25}, step=3, at=1000.0)
+        board.scalars({"version/reward_mean": 0.5}, step=4, at=1001.0)
+    events = read(tmp_path).Scalars("version/reward_mean")
     assert [(e.step, e.wall_time, e.value) for e in events] == [(3, 1000.0, 0.25), (4, 1001.0, 0.5)]
 
 
@@ -96,7 +96,8 @@ def test_every_tag_that_we_make_is_on_a_dashboard() -> None:
         seconds={"queue": 1.0},
     )  # fmt: skip
     now = SystemSample(t=2, queues={"a": 1}, in_flight={"a": 1}, oldest_s={"a": 1}, workers={"w": WorkerSample()})
-    made = training_metrics.scalars([rollout], per_level=True) | system_metrics.scalars(SystemSample(t=1), now)
+    made = training_metrics.scalars([rollout]) | training_metrics.version_scalars([rollout], per_level=True)
+    made |= system_metrics.scalars(SystemSample(t=1), now)
     made |= training_metrics.policy_scalars({"ratio_mean": 1, "mismatch_kl": 0, "entropy": 1, "ess": 1, "lr": 1})
     made |= system_metrics.scalars(None, SystemSample(t=1, workers={"s": WorkerSample(facts={"kv_usage": 0.5})}))
     patterns = [p for charts in tensorboard.DASHBOARDS.values() for tags in charts.values() for p in tags]
@@ -114,7 +115,7 @@ def test_turns_of_a_rollout_are_on_a_dashboard_of_their_own() -> None:
                      fault="" if turn else "compile_error")
         for turn in range(3)
     ]  # fmt: skip
-    made = [tag for tag in training_metrics.scalars(turns, per_level=True) if tag.startswith("multiturn/")]
+    made = [tag for tag in training_metrics.version_scalars(turns, per_level=True) if tag.startswith("multiturn/")]
     made += [f"turn_{turn}/{rate}" for turn in (1, 2, 3) for rate in ("correct_rate", "reward_mean", "compile_rate")]
     assert len(made) == 8 + 9
     assert [tag for tag in made if not any(re.fullmatch(p, tag) for p in patterns_of("Turns"))] == []
@@ -139,9 +140,9 @@ def test_a_folder_for_several_runs_holds_each_by_its_name_and_the_run_leads_ther
     for name in ("one", "two"):
         folder = tensorboard.event_folder(tmp_path / "runs" / name, str(tmp_path / "all"))
         with tensorboard.Writer(folder / "training") as board:
-            board.scalars({"reward/mean": 0.5}, step=1)
+            board.scalars({"batch/reward_mean": 0.5}, step=1)
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["one", "two"]
-    assert read(tmp_path / "runs" / "two" / "tensorboard" / "training").Tags()["scalars"] == ["reward/mean"]
+    assert read(tmp_path / "runs" / "two" / "tensorboard" / "training").Tags()["scalars"] == ["batch/reward_mean"]
 
 
 def test_without_such_a_folder_events_stay_in_the_run(tmp_path: Path) -> None:

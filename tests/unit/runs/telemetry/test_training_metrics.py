@@ -21,51 +21,55 @@ ALL = [FAST, SLOW, BROKEN, CHEAT]
 
 
 def test_rewards() -> None:
-    values = training_metrics.scalars(ALL, per_level=True)
-    assert values["reward/mean"] == pytest.approx(0.4)
-    assert values["reward/std"] == pytest.approx(0.18125**0.5)
-    assert (values["reward/min"], values["reward/max"]) == (-0.05, 1.0)
+    values = training_metrics.scalars(ALL)
+    assert values["batch/reward_mean"] == pytest.approx(0.4)
+    assert values["batch/reward_std"] == pytest.approx(0.18125**0.5)
+    assert (values["batch/reward_min"], values["batch/reward_max"]) == (-0.05, 1.0)
 
 
 def test_rates_are_shares_of_all_rollouts() -> None:
-    values = training_metrics.scalars(ALL, per_level=True)
-    rates = {tag: value for tag, value in values.items() if tag.startswith("rate/")}
+    values = training_metrics.scalars(ALL)
+    rates = {tag: value for tag, value in values.items() if tag.endswith("_rate") or "fast" in tag}
     assert rates == {
-        "rate/format": 1.0, "rate/compile": 0.75, "rate/correct": 0.5, "rate/cheat": 0.25, "rate/fast_1": 0.5,
-        "rate/fast_1_proven": 0.25, "rate/truncated": 0.25,
+        "batch/format_rate": 1.0, "batch/compile_rate": 0.75, "batch/correct_rate": 0.5, "batch/cheat_rate": 0.25,
+        "batch/fast_1": 0.5, "batch/fast_1_proven": 0.25, "batch/truncated_rate": 0.25,
     }  # fmt: skip
 
 
 def test_speedups_are_those_of_correct_kernels_only() -> None:
     cheating_fast = RolloutStats(problem_id="x", level=1, reward=0, speedup=100.0)
-    values = training_metrics.scalars([*ALL, cheating_fast], per_level=True)
-    assert (values["speedup/mean"], values["speedup/geometric_mean"], values["speedup/max"]) == pytest.approx(
-        (2.72, 2.4, 4.0)
-    )
+    values = training_metrics.scalars([*ALL, cheating_fast])
+    assert (values["batch/speedup_mean"], values["batch/speedup_max"]) == pytest.approx((2.4, 4.0))
 
 
 def test_without_a_correct_kernel_there_is_no_speedup() -> None:
-    assert not [tag for tag in training_metrics.scalars([BROKEN], per_level=True) if "speedup" in tag]
+    assert not [tag for tag in training_metrics.scalars([BROKEN]) if "speedup" in tag]
 
 
-def test_levels_are_broken_down() -> None:
-    values = training_metrics.scalars(ALL, per_level=True)
+def test_levels_are_broken_down_by_the_version_that_wrote_the_answers() -> None:
+    values = training_metrics.version_scalars(ALL, per_level=True)
     assert values["level1/correct_rate"] == 1.0
     assert values["level1/speedup_mean"] == pytest.approx(2.4)
     assert values["level2/correct_rate"] == 0.0
     assert "level2/speedup_mean" not in values
-    assert not [tag for tag in training_metrics.scalars(ALL, per_level=False) if tag.startswith("level")]
+    assert not [tag for tag in training_metrics.version_scalars(ALL, per_level=False) if tag.startswith("level")]
 
 
 def test_turns_are_broken_down_where_there_are_several() -> None:
     second = RolloutStats(problem_id="x", level=1, reward=0.8, turn=1)
-    values = training_metrics.scalars([BROKEN, second], per_level=True)
+    values = training_metrics.version_scalars([BROKEN, second], per_level=True)
     assert (values["turn_1/reward_mean"], values["turn_2/reward_mean"]) == (0.05, 0.8)
-    assert not [tag for tag in training_metrics.scalars(ALL, per_level=True) if tag.startswith("turn")]
+    assert not [tag for tag in training_metrics.version_scalars(ALL, per_level=True) if tag.startswith("turn")]
+
+
+def test_what_a_batch_says_of_answers_is_called_the_batch_s() -> None:
+    turns = [BROKEN, RolloutStats(problem_id="x", level=1, reward=0.8, turn=1, role="verifier")]
+    folders = {tag.split("/")[0] for tag in training_metrics.scalars([*ALL, *turns])}
+    assert folders == {"batch", "staleness", "time", "tokens"}
 
 
 def test_age_and_times_are_means_over_those_that_have_them() -> None:
-    values = training_metrics.scalars(ALL, per_level=True)
+    values = training_metrics.scalars(ALL)
     assert (values["staleness/versions_mean"], values["staleness/versions_max"]) == (1.0, 2)
     assert (values["time/generate_s"], values["time/bench_s"]) == (3.0, 1.0)
     assert values["time/rollout_s"] == 3.5
@@ -73,7 +77,7 @@ def test_age_and_times_are_means_over_those_that_have_them() -> None:
 
 
 def test_nothing_gives_nothing() -> None:
-    assert training_metrics.scalars([], per_level=True) == {}
+    assert training_metrics.scalars([]) == {}
 
 
 def test_histograms_hold_every_value() -> None:
