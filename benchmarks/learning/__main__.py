@@ -108,24 +108,27 @@ def methods(
     seeds: tuple[int, ...] = (0, 1, 2),
     methods: tuple[str, ...] = METHODS,
     samples: Annotated[int, "answers a problem in the evaluation"] = 16,
+    rollouts: Annotated[int, "rollouts, or demonstrations, of each run; 0: as each recipe has them"] = 0,
+    seconds: Annotated[float, "of each run's training, with as many rollouts as it manages; 0: not by time"] = 0,
     jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
     write: Annotated[bool, "put table and chart into docs/methods.md"] = False,
 ) -> Result:
-    """What does each method of training bring? Every method from the same policy, on level 2, with as many rollouts.
+    """What does each method of training bring? Every method from the same policy, on level 2, at equal cost.
 
     Runs `configs/fusion_*.yaml` for each seed, evaluates each result and the policy that they began with alike (`kbrl
     eval`, all problems of the level, correctness only, so that a busy machine changes nothing but the time it takes),
     and gives each method's gain with a bootstrap interval over problems. The anchor is that first policy. Continues
-    where it was stopped.
+    where it was stopped; a folder holds runs of one size.
     """
     study = Study(folder, jobs)
     study.make_policy(config_of("grpo"))
+    size = size_of(rollouts, seconds)
 
     def arm(wanted: tuple[str, int]) -> Answers:
         method, seed = wanted
         name, what = f"{method}-{seed}", "small"
         if method != START:
-            what = str(study.train(name, config_of(method), f"seed={seed}"))
+            what = str(study.train(name, config_of(method), f"seed={seed}", *size))
         words = ("--config", config_of("grpo"), "--level", LEVEL, "--samples", samples, f"seed={1000 + seed}")
         answers = study.evaluate(name, what, *words)
         say(name, {split: share([answers], problems) for split, problems in splits(LEVEL).items()})
@@ -143,6 +146,21 @@ def methods(
         write_page(report)
     say(table(report))
     return report
+
+
+GROUPS, GROUP = 8, 10
+"""Of an update in all recipes."""
+ENDLESS = 100_000
+"""Updates that no run reaches in its seconds."""
+
+
+def size_of(rollouts: int, seconds: float) -> list[str]:
+    """What all methods may spend, as settings."""
+    if rollouts and seconds:
+        raise SystemExit("give --rollouts or --seconds: runs of equal rollouts and of equal seconds are two studies")
+    if seconds:
+        return [f"max_steps={ENDLESS}", f"max_minutes={seconds / 60}"]
+    return [f"max_steps={max(1, rollouts // (GROUPS * GROUP))}", "max_minutes=null"] if rollouts else []
 
 
 def config_of(method: str) -> Path:
