@@ -145,6 +145,24 @@ class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["uniform", "levels", "learnable"] = "uniform"
     """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
+    first_share: Fraction = 0.1
+    """kind=levels: of the problems at a level or above it, the share that is above it, at first."""
+    last_share: Fraction = 0.5
+    """kind=levels: the same at last."""
+    share_step: Fraction = 0.05
+    """kind=levels: a step from first_share to last_share."""
+    raise_above: Fraction = 0.4
+    """kind=levels: a step is taken at this share of correct kernels."""
+    strictness: Literal["full", "rising"] = "full"
+    """rising: wrong kernels meet few secret input sets and wider tolerances at first; correct ones always all."""
+    first_sets: AtLeastOne = 3
+    """strictness=rising: sets after which a wrong kernel is done with; twice as many after a rise, all after two."""
+    first_tolerance: Annotated[float, Meta(ge=1)] = 10.0
+    """strictness=rising: factor on the tolerances for partial credit; its square root after a rise, 1 after two."""
+    strict_above: Fraction = 0.3
+    """strictness=rising: it rises at this share of correct kernels."""
+    strict_after: Count = 10
+    """strictness=rising: updates after which all sets and the bench's own tolerances hold in any case."""
     window: AtLeastOne = 5
     """Batches whose mean rates a threshold is compared with."""
     compile_above: Fraction = 0.8

@@ -43,6 +43,7 @@ _RULE_HINTS = {
 class Findings(Protocol):
     fault: CandidateFault | None
     passed: int
+    near: int
     total: int
     worst: Difference | None
     failed: list[tuple[str, Difference]]
@@ -101,6 +102,7 @@ def verdict_of(found: Findings) -> Verdict:
         tolerance_note=found.tolerance_note,
         trust=found.trust,
         trust_reason=clean(found.trust_reason),
+        near=found.near,
     )
 
 

@@ -59,14 +59,14 @@ def is_built(record: Record) -> float:
 
 
 def correctness(record: Record) -> float:
-    """Share of secret input sets passed."""
+    """Share of secret input sets passed, or nearly so where the curriculum counts that."""
     verdict = record.verdict
     if verdict.fault is Fault.OK:
         return 1.0
     if verdict.total < 1 or verdict.fault is Fault.UNPROVEN:
         return 0.0
     # A kernel that passes every set and then crashes or times out has not earned the last one.
-    return max(0, min(verdict.passed, verdict.total - 1)) / verdict.total
+    return max(0, min(verdict.passed + verdict.near, verdict.total - 1)) / verdict.total
 
 
 def is_correct(record: Record) -> float:

@@ -19,7 +19,7 @@ from kbrl_async.kernels.settings import HELDOUT_SEED, HELDOUT_SHARE, BackendName
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, BestOfN, Curriculum, Prompt, Reward, Turns
-from kbrl_async.runs.settings import Archive, Broker, Cpu, Demonstrations, Metrics, Processes, Tensorboard
+from kbrl_async.runs.settings import Archive, Broker, Cost, Cpu, Demonstrations, Metrics, Processes, Tensorboard
 from kbrl_async.sampling.settings import Sampler
 
 PresetName = Literal[
@@ -142,6 +142,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     archive: Archive = Archive()
     alarms: Alarms = Alarms()
     metrics: Metrics = Metrics()
+    cost: Cost = Cost()
 
     @property
     def prompt_option(self) -> str:
