@@ -1,5 +1,4 @@
-"""`kbrl plan`: how many samplers, compile cores and benches a wished throughput needs, and what a run costs, from measured
-stage times."""
+"""`kbrl plan`, from measured stage times: how many of each process a wished throughput needs, and what a run costs."""
 
 from __future__ import annotations
 
@@ -122,10 +121,8 @@ def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObserva
     if not measured.samples:
         return {}
     bills = {"cost so far": cost.bill(cost.spent_hours(measured.samples), machine, prices)}
-    left = (
-        0.0 if (Path(measured.source) / SUMMARY_FILE).is_file() else cost.left_hours(config, measured.samples, observed)
-    )
-    if left > 0:
+    has_ended = (Path(measured.source) / SUMMARY_FILE).is_file()
+    if not has_ended and (left := cost.left_hours(config, measured.samples, observed)) > 0:
         bills["to its last update, about"] = cost.bill(left, machine, prices)
     return bills
 

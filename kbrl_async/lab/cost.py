@@ -58,16 +58,10 @@ class Bill(msgspec.Struct, frozen=True):
 
 def bill(hours: float, machine: Machine, prices: Mapping[str, float]) -> Bill:
     """:param prices: of an hour: `core`, a part of a GPU's name, or `gpu` for any other."""
-    rates = {}
-    if machine.gpus:
-        rates[machine.gpus] = _of_gpu(machine.gpu_name, prices)
-    core = prices.get(CORE)
-    if not machine.gpus and core is None:
+    gpu, core = _of_gpu(machine.gpu_name, prices), prices.get(CORE)
+    if (gpu if machine.gpus else core) is None:
         return Bill(hours, machine, None)
-    if None in rates.values():
-        return Bill(hours, machine, None)
-    gpu_money = sum(count * (rate or 0.0) for count, rate in rates.items())
-    return Bill(hours, machine, hours * (gpu_money + machine.cores * (core or 0.0)))
+    return Bill(hours, machine, hours * (machine.gpus * (gpu or 0.0) + machine.cores * (core or 0.0)))
 
 
 def _of_gpu(name: str, prices: Mapping[str, float]) -> float | None:
@@ -85,8 +79,8 @@ def rollouts_of(config: Config, heldout: int) -> int:
 
 
 def hours_of(config: Config, observed: RunObservation, target: float, heldout: int) -> float:
-    """Of a whole run with these stage times: the slowest of its own samplers, benches and its learner sets the pace, and is
-    busy for `target` of the time."""
+    """Of a whole run with these stage times: the slowest of its samplers, its benches and its learner sets the pace, and
+    is busy for `target` of the time."""
     servers = {"generate": config.processes.sampler, "bench": config.processes.timing_bench, "train": 1}
     demand = max(observed.demand(stage) / count for stage, count in servers.items())
     hours = rollouts_of(config, heldout) * demand / target / 3600
