@@ -79,8 +79,8 @@ def rollouts_of(config: Config, heldout: int) -> int:
 
 
 def hours_of(config: Config, observed: RunObservation, target: float, heldout: int) -> float:
-    """Of a whole run with these stage times: the slowest of its samplers, its benches and its learner sets the pace, and
-    is busy for `target` of the time."""
+    """Of a whole run with these stage times: the slowest of samplers, benches and learner sets the pace, and is busy
+    for `target` of the time."""
     servers = {"generate": config.processes.sampler, "bench": config.processes.timing_bench, "train": 1}
     demand = max(observed.demand(stage) / count for stage, count in servers.items())
     hours = rollouts_of(config, heldout) * demand / target / 3600

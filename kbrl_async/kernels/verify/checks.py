@@ -61,6 +61,8 @@ class Checker:
         self.fault: CandidateFault | None = None
         self.passed = 0
         self.near = 0
+        self.own_share: float | None = None
+        """Of a call's time on the device, that of the candidate's own kernels; None: not known."""
         self.total = len(reference.sets)
         self.worst: compare.Difference | None = None
         self.failed: list[tuple[str, compare.Difference]] = []
@@ -128,7 +130,7 @@ class Checker:
             self.trust_reason = str(reason)
             return
         session.close()
-        self.trust, self.trust_reason = REPLAYED, ""
+        self.trust, self.trust_reason, self.own_share = REPLAYED, "", self.session.own_share
 
     @property
     def is_replayed(self) -> bool:

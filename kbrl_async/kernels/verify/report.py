@@ -44,6 +44,7 @@ class Findings(Protocol):
     fault: CandidateFault | None
     passed: int
     near: int
+    own_share: float | None
     total: int
     worst: Difference | None
     failed: list[tuple[str, Difference]]
@@ -103,6 +104,7 @@ def verdict_of(found: Findings) -> Verdict:
         trust=found.trust,
         trust_reason=clean(found.trust_reason),
         near=found.near,
+        own_share=found.own_share,
     )
 
 
