@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
+import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -23,27 +26,42 @@ _GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["list", "audit"], help="what to do")
+    parser.add_argument("action", choices=["list", "audit", "generate"], help="what to do")
     parser.add_argument(
-        "target", nargs="?", default="", metavar="DIR|suite", help="a folder in the KernelBench layout; default: suite"
+        "target",
+        nargs="?",
+        default="",
+        metavar="DIR|suite|N",
+        help="a folder in the KernelBench layout, or any other source; default: suite. Of generate: how many",
     )
     parser.add_argument("--folder", default="", help="the same as DIR")
     parser.add_argument("--level", type=int, action="append", default=[], help="only this level; may be repeated")
     audit = parser.add_argument_group("audit")
     audit.add_argument("--ids", default="", help="only these problems, as L1/23,L2/9")
-    audit.add_argument("--out", type=Path, metavar="FILE", help="where to write; default: audit.json in the folder")
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write; default: audit.json in the folder, of generate generated-N-SEED",
+    )
     audit.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="seconds for one problem")
     audit.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="for one problem; default: half of what is free"
     )
     audit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where references run")
+    generate = parser.add_argument_group("generate")
+    generate.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
+    generate.add_argument(
+        "--difficulty", default="0-1", metavar="LOW-HIGH", help="from 0 (one cheap operator) to 1 (many); default: 0-1"
+    )
+    generate.add_argument("--jobs", type=int, default=0, help="worker processes; default: one a core")
     audit.add_argument("--shapes", choices=["cpu", "gpu"], help="of size lines with both; default: the device's")
 
 
 def run(args: argparse.Namespace) -> int:
     source = args.target or args.folder
     source = "" if source == SUITE else source
-    return _audit(args, source) if args.action == "audit" else _list(args, source)
+    return {"audit": _audit, "generate": _generate, "list": _list}[args.action](args, source)
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
@@ -85,6 +103,55 @@ def _audit(args: argparse.Namespace, source: str) -> int:
     _show(audit)
     print(f"written: {out}")
     return 0
+
+
+def _generate(args: argparse.Namespace, wanted: str) -> int:
+    from kbrl_async.kernels.generator import Drawn, generate, known, write_folder
+
+    if not wanted.isdigit() or not int(wanted):
+        raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
+    count, out = int(wanted), args.out or Path(f"generated-{wanted}-{args.seed}")
+    if out.exists():
+        raise UserError(f"{out} is there already", "Name another folder with --out, or remove it")
+    left_out: Counter[str] = Counter()
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("drawing", total=count)
+
+        def told(one: Drawn) -> None:
+            left_out.update([_kind(one.reason)] if one.reason else [])
+            progress.update(bar, advance=not one.reason)
+
+        jobs = args.jobs or len(os.sched_getaffinity(0))
+        drawn = list(
+            generate(count, args.seed, difficulty=_between(args.difficulty), avoid=known(), jobs=jobs, told=told)
+        )
+    write_folder(out, drawn)
+    rows = table(("left out because", "problems"), f"{count + left_out.total()} drawn, {count} taken")
+    for reason, number in left_out.most_common():
+        rows.add_row(reason, str(number))
+    Console().print(rows)
+    heldout = sum(one.split == "heldout" for one in drawn)
+    a_minute = count / (time.monotonic() - began) * 60
+    print(f"written: {out}, {heldout} of them held out; {a_minute:.0f} a minute. Train on them: problems={out}")
+    return 0
+
+
+def _kind(reason: str) -> str:
+    """Reasons that name an operator, as one."""
+    return "a step changes nothing" if reason.endswith("changes nothing") else reason.partition(":")[0]
+
+
+def _between(text: str) -> tuple[float, float]:
+    low, _, high = text.partition("-")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        found = (1.0, 0.0)
+    if not 0.0 <= found[0] < found[1] <= 1.0:
+        raise UserError(f"--difficulty {text} is no range", "Write two numbers from 0 to 1, such as 0.1-0.4")
+    return found
 
 
 def _chosen(problems: list[Problem], ids: str) -> list[Problem]:
