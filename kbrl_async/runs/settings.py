@@ -18,7 +18,7 @@ class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
     """What method=sft learns from."""
 
     files: list[str] = msgspec.field(default_factory=list)
-    """JSONL, JSON and Parquet files, folders of them, run folders; empty: right answers of the own corpus."""
+    """JSONL, JSON, Parquet files, folders of them, runs, evidence of kbrl optimize; empty: the own corpus's answers."""
     keep: AtLeastOne = 3
     """Run folders: best different verified answers of each problem that are taken."""
     include_eval: bool = False
