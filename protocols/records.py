@@ -88,6 +88,15 @@ class SamplingParams(msgspec.Struct, frozen=True, tag="sampling_params"):
     seed: int | None = None
 
 
+class Strictness(msgspec.Struct, frozen=True):
+    """How closely a wrong kernel is looked at. A right one has always passed every set, as the bench wants it."""
+
+    sets: int = 0
+    """After so many secret input sets a kernel that has failed one is done with; 0: after all."""
+    tolerance: float = 1.0
+    """Factor on the tolerances with which a failed set counts as `near`."""
+
+
 class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     """Frame 0: one turn of one rollout, asked for by the aggregator."""
 
@@ -108,6 +117,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     """Names of the retrieved examples in the prompt, best first."""
     index_version: str = ""
     """Content of the index that they are from."""
+    strictness: Strictness | None = None
+    """None: every set, the bench's own tolerances."""
 
 
 class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
@@ -200,6 +211,10 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """`REPLAYED` or `OBSERVED`; empty for what never came to the bench, and for verdicts of before there were two."""
     trust_reason: str = ""
     """Why it was not replayed."""
+    near: int = 0
+    """Of the sets that failed, those that pass with the wider tolerance that was asked for (`Strictness`)."""
+    own_share: float | None = None
+    """Share of the device time of a timed call that the candidate's own kernels have; None: not known."""
 
 
 TIMING_CONFIDENCE = 0.98

@@ -11,9 +11,9 @@ Nothing here calls what it checks: the archive is read as a database, records as
 other formulas (Wilson's as the roots of its quadratic). What the summary takes from the journal (which answers count,
 which groups were cut off) is taken from the archive here.
 
-What it does not see: how busy processes were, which is not in the archive; `wall_s` is only about the same, because the
-clock of a score is read before it is archived. The first policy version of a group that ended without one recorded
-answer is taken from the group before it.
+What it does not see: how busy processes were and what was too old to be scored, which are not in the archive;
+`wall_s` is only about the same, because the clock of a score is read before it is archived. The first policy version
+of a group that ended without one recorded answer is taken from the group before it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -102,47 +102,94 @@ PAGE, PICTURE = ROOT / "docs" / "methods.md", ROOT / "docs" / "pictures" / "meth
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
 
+GROUPS, GROUP = 8, 10
+"""Of an update in all recipes."""
+UNEVALUATED = "eval_samples=0"
+"""Evaluated afterwards, all alike."""
+ENDLESS = 100_000
+"""Updates that no run reaches in its seconds."""
+
+
+class Budget(NamedTuple):
+    """What every method may spend."""
+
+    rollouts: int
+    seconds: float
+
+    @property
+    def updates(self) -> int:
+        return max(1, self.rollouts // (GROUPS * GROUP))
+
+    @property
+    def kinds(self) -> list[str]:
+        """By what the methods are equal."""
+        return [*(["seconds"] if self.seconds else []), *(["rollouts"] if self.rollouts else [])] or ["recipes"]
+
+
 @commands
 def methods(
     folder: Annotated[Path, "where runs are kept"] = Path("fusion"),
     seeds: tuple[int, ...] = (0, 1, 2),
     methods: tuple[str, ...] = METHODS,
     samples: Annotated[int, "answers a problem in the evaluation"] = 16,
+    rollouts: Annotated[int, "of each run, demonstrations of sft; 0: as each recipe has them"] = 0,
+    seconds: Annotated[float, "of each run's training, with as many rollouts as it manages; 0: not by time"] = 0,
     jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
     write: Annotated[bool, "put table and chart into docs/methods.md"] = False,
 ) -> Result:
-    """What does each method of training bring? Every method from the same policy, on level 2, with as many rollouts.
+    """What does each method of training bring? Every method from the same policy, on level 2, at equal cost.
 
     Runs `configs/fusion_*.yaml` for each seed, evaluates each result and the policy that they began with alike (`kbrl
     eval`, all problems of the level, correctness only, so that a busy machine changes nothing but the time it takes),
-    and gives each method's gain with a bootstrap interval over problems. The anchor is that first policy. Continues
-    where it was stopped.
+    and gives each method's gain with a bootstrap interval over problems. The anchor is that first policy. With both
+    --rollouts and --seconds a run by seconds is evaluated twice: the version that had learned from so many rollouts,
+    and the last one. Continues where it was stopped; a folder holds runs of one size.
     """
-    study = Study(folder, jobs)
+    study, budget = Study(folder, jobs), Budget(rollouts, seconds)
     study.make_policy(config_of("grpo"))
 
-    def arm(wanted: tuple[str, int]) -> Answers:
+    def arm(wanted: tuple[str, int]) -> dict[str, Answers]:
         method, seed = wanted
-        name, what = f"{method}-{seed}", "small"
-        if method != START:
-            what = str(study.train(name, config_of(method), f"seed={seed}"))
-        words = ("--config", config_of("grpo"), "--level", LEVEL, "--samples", samples, f"seed={1000 + seed}")
-        answers = study.evaluate(name, what, *words)
-        say(name, {split: share([answers], problems) for split, problems in splits(LEVEL).items()})
+        answers = {}
+        for kind in budget.kinds:
+            name, what = trained(study, method, seed, budget, kind)
+            words = ("--config", config_of("grpo"), "--level", LEVEL, "--samples", samples, f"seed={1000 + seed}")
+            answers[kind] = study.evaluate(name, *what, *words)
+            found = {split: share([answers[kind]], problems) for split, problems in splits(LEVEL).items()}
+            say(name, f"equal {kind}", found)
         return answers
 
-    arms = [(method, seed) for seed in seeds for method in (*methods, START)]
+    arms = [(method, seed) for seed in seeds for method in (START, *methods)]
     with ThreadPoolExecutor(jobs) as pool:
         done = dict(zip(arms, pool.map(arm, arms), strict=True))
-    found = {method: [done[method, seed] for seed in seeds] for method in (START, *methods)}
-    report = {
-        "seeds": len(seeds), "samples": samples, "methods": figures(found), "cores": len(CORES),
-        "cost": {method: cost(study.folder, method, seeds) for method in methods}, "cores_each": study.cores_each,
-    }  # fmt: skip
+    every = (START, *methods)
+    report: Result = {"seeds": len(seeds), "samples": samples, "cores": len(CORES), "cores_each": study.cores_each}
+    report["equal"] = {
+        kind: {
+            "methods": figures({method: [done[method, seed][kind] for seed in seeds] for method in every}),
+            "cost": {method: cost(study, method, seeds, budget, kind) for method in methods},
+        }
+        for kind in budget.kinds
+    }
     if write:
         write_page(report)
-    say(table(report))
+    say(tables(report))
     return report
+
+
+def trained(study: Study, method: str, seed: int, budget: Budget, kind: str) -> tuple[str, list[object]]:
+    """The name of an arm's evaluation, and the policy that is evaluated, in words of `kbrl eval`."""
+    if method == START:
+        return f"{START}-{seed}", ["small"]
+    name, config = f"{method}-{seed}", config_of(method)
+    of_updates = [f"max_steps={budget.updates}", "max_minutes=null"]
+    if kind != "rollouts":
+        of_seconds = [f"max_steps={ENDLESS}", f"max_minutes={budget.seconds / 60}"] if budget.seconds else []
+        return name, [study.train(name, config, f"seed={seed}", UNEVALUATED, *of_seconds)]
+    if (study.folder / name / "policies" / f"policy-v{budget.updates}").is_dir():
+        return f"{name}-v{budget.updates}", [study.folder / name, "--version", budget.updates]
+    equal = f"{name}-of-{budget.rollouts}"  # a run keeps its last versions only
+    return equal, [study.train(equal, config, f"seed={seed}", UNEVALUATED, *of_updates)]
 
 
 def config_of(method: str) -> Path:
@@ -161,36 +208,47 @@ def figures(found: Mapping[str, Sequence[Answers]]) -> Result:
     return out
 
 
-def cost(folder: Path, method: str, seeds: Sequence[int]) -> dict[str, float]:
-    """Rollouts (or demonstrations) and seconds of training, mean of the seeds."""
-    made = [summary_of(folder / f"{method}-{seed}") for seed in seeds]
-    rollouts = [s["rollouts"] or s.get("demonstrations", {}).get("lessons", 0) for s in made]
-    return {"samples": float(np.mean(rollouts)), "seconds": float(np.mean([s["wall_s"] for s in made]))}
+def cost(study: Study, method: str, seeds: Sequence[int], budget: Budget, kind: str) -> dict[str, float]:
+    """Rollouts (or demonstrations) that were learned from, and seconds of the run, mean of the seeds."""
+    made = []
+    for seed in seeds:
+        name = trained(study, method, seed, budget, kind)[0]
+        of_a_version = name.removeprefix(f"{method}-{seed}-v")
+        found = summary_of(study.folder / (f"{method}-{seed}" if of_a_version != name else name))
+        updates = int(of_a_version) if of_a_version != name else found["updates"]
+        made.append((updates * GROUPS * GROUP, found["wall_s"] * updates / max(1, found["updates"])))
+    samples, seconds = np.mean(made, axis=0)
+    return {"samples": float(samples), "seconds": float(seconds)}
 
 
-def table(report: Result) -> str:
-    """Markdown."""
+def tables(report: Result) -> str:
+    """Markdown, a table for each thing that is equal."""
+    return "\n\n".join(f"**Equal {kind}**\n\n{table(part)}" for kind, part in report["equal"].items())
+
+
+def table(part: Result) -> str:
     lines = [
         "| method | training problems | gain (95 %) | held-out problems | gain (95 %) | samples | training |",
         "|---|---|---|---|---|---|---|",
     ]
-    for method, by_split in report["methods"].items():
+    for method, by_split in part["methods"].items():
         cells = [f"`{method}`" if method != START else "SFT policy (start)"]
         for split in TITLES:
             found = by_split[split]
             cells.append(f"{found['correct']:.1%}")
             g = found.get("gain")
             cells.append(f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else "")
-        spent = report["cost"].get(method)
+        spent = part["cost"].get(method)
         cells += [f"{spent['samples']:.0f}", f"{spent['seconds']:.0f} s"] if spent else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(report: Result) -> str:
+    part = next(iter(report["equal"].values()))
     rows = {
         method: [plots.Dot(g["mean"], g["lo"], g["hi"]) for g in (by_split[split]["gain"] for split in TITLES)]
-        for method, by_split in report["methods"].items()
+        for method, by_split in part["methods"].items()
         if method != START
     }
     words = {
@@ -209,7 +267,7 @@ def write_page(report: Result) -> None:
     where = f"{report['cores']} cores {report['cores_each']} for each run"
     what = f"{report['seeds']} seeds, {report['samples']} answers a problem in each evaluation; {where}."
     picture = f"![gains by method](pictures/{PICTURE.name})"
-    PAGE.write_text(f"{before}{BEGIN}\n{table(report)}\n\n{what}\n\n{picture}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{tables(report)}\n\n{what}\n\n{picture}\n{END}{after}", encoding="utf-8")
     PICTURE.write_text(draw(report), encoding="utf-8")
 
 

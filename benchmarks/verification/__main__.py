@@ -28,7 +28,8 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
-from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
+from kbrl_async.runs.archive.archive import Archive
+from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
 
 commands = Commands("verification", __doc__)
@@ -122,6 +123,46 @@ def _sustained(halves: Halves, cases: list[Case], count: int, builders: int, tim
     return {
         "candidates": count, "problems": len(cases), "builders": builders, "timing": timing,
         "each_s": (time.perf_counter() - begin) / count, "bench_each_s": spent / count, "verdicts": verdicts,
+    }  # fmt: skip
+
+
+@commands
+def strictness(
+    run: Annotated[Path, "a run whose archive holds records"],
+    /,
+    sets: Annotated[int, "after which a wrong kernel is done with"] = 3,
+    tolerance: float = 10.0,
+    candidates: Annotated[int, "of the archive that reached the bench"] = 60,
+) -> Result:
+    """What bench time curriculum.strictness=rising saves: kernels of a run that reached the bench, judged both ways.
+
+    The anchor is the full check of the same kernel; which of the two comes first alternates. Nothing is timed.
+    """
+    with Archive(run / "rollouts.sqlite") as archive:
+        reached = [row.task_id for row in archive.rows() if row.compiled and row.role != VERIFIER][:candidates]
+        records = [record for task in reached if (record := archive.record(task)) is not None]
+    kinds = {"full": None, "early": Strictness(sets, tolerance)}
+    spent: dict[str, dict[str, list[float]]] = {kind: {"wrong": [], "right": []} for kind in kinds}
+    near = changed = 0
+    with verifying() as halves:
+        for number, record in enumerate(records):
+            assert record.candidate is not None
+            problem, built = record.request.problem, halves.builder.build(record.candidate, record.request.problem)
+            halves.bench.judge(problem, record.candidate, built, timing=False)  # its reference is made
+            verdicts = {}
+            for kind in kinds if number % 2 else reversed(kinds):
+                began = time.perf_counter()
+                report = halves.bench.judge(problem, record.candidate, built, timing=False, strictness=kinds[kind])
+                verdicts[kind] = report.verdict
+                is_right = report.verdict.fault is Fault.OK
+                spent[kind]["right" if is_right else "wrong"].append(time.perf_counter() - began)
+            near += verdicts["early"].near > 0
+            changed += (verdicts["early"].fault is Fault.OK) != (verdicts["full"].fault is Fault.OK)
+    seconds = {kind: {what: sum(each) for what, each in found.items()} for kind, found in spent.items()}
+    total = {kind: sum(found.values()) for kind, found in seconds.items()}
+    return {
+        "ok": not changed, "candidates": len(records), "wrong": len(spent["full"]["wrong"]), "seconds": seconds,
+        "saved": 1 - total["early"] / total["full"], "near": near, "other_verdicts": changed,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kbrl_async.cli.shared import table
+from kbrl_async.cli.shared import say, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.problems import load_file, load_problems
@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "sources",
         metavar="SOURCE",
-        nargs="+",
+        nargs="*",
         help="GPUMODE/KernelBook, SakanaAI/AI-CUDA-Engineer-Archive, their .jsonl or .parquet files, a folder of "
-        "kernels, or a run folder",
+        "kernels, or a run folder; default: these two data sets, from the hub",
     )
     build.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the index")
     only = build.add_mutually_exclusive_group()
@@ -72,11 +72,18 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from kbrl_async.lab.indexing import IndexOptions, build_index
     from kbrl_async.rollouts.retrieval import SourceOptions, open_source
+    from kbrl_async.rollouts.retrieval.corpora import known_corpora
 
     wanted = SourceOptions(_backends(args), _levels(args.sakana_levels), args.include_incorrect)
-    sources = [open_source(place, wanted, _problem_sources) for place in args.sources]
-    options = IndexOptions(embedder=args.model or default_model())
     console = Console()
+    places = args.sources or known_corpora()
+    if not args.sources:
+        say(f"sources: {' and '.join(places)}", console)
+    sources = [open_source(place, wanted, _problem_sources) for place in places]
+    model, why = (args.model, "") if args.model else default_model()
+    if why:
+        say(f"embedder: {model}, {why}", console)
+    options = IndexOptions(embedder=model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console) as bars:
@@ -99,15 +106,17 @@ def _backends(args: argparse.Namespace) -> frozenset[str]:
     return frozenset(n for n in backends() if backend(n).runs_on == {"cuda"}) if args.cuda_only else frozenset()
 
 
-def default_model() -> str:
-    """A dense model where there is a GPU to run it on, and the package that loads it."""
-    if importlib.util.find_spec("sentence_transformers") is None:
-        return "lexical"
+def default_model() -> tuple[str, str]:
+    """A dense model where there is a GPU to run it on, and the package that loads it; and why it was chosen."""
     import torch
 
     from kbrl_async.rollouts.retrieval.embedders import DENSE
 
-    return DENSE[0] if torch.cuda.is_available() else "lexical"
+    if not torch.cuda.is_available():
+        return "lexical", f"as there is no GPU for a model such as {DENSE[0]}; --model names another"
+    if importlib.util.find_spec("sentence_transformers") is None:
+        return "lexical", f"as sentence-transformers is not installed, which loads {DENSE[0]}; --model names another"
+    return DENSE[0], "as there is a GPU for it; --model names another"
 
 
 def _levels(text: str) -> frozenset[int]:

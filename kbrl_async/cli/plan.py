@@ -1,9 +1,10 @@
-"""`kbrl plan`: how many samplers, compile cores and benches a wished throughput needs, from measured stage times."""
+"""`kbrl plan`, from measured stage times: how many of each process a wished throughput needs, and what a run costs."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,10 +14,15 @@ from rich.table import Table
 
 from kbrl_async.cli.shared import add_old_run, add_run, print_json, run_of, say, table
 from kbrl_async.errors import UserError
+from kbrl_async.kernels.backends import runs_on_gpu
+from kbrl_async.kernels.problems.split import HELDOUT
+from kbrl_async.lab import cost
 from kbrl_async.lab import plan as planning
+from kbrl_async.lab.cost import Bill, Machine
 from kbrl_async.lab.plan import TARGET, AdmissionWindow, Capacity, RunObservation
-from kbrl_async.runs.config import Config
-from kbrl_async.runs.folder import LATEST, load_run
+from kbrl_async.runs.config import Config, available_cores, environment, load, placement
+from kbrl_async.runs.folder import LATEST, SUMMARY_FILE, load_run
+from kbrl_async.runs.problems import problems_of
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
 ENOUGH_UPDATES = 4
@@ -29,6 +35,10 @@ examples:
                                            generation and updates scaled by size
   kbrl plan --rollouts-per-hour 20000 \\
       --times generate=0.4,compile=1.1,bench=2.5,train=0.3
+  kbrl plan --price core=0.04              what the newest run has cost, and
+                                           will; it may be running
+  kbrl plan default --for configs/gpu.yaml --price H100=2.49 --gpu H100
+                                           before that one is started
 
 Formulas, and what to scale on: docs/capacity.md"""
 
@@ -49,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FOLDER|SIZE", help="plan for this model, such as 7B: scales generation and updates")
     add("--utilisation", type=float, default=TARGET, metavar="U", help=f"largest share of busy time ({TARGET})")
     add("--variability", type=float, default=1.0, metavar="C", help="of arrivals and times: 1 Poisson, more in bursts")
+    add("--for", dest="wanted", metavar="FILE", type=Path, help="say what a run of this configuration would cost")
+    add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
+    add("--gpu", metavar="NAME", default="", help="the GPUs' name in the price table; default: this machine's")
     add("--json", action="store_true", help="the plan as JSON")
 
 
@@ -58,6 +71,7 @@ class PlanBasis(msgspec.Struct, frozen=True):
     source: str
     observed: RunObservation
     window: AdmissionWindow
+    config: Config
     samples: list[SystemSample] = msgspec.field(default_factory=list)
 
 
@@ -75,11 +89,50 @@ def run(args: argparse.Namespace) -> int:
     found = planning.plan(
         observed, wanted, target=args.utilisation, variability=args.variability, window=measured.window
     )
+    bills = bills_of(args, measured, observed)
     if args.json:
-        print_json(_finite(found))
+        print_json({**_finite(found), "cost": msgspec.to_builtins(bills)})
         return 0
     show(measured, found, factor, Console())
+    currency = _paid(args, measured).cost.currency
+    for what, of in bills.items():
+        say(f"{what}: {of.told(currency)}")
+    if bills and all(of.money is None for of in bills.values()):
+        say("in money: set cost.prices, or give --price gpu=2.49 or --price core=0.04, of an hour")
     return 0
+
+
+def _paid(args: argparse.Namespace, measured: PlanBasis) -> Config:
+    """The configuration of the run that is to be paid."""
+    if args.wanted is not None:
+        return load([args.wanted], (), environment(os.environ))
+    return measured.config
+
+
+def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObservation) -> dict[str, Bill]:
+    """In words: before a run of `--for`; of a measured run what it has cost and, until it ends, will."""
+    config = _paid(args, measured)
+    machine = _machine(config, args.gpu)
+    prices = cost.prices(config, args.price)
+    if args.wanted is not None:
+        heldout = sum(problem.split == HELDOUT for problem in problems_of(config, config.levels))
+        hours = cost.hours_of(config, observed, args.utilisation, heldout)
+        return {f"cost of {args.wanted}, about": cost.bill(hours, machine, prices)}
+    if not measured.samples:
+        return {}
+    bills = {"cost so far": cost.bill(cost.spent_hours(measured.samples), machine, prices)}
+    has_ended = (Path(measured.source) / SUMMARY_FILE).is_file()
+    if not has_ended and (left := cost.left_hours(config, measured.samples, observed)) > 0:
+        bills["to its last update, about"] = cost.bill(left, machine, prices)
+    return bills
+
+
+def _machine(config: Config, gpu: str) -> Machine:
+    gpus = placement.inventory(os.environ)
+    on_gpu = config.device == "cuda" or (config.device == "auto" and runs_on_gpu(config.backend))
+    count = placement.wanted(config) if config.placement is not None else int(on_gpu)
+    name = gpu or (gpus[0].name if gpus else "")
+    return Machine(count, name if count else "", len(available_cores()))
 
 
 def parse_times(words: Sequence[str]) -> dict[str, float]:
@@ -114,13 +167,13 @@ def _names_no_run(args: argparse.Namespace) -> bool:
 
 
 def _of_run(folder: Path) -> PlanBasis:
-    samples = Tail(folder / "metrics" / "system.jsonl").new()
-    return PlanBasis(str(folder), planning.observe(samples), _window(load_run(folder)), samples)
+    samples, config = Tail(folder / "metrics" / "system.jsonl").new(), load_run(folder)
+    return PlanBasis(str(folder), planning.observe(samples), _window(config), config, samples)
 
 
 def _told(times: dict[str, float]) -> PlanBasis:
     config = Config()
-    return PlanBasis("--times", planning.told(times, config.batch_size * config.group_size), _window(config))
+    return PlanBasis("--times", planning.told(times, config.batch_size * config.group_size), _window(config), config)
 
 
 def _window(config: Config) -> AdmissionWindow:

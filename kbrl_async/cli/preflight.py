@@ -14,9 +14,9 @@ from pathlib import Path
 
 import zmq
 
-from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, HostError, MissingTool
+from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, HostError, MissingTool, ProblemError
 from kbrl_async.kernels.backends import backend
-from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.problems.split import HELDOUT
 from kbrl_async.keyring import Keyring
 from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
@@ -24,6 +24,7 @@ from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
 from kbrl_async.runs.folder import Run, refused
 from kbrl_async.runs.origins import SMALL, cache_folder
+from kbrl_async.runs.problems import problems_of, split_told
 from kbrl_async.sampling.vllm.options import check_installed
 from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
@@ -76,8 +77,12 @@ def check_cores(config: Config) -> None:
 
 
 def check_problems(config: Config) -> None:
-    """Every problem file parses, and there is one to train on."""
-    load_problems(config.problems or "", levels=config.levels, split="train")
+    """Every problem file parses, and there is one to train on; what is held out of a user's problems is said."""
+    found = problems_of(config, config.levels)
+    if all(problem.split == HELDOUT for problem in found):
+        raise ProblemError(f"all problems of {config.problems} are held out", "Lower heldout_share, or unmark some")
+    if told := split_told(config, found):
+        print(f"warning: {told}", file=sys.stderr)
 
 
 def check_files(config: Config) -> None:

@@ -152,6 +152,9 @@ class Course:
     def turns(self, rollout_id: str) -> Sequence[TurnTaken]:
         return self._trajectories.turns(rollout_id)
 
+    def strictness_of(self, group_id: str) -> None:
+        """Evaluations check everything."""
+
     def failure_of_another(self, rollout_id: str, problem_id: str) -> str:
         return self._trajectories.failure_of_another(rollout_id, problem_id)
 

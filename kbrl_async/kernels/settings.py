@@ -31,6 +31,8 @@ PROBLEM_SOURCES = Door(
 )
 """Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`. `generated`
 takes a word more: `generated:500`."""
+HELDOUT_SHARE, HELDOUT_SEED = 0.1, 0
+"""Share of each level that is held out of a source that marks none, and by which seed."""
 BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 

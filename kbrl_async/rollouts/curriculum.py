@@ -3,7 +3,9 @@
 ::
 
     whole groups ─▶ success per problem and turn ─▶ weights of the next draw
-    batches trained ─▶ rates of the last batches ─▶ stage1 ─▶ stage2 ─▶ stage3,  P(level 2) .1 → .5
+    batches trained ─▶ rates of the last batches ─▶ stage1 ─▶ stage2 ─▶ stage3
+                                                 ├▶ P(above a level | at it or above) .1 → .5
+                                                 └▶ sets that a wrong kernel meets 3 → 6 → all, tolerances 10 → 3 → 1
 
 Invariants
 * The state is a function of what was observed, in order: a journal that is replayed gives the same choices (I9).
@@ -15,20 +17,19 @@ Invariants
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
 
 from kbrl_async.rollouts.settings import Curriculum
-from protocols.records import Problem
+from protocols.records import Problem, Strictness
 
 STAGES = ("stage1", "stage2", "stage3")
 
 
-FIRST_SHARE, LAST_SHARE, SHARE_STEP = 0.1, 0.5, 0.05
-"""kind=levels: share of problems above the lowest level; a step up whenever correctness reaches `RAISE_ABOVE`."""
-RAISE_ABOVE = 0.4
+RISES = 2
+"""strictness=rising: rises after which everything is checked."""
 RATE = 0.2
 """Weight of the newest rollout in a problem's success estimate."""
 FLOOR = 0.1
@@ -47,6 +48,8 @@ class CurriculumState(msgspec.Struct, frozen=True):
     share: float
     success: dict[str, dict[int, float]]
     recent: list[BatchRates]
+    rises: int = 0
+    batches: int = 0
 
 
 class CurriculumTracker:
@@ -55,17 +58,27 @@ class CurriculumTracker:
     def __init__(self, settings: Curriculum, problems: Sequence[Problem], seed: int) -> None:
         self.settings = settings
         self.stage = STAGES[0]
-        self.share = FIRST_SHARE
+        self.share = settings.first_share
+        self.rises, self.batches = 0, 0
         self._problems, self._seed = list(problems), seed
         self._success: dict[str, dict[int, float]] = {}
         self._recent: deque[BatchRates] = deque(maxlen=settings.window)
 
     def state(self) -> CurriculumState:
-        return CurriculumState(self.stage, self.share, self._success, list(self._recent))
+        return CurriculumState(self.stage, self.share, self._success, list(self._recent), self.rises, self.batches)
 
     def restore(self, state: CurriculumState) -> None:
         self.stage, self.share, self._success = state.stage, state.share, state.success
         self._recent = deque(state.recent, maxlen=self.settings.window)
+        self.rises, self.batches = state.rises, state.batches
+
+    @property
+    def strictness(self) -> Strictness | None:
+        """How closely wrong kernels are looked at now; None: as closely as can be."""
+        settings = self.settings
+        if settings.strictness == "full" or self.rises >= RISES or self.batches >= settings.strict_after:
+            return None
+        return Strictness(settings.first_sets << self.rises, settings.first_tolerance ** (0.5**self.rises))
 
     def observe(self, problem_id: str, turn: int, correct: bool) -> None:
         """A turn of a group all of whose rollouts have ended."""
@@ -87,11 +100,14 @@ class CurriculumTracker:
     def batch_trained(self, rates: BatchRates) -> list[str]:
         """What changes by this batch, as lines for the log."""
         self._recent.append(rates)
+        was_full, self.batches = self.strictness is None, self.batches + 1
+        if not was_full and self.strictness is None:
+            return [f"every kernel meets all input sets: {self.batches} updates"]
         if len(self._recent) < self.settings.window:
             return []
         compiled = sum(r.compiled for r in self._recent) / len(self._recent)
         correct = sum(r.correct for r in self._recent) / len(self._recent)
-        return [*self._advance(compiled, correct), *self._raise(correct)]
+        return [*self._advance(compiled, correct), *self._raise(correct), *self._tighten(correct)]
 
     def _advance(self, compiled: float, correct: float) -> list[str]:
         settings, now = self.settings, self.stage
@@ -106,11 +122,21 @@ class CurriculumTracker:
         return [f"{now} → {self.stage}: {reached} over the last {self.settings.window} batches"]
 
     def _raise(self, correct: float) -> list[str]:
-        if self.settings.kind != "levels" or correct < RAISE_ABOVE or self.share >= LAST_SHARE:
+        settings = self.settings
+        if settings.kind != "levels" or correct < settings.raise_above or self.share >= settings.last_share:
             return []
-        self.share = min(LAST_SHARE, round(self.share + SHARE_STEP, 6))
+        self.share = min(settings.last_share, round(self.share + settings.share_step, 6))
         self._recent.clear()
         return [f"harder levels {self.share:.0%}: correct {correct:.0%} over the last {self.settings.window} batches"]
+
+    def _tighten(self, correct: float) -> list[str]:
+        if self.strictness is None or correct < self.settings.strict_above:
+            return []
+        self.rises += 1
+        self._recent.clear()
+        now = self.strictness
+        what = "all input sets" if now is None else f"{now.sets} input sets, tolerances × {now.tolerance:.3g}"
+        return [f"wrong kernels meet {what}: correct {correct:.0%} over the last {self.settings.window} batches"]
 
     def weights(self) -> list[float]:
         """One a problem, in the order given; `uniform` has ones."""
@@ -121,12 +147,12 @@ class CurriculumTracker:
         return [1.0] * len(self._problems)
 
     def _level_weights(self) -> list[float]:
-        lowest = min(problem.level for problem in self._problems)
-        easy = sum(problem.level == lowest for problem in self._problems)
-        hard = len(self._problems) - easy
-        if hard == 0:
-            return [1.0] * easy
-        return [(1 - self.share) / easy if problem.level == lowest else self.share / hard for problem in self._problems]
+        """Levels in order: of what is at a level or above it, `share` is above."""
+        counts = Counter(problem.level for problem in self._problems)
+        ordered = sorted(counts)
+        of_level = {level: self.share**place * (1 - self.share) for place, level in enumerate(ordered[:-1])}
+        of_level[ordered[-1]] = self.share ** (len(ordered) - 1)
+        return [of_level[problem.level] / counts[problem.level] for problem in self._problems]
 
     def pick(self, count: int, excluded: frozenset[str]) -> Problem:
         """The problem of group number `count`, the same for the same state, count and seed: every one once in random

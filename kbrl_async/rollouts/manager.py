@@ -22,7 +22,7 @@ from kbrl_async.rollouts.scoring import ScoredTurn, score, score_prediction
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnRules, goes_on
-from protocols.records import SOLVER, VERIFIER, Problem, Purpose, RolloutRequest, SamplingParams
+from protocols.records import SOLVER, VERIFIER, Problem, Purpose, RolloutRequest, SamplingParams, Strictness
 from protocols.rollout import Record
 
 
@@ -40,6 +40,7 @@ class TakenTurns(Protocol):
 
     def turns(self, rollout_id: str) -> Sequence[TurnTaken]: ...
     def failure_of_another(self, rollout_id: str, problem_id: str) -> str: ...
+    def strictness_of(self, group_id: str) -> Strictness | None: ...
 
 
 class RolloutManager:
@@ -76,6 +77,7 @@ class RolloutManager:
             role=role_of(len(taken)) if self._rules.mode == "agents" else SOLVER,
             examples=first.examples,
             index_version=first.version,
+            strictness=self._taken.strictness_of(group_id) if purpose is Purpose.TRAIN else None,
         )
 
     def score(self, rollout_id: str, record: Record, preset: Preset) -> ScoredTurn | None:

@@ -119,4 +119,5 @@ def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[st
         fault=fault.value,
         role=request.role,
         trust=record.verdict.trust,
+        own_share=record.verdict.own_share,
     )

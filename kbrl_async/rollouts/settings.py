@@ -58,6 +58,8 @@ REWARD_PARTS = Door(
         "speed": f"{_REWARDS}.parts:speed",
         "speedup": f"{_REWARDS}.parts:speedup",
         "speedup_gain": f"{_REWARDS}.parts:speedup_gain",
+        "speed_above_1": f"{_REWARDS}.parts:speed_above_1",
+        "coverage": f"{_REWARDS}.parts:coverage",
         "length": f"{_REWARDS}.parts:length",
         "thinking": f"{_REWARDS}.parts:has_thought",
     },
@@ -110,6 +112,12 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """Most speedup that is paid where a verdict is observed, not replayed; null: as much as was measured."""
     unproven: Fraction = 0.0
     """Share of a right kernel's reward, speed aside, for one of which nothing shows that it does the work."""
+    coverage_weight: NonNegative | None = None
+    """Pay for the share of a correct kernel's device time that its own code has, such as .5; null: the preset's."""
+    above_1_weight: NonNegative | None = None
+    """Pay for a proven speed above the reference's (part speed_above_1); null: the preset's."""
+    least_coverage: Fraction = 0.0
+    """Own share of the device time below which a kernel earns nothing but what a wrong one does (Dr. Kernel: .3)."""
     plan_part: RewardPartName | None = None
     """What tokens around the kernel (thoughts, comments) are paid by, on their own; null: the preset's."""
     plan_weight: Fraction | None = None
@@ -128,6 +136,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
         """The weights that replace the preset's, by part."""
         parts = ("format", "compile", "correctness", "speed")
         given = {part: getattr(self, f"{part}_weight") for part in parts}
+        given |= {"coverage": self.coverage_weight, "speed_above_1": self.above_1_weight}
         return {part: weight for part, weight in given.items() if weight is not None}
 
 
@@ -145,6 +154,24 @@ class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["uniform", "levels", "learnable"] = "uniform"
     """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
+    first_share: Fraction = 0.1
+    """kind=levels: of the problems at a level or above it, the share that is above it, at first."""
+    last_share: Fraction = 0.5
+    """kind=levels: the same at last."""
+    share_step: Fraction = 0.05
+    """kind=levels: a step from first_share to last_share."""
+    raise_above: Fraction = 0.4
+    """kind=levels: a step is taken at this share of correct kernels."""
+    strictness: Literal["full", "rising"] = "full"
+    """rising: wrong kernels meet few secret input sets and wider tolerances at first; correct ones always all."""
+    first_sets: AtLeastOne = 3
+    """strictness=rising: sets after which a wrong kernel is done with; twice as many after a rise, all after two."""
+    first_tolerance: Annotated[float, Meta(ge=1)] = 10.0
+    """strictness=rising: factor on the tolerances for partial credit; its square root after a rise, 1 after two."""
+    strict_above: Fraction = 0.3
+    """strictness=rising: it rises at this share of correct kernels."""
+    strict_after: Count = 10
+    """strictness=rising: updates after which all sets and the bench's own tolerances hold in any case."""
     window: AtLeastOne = 5
     """Batches whose mean rates a threshold is compared with."""
     compile_above: Fraction = 0.8

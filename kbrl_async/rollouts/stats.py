@@ -64,6 +64,8 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that it came to."""
     trust: str = ""
     """Of the verdict: `replayed` or `observed`."""
+    own_share: float | None = None
+    """Of a kernel's device time, that of its own code; None: not known."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.backends import runs_on_gpu
-from kbrl_async.kernels.problems import load_problems, usable
+from kbrl_async.kernels.problems import usable
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.curriculum import STAGES
@@ -18,6 +17,7 @@ from kbrl_async.rollouts.settings import Alarms, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SFT
+from kbrl_async.runs.problems import problems_of
 from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem
@@ -25,7 +25,7 @@ from protocols.records import Problem
 
 def plan_of(config: Config) -> RunPlan:
     """Raises `ProblemError` and `ConfigError`."""
-    problems = _problems(config, config.levels)
+    problems = problems_of(config, config.levels)
     learnable = usable(problems) if config.exclude_audited else problems
     return RunPlan(
         training=[NOT_A_PROBLEM]
@@ -52,11 +52,6 @@ def plan_of(config: Config) -> RunPlan:
         curriculum=config.curriculum,
         alarms=_alarms(config),
     )
-
-
-def _problems(config: Config, levels: Sequence[int]) -> list[Problem]:
-    shapes = "gpu" if runs_on_gpu(config.backend) else "cpu"
-    return load_problems(config.problems or "", levels=levels, shapes=shapes, precision=config.precision)
 
 
 def _alarms(config: Config) -> Alarms:
@@ -91,7 +86,7 @@ def evaluated_problems(config: Config) -> list[Problem]:
     :raises ProblemError: a level is empty, or a file breaks the contract.
     """
     wanted = config.evaluation
-    found = _problems(config, () if wanted.ids else config.levels)
+    found = problems_of(config, () if wanted.ids else config.levels)
     if wanted.ids:
         found = list({p.problem_id: p for p in (choose(id_, found) for id_ in wanted.ids)}.values())
     if wanted.split != "all":

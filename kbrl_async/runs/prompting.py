@@ -10,7 +10,6 @@ from typing import Any
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.kernels.backends import runs_on_gpu
-from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import TokenBudget
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
 from kbrl_async.rollouts.prompts.chat import chat_of
@@ -19,6 +18,7 @@ from kbrl_async.rollouts.prompts.hardware import facts_for
 from kbrl_async.rollouts.retrieval import Entry, Retriever
 from kbrl_async.rollouts.retrieval.corpora.folders import run_entries
 from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.problems import problems_of
 
 UNKNOWN_CONTEXT = 16_000
 """Tokens that an endpoint's model is trusted to read where prompt.max_tokens does not tell."""
@@ -48,7 +48,7 @@ def prompts_of(config: Config, run_dir: Path, log: Any) -> FirstPrompts:
     if wanted.option != "raicl" or wanted.index is None:
         return template_prompts(config, run_dir, may_ask=True)
     hardware = told_hardware(config, run_dir)
-    problems = load_problems(config.problems or "")
+    problems = problems_of(config)
     heldout = [(problem.problem_id, problem.source) for problem in problems if problem.split == "heldout"]
     retriever = Retriever.open(Path(wanted.index).expanduser(), heldout, wanted.embedder or "")
     budget = budget_of(config, policies)

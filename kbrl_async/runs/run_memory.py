@@ -17,7 +17,7 @@ from kbrl_async.rollouts.settings import Alarms, Curriculum
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import Trajectories, TrajectoriesState
 from kbrl_async.rollouts.turns import TurnRules
-from protocols.records import Problem
+from protocols.records import Problem, Strictness
 
 KEPT_CHANGES = 100
 """Changes of alarms that a written state keeps."""
@@ -64,6 +64,7 @@ class RunSnapshot(msgspec.Struct, frozen=True):
     stages: dict[str, str]
     batches: dict[str, list[str]]
     open: dict[str, dict[str, RolloutStats]]
+    strictness: dict[str, Strictness] = msgspec.field(default_factory=dict)
 
 
 class RunMemory:
@@ -91,6 +92,7 @@ class RunMemory:
         self._alarms = AlarmWatch(rules_of(plan.alarms))
         self._heldout = HeldoutEvaluations(plan.heldout, plan.eval_samples, plan.eval_every, plan.eval_credit)
         self._stages: dict[str, str] = {}
+        self._strictness: dict[str, Strictness] = {}
         self._batches: dict[str, list[str]] = {}
         self._open: dict[str, dict[str, RolloutStats]] = {}
         """Numbers of the turns of open groups, by group and turn."""
@@ -118,6 +120,7 @@ class RunMemory:
             stages=self._stages,
             batches=self._batches,
             open=self._open,
+            strictness=self._strictness,
         )
 
     def restore(self, snapshot: RunSnapshot) -> None:
@@ -135,3 +138,4 @@ class RunMemory:
         self.clock, self.alarm_changes, self.notes = snapshot.clock, snapshot.alarm_changes, snapshot.notes
         self.ended_lately = deque(snapshot.ended_lately, maxlen=KEPT_ENDS)
         self._stages, self._batches, self._open = snapshot.stages, snapshot.batches, snapshot.open
+        self._strictness = snapshot.strictness

@@ -51,7 +51,7 @@ from kbrl_async.runs.commands import (
 )
 from kbrl_async.runs.run_memory import RunMemory
 from kbrl_async.runs.summary import RunCounters
-from protocols.records import VERIFIER, GroupOutcome, Purpose, TrainGroup, TrainSample
+from protocols.records import VERIFIER, GroupOutcome, Purpose, Strictness, TrainGroup, TrainSample
 
 
 class RunState(RunMemory):
@@ -113,6 +113,10 @@ class RunState(RunMemory):
     def stage_of(self, group_id: str) -> str:
         """The stage of rewards that all rollouts of this group are paid by: that of its admission."""
         return self._stages.get(group_id, self._curriculum.stage)
+
+    def strictness_of(self, group_id: str) -> Strictness | None:
+        """How closely wrong kernels of this group are looked at: as at its admission."""
+        return self._strictness.get(group_id)
 
     def counters(self) -> RunCounters:
         counts = self._buffer.counts
@@ -331,6 +335,8 @@ class RunState(RunMemory):
         match event:
             case Admitted():
                 self._stages[event.group_id] = self._curriculum.stage
+                if (strictness := self._curriculum.strictness) is not None:
+                    self._strictness[event.group_id] = strictness
             case RolloutScored() | Lost():
                 self._trajectories.forget(event.rollout_id)
             case StragglersCut():
@@ -404,6 +410,7 @@ class RunState(RunMemory):
         for group in closed:
             self._open.pop(group.group_id, None)
             self._stages.pop(group.group_id, None)
+            self._strictness.pop(group.group_id, None)
             self._trajectories.forget_group(group.group_id)
 
     def _end_evaluation(self, command: Evaluated) -> list[Effect]:

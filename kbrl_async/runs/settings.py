@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from kbrl_async.errors import ConfigError
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, Positive
 
 Cores = Literal["auto"] | list[Count]
@@ -16,7 +18,7 @@ class Demonstrations(msgspec.Struct, frozen=True, kw_only=True):
     """What method=sft learns from."""
 
     files: list[str] = msgspec.field(default_factory=list)
-    """JSONL, JSON and Parquet files, folders of them, run folders; empty: right answers of the own corpus."""
+    """JSONL, JSON, Parquet files, folders of them, runs, evidence of kbrl optimize; empty: the own corpus's answers."""
     keep: AtLeastOne = 3
     """Run folders: best different verified answers of each problem that are taken."""
     include_eval: bool = False
@@ -107,6 +109,32 @@ class Tensorboard(msgspec.Struct, frozen=True, kw_only=True):
     """Also break rewards and rates down by problem level."""
     log_dir: str | None = None
     """Folder that collects the event files of several runs, each in a folder of its name; null: runs/NAME."""
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine costs, for 'kbrl plan'."""
+
+    prices: list[str] = msgspec.field(default_factory=list)
+    """Prices of an hour, such as H100=2.49,gpu=1.5,core=0.04: by a part of a GPU's name, of any other, of a core."""
+    currency: str = ""
+    """Written behind sums, such as EUR."""
+
+
+def prices_of(table: Sequence[str]) -> dict[str, float]:
+    """By name.
+
+    :raises ConfigError: an entry that is no NAME=PRICE.
+    """
+    found: dict[str, float] = {}
+    for entry in table:
+        name, _, price = entry.partition("=")
+        try:
+            found[name.strip()] = float(price)
+        except ValueError:
+            found[name.strip()] = -1.0
+        if not name.strip() or not 0 <= found[name.strip()] < float("inf"):
+            raise ConfigError(f"cost.prices: {entry!r} is no price", "Write NAME=PRICE of an hour, such as H100=2.49")
+    return found
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ def note(tally: Tally, command: Command) -> None:
     """What a command says of training answers and their groups."""
     match command:
         case Admitted():
-            tally.admitted(command.group_id, command.rollouts, command.version)
+            tally.admitted(command.group_id, command.rollouts, command.version, command.problem_id)
         case RolloutEnded() | TurnTaken() if not is_evaluation(command.group_id):
             tally.answered(command.group_id, command.stats)
         case RolloutScored():
@@ -64,6 +64,6 @@ def note(tally: Tally, command: Command) -> None:
         case Lost():
             tally.ended(command.group_id, command.reason)
         case Swept() | StragglersCut():
-            tally.swept(command.group_ids)
+            tally.swept(command.group_ids, whole=isinstance(command, Swept))
         case _:
             pass

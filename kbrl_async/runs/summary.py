@@ -29,7 +29,7 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.evaluation.proportions import KEY, wilson
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
-from kbrl_async.runs.telemetry import by_version
+from kbrl_async.runs.telemetry import by_version, stale
 from kbrl_async.runs.telemetry.by_version import FIELDS, SHARES, Answers, speed_interval
 from kbrl_async.runs.telemetry.training_metrics import kernels, outcome_rates
 from protocols.records import TIMING_CONFIDENCE
@@ -97,6 +97,7 @@ def build(
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
+        **_stale(answers),
         "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_after]),
     }
@@ -138,6 +139,12 @@ def _timings(rollouts: Sequence[RolloutStats]) -> Summary:
     """Speedups that were measured, and how many of them can't be compared."""
     timed = [r for r in rollouts if r.correct and r.speedup is not None]
     return {"timings": len(timed), "timings_disturbed": sum(r.is_disturbed for r in timed)}
+
+
+def _stale(answers: Answers) -> Summary:
+    """What was dropped as too old, by the length of answers, shortest quarter first."""
+    parts = stale.by_length(answers.ages, answers.listed)
+    return {"stale_by_length": [msgspec.structs.asdict(p) for p in parts], "stale_warning": stale.warning(parts)}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -257,6 +264,11 @@ def _run_table(summary: Summary) -> Table:
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
     table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
+    if by_length := summary.get("stale_by_length"):
+        shares = ", ".join(f"{part['share']:.0%}" for part in by_length)
+        table.add_row("dropped as too old", f"{shares}  (a quarter each, shortest answers first)")
+    if summary.get("stale_warning"):
+        table.add_row("warning", summary["stale_warning"])
     if disturbed := summary.get("timings_disturbed"):
         table.add_row("timings", f"{disturbed} of {summary['timings']} were disturbed, and are not ranked")
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())

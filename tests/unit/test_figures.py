@@ -166,7 +166,7 @@ def test_every_figure_of_a_run_is_made_again(tmp_path: Path, seed: int) -> None:
     assert found["different"] == []
     assert found["ok"]
     assert found["compared"] > 100
-    assert found["not_compared"] == ["busy", "busy_total"]
+    assert found["not_compared"] == ["busy", "busy_total", "stale_by_length", "stale_warning"]
 
 
 def changed(run: Path, tmp_path: Path, name: str, value: Any) -> list[str]:

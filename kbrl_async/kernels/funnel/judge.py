@@ -33,7 +33,7 @@ from kbrl_async.kernels.timing.roofline import Peaks
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
 from kbrl_async.kernels.verify.baselines import Baselines
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
+from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 
 TICK_S = 5.0
 
@@ -82,6 +82,7 @@ class Judge:
         build: BuildReport,
         *,
         timing: bool = True,
+        strictness: Strictness | None = None,
         tick: Tick = no_tick,
         alive: Tick = no_tick,
     ) -> BenchReport:
@@ -91,7 +92,7 @@ class Judge:
         :raises InfraError: the host does, or what was built can't run on it.
         """
         paths = self._built(build)
-        report = self.bench.evaluate(problem, candidate, paths, timing=timing, tick=tick)
+        report = self.bench.evaluate(problem, candidate, paths, timing=timing, strictness=strictness, tick=tick)
         with ticking(alive):  # a sanitizer on a GPU takes minutes
             report = self._spot_checks.check(problem, candidate, paths, report, self._device)
             if self._names and report.timing is not None:

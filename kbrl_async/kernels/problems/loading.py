@@ -19,6 +19,7 @@ from kbrl_async.kernels.problems.contract import REQUIRED, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.problems.sources import hub, tasks
 from kbrl_async.kernels.problems.sources.folder import SUITE, load_file, load_folder, root_of
+from kbrl_async.kernels.problems.split import Split, with_split
 from kbrl_async.kernels.settings import PROBLEM_SOURCES
 from protocols.records import Problem
 
@@ -32,13 +33,16 @@ def load_problems(
     split: str | None = None,
     shapes: str = "cpu",
     precision: str = "fp32",
+    heldout: Split | None = None,
 ) -> list[Problem]:
     """The problems of `source`: empty for the project's own suite, else a folder, a file, a hub name, or a name of the
     door of problem sources.
 
     `levels` and `split` select; nothing selected is a `ProblemError`. What an audit of them says is in their `flags`.
+    `heldout` says what is held out where the source does not (None: a tenth of each level).
     """
     problems, folder = _read(source or "suite", shapes)
+    problems = with_split(problems, heldout or Split())
     problems = audit_file.with_flags(problems, map(audit_file.read, audit_file.find(folder, shapes)))
     wanted = set(levels)
     chosen = [p for p in problems if (not wanted or p.level in wanted) and split in (None, p.split)]

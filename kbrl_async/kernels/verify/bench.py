@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+import msgspec
+
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend, modules_of
 from kbrl_async.kernels.sandbox import Zygote
@@ -30,7 +32,7 @@ from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault
-from protocols.records import BenchReport, Candidate, Fault, Problem, Timing, Verdict
+from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 
 def zygote_for(device: str, backend: str = "c") -> Zygote:
@@ -100,6 +102,7 @@ class Bench:
         artifacts: dict[str, Path],
         *,
         timing: bool = True,
+        strictness: Strictness | None = None,
         tick: Tick = no_tick,
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the
@@ -117,7 +120,8 @@ class Bench:
             reference = self._references.get(problem, tick)
             clock.ends("reference")
             try:
-                verdict, timed = self._settled(reference, candidate, artifacts, timing, tick, clock)
+                options = self._options_for(candidate, strictness)
+                verdict, timed = self._settled(reference, candidate, artifacts, options, timing, tick, clock)
             except (CandidateFault, PermissionError, OSError) as error:
                 # What is the candidate's has become its verdict: what arrives here is the reference's.
                 self._references.drop(reference)
@@ -126,6 +130,11 @@ class Bench:
                 self._references.drop(reference)
                 raise
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
+
+    def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
+        is_interpreted = backend(candidate.backend).is_interpreted(self._options.device)
+        options = options_for_interpreter(self._options) if is_interpreted else self._options
+        return options if strictness is None else msgspec.structs.replace(options, strictness=strictness)
 
     def _notice_restart(self) -> None:
         """References die with their zygote; they are made anew."""
@@ -139,14 +148,12 @@ class Bench:
         reference: Reference,
         candidate: Candidate,
         artifacts: dict[str, Path],
+        options: BenchOptions,
         timing: bool,
         tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
         """What may be the work of an earlier candidate is found out once more, without any."""
-        options = self._options
-        if backend(candidate.backend).is_interpreted(options.device):
-            options = options_for_interpreter(options)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock)

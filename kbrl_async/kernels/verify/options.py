@@ -11,6 +11,7 @@ from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.roofline import Peaks
+from protocols.records import Strictness
 
 Tick = Callable[[], None]
 """Called between two steps of what takes long."""
@@ -60,6 +61,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
     recipe: Recipe
     limits: Limits
+    strictness: Strictness = Strictness()
 
 
 def bench_options(

@@ -43,6 +43,8 @@ _RULE_HINTS = {
 class Findings(Protocol):
     fault: CandidateFault | None
     passed: int
+    near: int
+    own_share: float | None
     total: int
     worst: Difference | None
     failed: list[tuple[str, Difference]]
@@ -101,6 +103,8 @@ def verdict_of(found: Findings) -> Verdict:
         tolerance_note=found.tolerance_note,
         trust=found.trust,
         trust_reason=clean(found.trust_reason),
+        near=found.near,
+        own_share=found.own_share,
     )
 
 

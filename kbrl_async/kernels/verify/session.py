@@ -103,6 +103,8 @@ class Session:
 
     entry = "kbrl_async.kernels.verify.cpu.runner:main"
     trust = OBSERVED
+    own_share: float | None = None
+    """Known before anything is timed, where there is nothing but own kernels."""
     keeps_outputs = True
     confined_within_s = 10.0
     ends_within_s = 2.0

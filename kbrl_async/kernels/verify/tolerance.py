@@ -35,6 +35,11 @@ class Tolerance(msgspec.Struct, frozen=True):
     ill: bool = False
     """The honest error was cut: these inputs do not tell a right kernel from a wrong one."""
 
+    def widened(self, factor: float) -> Tolerance:
+        return msgspec.structs.replace(
+            self, relative=self.relative * factor, absolute=self.absolute * factor, honest=self.honest * factor
+        )
+
     def note(self) -> str:
         """For people: what was allowed and why."""
         if self.exact:

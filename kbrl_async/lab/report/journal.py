@@ -71,7 +71,7 @@ def _collect(entries: Iterator[dict[str, Any]]) -> JournalData:
         match entry.get("type"):
             case "admitted":
                 problems[entry["group_id"]] = entry["problem_id"]
-                tally.admitted(entry["group_id"], entry["rollouts"], entry["version"])
+                tally.admitted(entry["group_id"], entry["rollouts"], entry["version"], entry["problem_id"])
             case "evaluated":
                 evaluated[entry["phase"]] += 1
                 if entry["stats"] is not None:
@@ -85,6 +85,8 @@ def _collect(entries: Iterator[dict[str, Any]]) -> JournalData:
                 tally.ended(entry["group_id"], entry["reason"])
             case "swept":
                 tally.swept(entry["group_ids"])
+            case "stragglers_cut":
+                tally.swept(entry["group_ids"], whole=False)
             case "batch_made":
                 batches[entry["batch_id"]] = JournalBatch(entry["index"], tuple(entry["group_ids"]), clock)
             case "batch_trained" if entry["batch_id"] in batches:

@@ -5,7 +5,8 @@ Adding one is one function and its name in `settings.REWARD_PARTS`; a user's own
 Invariants
 * Infrastructure's faults, and records that end without a reason of the candidate's own, earn nothing: no reward (I4).
 * `correctness` is 1 only for a verdict `OK`; `speed` is above 0 only for a correct kernel. It goes by the lower end of
-  the speedup's interval (I7), and pays below 1 too: a third of it at half of the reference's speed.
+  the speedup's interval (I7), and pays below 1 too: a third of it at half of the reference's speed. `speed_above_1`
+  does not.
 * Cheating has no parts: whatever it passed, it passed by fraud.
 """
 
@@ -59,14 +60,14 @@ def is_built(record: Record) -> float:
 
 
 def correctness(record: Record) -> float:
-    """Share of secret input sets passed."""
+    """Share of secret input sets passed, or nearly so where the curriculum counts that."""
     verdict = record.verdict
     if verdict.fault is Fault.OK:
         return 1.0
     if verdict.total < 1 or verdict.fault is Fault.UNPROVEN:
         return 0.0
     # A kernel that passes every set and then crashes or times out has not earned the last one.
-    return max(0, min(verdict.passed, verdict.total - 1)) / verdict.total
+    return max(0, min(verdict.passed + verdict.near, verdict.total - 1)) / verdict.total
 
 
 def is_correct(record: Record) -> float:
@@ -97,6 +98,17 @@ def speedup(record: Record) -> float:
 def speedup_gain(record: Record) -> float:
     """(speedup − 1)⁺."""
     return max(0.0, speedup(record) - 1.0)
+
+
+def speed_above_1(record: Record) -> float:
+    """clip(log(lo) / log(cap), 0, 1): nothing at the reference's speed, all at `SPEED_CAP` times it."""
+    lo = _lo(record)
+    return min(1.0, math.log(lo) / math.log(SPEED_CAP)) if lo > 1.0 else 0.0
+
+
+def coverage(record: Record) -> float:
+    """Share of a correct kernel's device time that its own code has; 0 where that is not known."""
+    return is_correct(record) * (record.verdict.own_share or 0.0)
 
 
 def length(record: Record) -> float:

@@ -5,6 +5,7 @@
 
     reward = floor                                   when it cheats
            = floor + unproven_share · (as if right − floor) when nothing shows whose work it is
+           = what a wrong one earns                  when its own kernels do less than `idle_below` of the work
            = value of the first rung not passed      where the preset has a ladder
            = gate · Σ weight[part] · part            else
 
@@ -51,6 +52,8 @@ class Preset(msgspec.Struct, frozen=True):
     """Most speedup that is paid where a verdict is observed; None: as much as was measured."""
     overlong: bool = False
     """Take off up to 1 over the last fifth of max_tokens, 1 from an answer that was cut (DAPO's soft punishment)."""
+    idle_below: float = 0.0
+    """Own share of the device time below which a correct kernel is paid as a wrong one that compiled."""
     unproven_share: float = 0.0
     """Share of the way from `floor` to what a right kernel without a time gets, for one that is `UNPROVEN`."""
 
@@ -108,6 +111,7 @@ def _changed(preset: Preset, settings: Reward) -> Preset:
         preset.plan_part if part is None else part,
         weight if weight is not None else preset.plan_weight or (PLAN_WEIGHT if part is not None else 0.0),
         observed_speedup=settings.observed_speedup,
+        idle_below=settings.least_coverage,
         unproven_share=settings.unproven,
     )
     named = [*weights, *(rung.part for rung in preset.ladder), preset.gate, changed.plan_part]
@@ -153,7 +157,22 @@ def _paid(record: Record, preset: Preset) -> float:
         return preset.floor
     if record.fault is Fault.UNPROVEN:
         return preset.floor + preset.unproven_share * (_earned(_as_right(record), preset) - preset.floor)
+    if _is_idle(record, preset):
+        return _earned(_as_wrong(record), preset)
     return _earned(_capped(record, preset), preset)
+
+
+def _is_idle(record: Record, preset: Preset) -> bool:
+    """Its own kernels do too little of the work. Where their share is not known, nothing is held against it."""
+    share = record.verdict.own_share if record.bench is not None else None
+    return record.fault is Fault.OK and share is not None and share < preset.idle_below
+
+
+def _as_wrong(record: Record) -> Record:
+    """As if it had passed no set: what format and compilation earn stays."""
+    assert record.bench is not None, "only a bench measures a share"
+    verdict = msgspec.structs.replace(record.verdict, fault=Fault.INCORRECT, passed=0, near=0)
+    return msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, verdict=verdict, timing=None))
 
 
 def _earned(record: Record, preset: Preset) -> float:

@@ -13,6 +13,7 @@ from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.settings import Reward
 from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.schema import Config
+from kbrl_async.runs.settings import prices_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+")
@@ -54,6 +55,10 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     if learner.minibatches > config.batch_size * config.group_size:
         cause = f"learner.minibatches={learner.minibatches} is more than the batch has rollouts"
         yield "learner.minibatches", cause, "Lower it to at most batch_size × group_size"
+    try:
+        prices_of(config.cost.prices)
+    except ConfigError as error:
+        yield "cost.prices", error.cause, error.cure
     try:
         check_combination(config.loss, config.corrections)
     except ConfigError as error:

@@ -43,7 +43,7 @@ PLACE_KEYS = frozenset({"name", "log_path", "resume"})
 CHANGEABLE = PLACE_KEYS | {
     "max_steps", "max_minutes", "log_level", "device", "placement", "policy_url",
     *(name for name in KEYS if name.startswith(("cpu.", "processes.", "broker.", "tensorboard."))),
-    *(name for name in KEYS if name.startswith(("archive.", "alarms.", "metrics."))),
+    *(name for name in KEYS if name.startswith(("archive.", "alarms.", "metrics.", "cost."))),
     "learner.threads", "learner.peak_tflops", "learner.checkpoint_every", "learner.keep_checkpoints",
     "sampler.threads", "sampler.slots",
     "sampler.base_url", "sampler.api_key_env", "sampler.endpoint_deadline_s", "sampler.endpoint_retries",

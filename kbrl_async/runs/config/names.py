@@ -57,7 +57,7 @@ OTHER_NAMES = {
     "epsilon": "learner.clip_low or learner.clip_high",
     "gpus": "placement",
     "groups_per_batch": "batch_size",
-    "heldout": "evaluation.split",
+    "heldout": "heldout_share or evaluation.split",
     "kl_coef": "learner.kl_weight",
     "kl_penalty_coef": "learner.kl_weight",
     "levels": "level",

@@ -15,11 +15,11 @@ from typing import Literal
 import msgspec
 
 from kbrl_async.evaluation.settings import Evaluation
-from kbrl_async.kernels.settings import BackendName, CompileFarm, TimingBench
+from kbrl_async.kernels.settings import HELDOUT_SEED, HELDOUT_SHARE, BackendName, CompileFarm, TimingBench
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, BestOfN, Curriculum, Prompt, Reward, Turns
-from kbrl_async.runs.settings import Archive, Broker, Cpu, Demonstrations, Metrics, Processes, Tensorboard
+from kbrl_async.runs.settings import Archive, Broker, Cost, Cpu, Demonstrations, Metrics, Processes, Tensorboard
 from kbrl_async.sampling.settings import Sampler
 
 PresetName = Literal[
@@ -56,6 +56,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of the problems' modules and inputs, as KernelBench means it."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
     """Problem level or levels to train on."""
+    heldout_share: Fraction = HELDOUT_SHARE
+    """Share of each level that is held out where the problems' source marks none, as KernelBench; 0: none."""
+    heldout_seed: Count = HELDOUT_SEED
+    """Seed by which these are chosen; the run's own seed has no part in it, so that runs can be compared."""
     exclude_audited: bool = True
     """Do not train on problems whose audit says that a right verdict means little there: see 'kbrl problems list'."""
     batch_size: AtLeastOne = 8
@@ -138,6 +142,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     archive: Archive = Archive()
     alarms: Alarms = Alarms()
     metrics: Metrics = Metrics()
+    cost: Cost = Cost()
 
     @property
     def prompt_option(self) -> str:

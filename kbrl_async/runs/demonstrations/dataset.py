@@ -22,11 +22,14 @@ import msgspec
 
 from kbrl_async.doors import Door
 from kbrl_async.durable import write_atomically
+from kbrl_async.kernels.problems.split import HELDOUT
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
 from kbrl_async.rollouts.prompts.chat import chat_of
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations import Conversation, Found, Lesson, Message, Renderer, gather
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER
+from kbrl_async.runs.demonstrations.optimized import chains_of
+from kbrl_async.runs.problems import problems_of
 from kbrl_async.runs.prompting import positions
 from protocols.records import Problem, TrainSample
 
@@ -85,9 +88,11 @@ def find(config: Config, renderer: Renderer) -> Found:
     """
     settings = config.demonstrations
     if settings.files:
-        return gather(settings.files, renderer, settings.keep, include_eval=settings.include_eval)
+        heldout = [problem for problem in problems_of(config) if problem.split == HELDOUT]
+        guarded = () if settings.include_eval else chains_of(heldout)
+        return gather(settings.files, renderer, settings.keep, include_eval=settings.include_eval, guarded=guarded)
     lessons = [renderer(conversation, "corpus") for conversation in corpus(config)]
-    return Found(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0})
+    return Found(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0, "double": 0})
 
 
 def open_dataset(config: Config, run_dir: Path, log: Any) -> SftDataset:

@@ -1,23 +1,26 @@
 """All sources of demonstrations together, with an account of what was left out and why.
 
-Invariant: `read` = lessons + bad + too long.
+Invariants
+* `read` = lessons + bad + too long + doubles.
+* What runs, evaluations and `kbrl optimize` found is learned once, however many of them found it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.runs.demonstrations import archives
+from kbrl_async.runs.demonstrations import archives, optimized
 from kbrl_async.runs.demonstrations.formats import Conversation, FormatError, conversation_of
+from kbrl_async.runs.demonstrations.optimized import Chain, is_evidence
 from kbrl_async.runs.demonstrations.reading import files_of, records
 from kbrl_async.runs.demonstrations.rendering import Lesson, Renderer, TooLong
 
-BAD, TOO_LONG = "bad", "too_long"
+BAD, TOO_LONG, DOUBLE = "bad", "too_long", "double"
 NAMED = 10_000
 """Most problems that are kept by name; all are counted."""
 
@@ -37,7 +40,7 @@ class Found(msgspec.Struct):
     lessons: list[Lesson] = msgspec.field(default_factory=list)
     problems: list[LeftOut] = msgspec.field(default_factory=list)
     """The first `NAMED` of what was left out."""
-    counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(("read", BAD, TOO_LONG), 0))
+    counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(("read", BAD, TOO_LONG, DOUBLE), 0))
 
     def leave_out(self, problem: LeftOut) -> None:
         self.counts[problem.kind] += 1
@@ -52,16 +55,27 @@ class Found(msgspec.Struct):
         return {**figures, "left_out": [msgspec.to_builtins(problem) for problem in self.problems]}
 
 
-def gather(sources: Sequence[str], renderer: Renderer, keep: int, *, include_eval: bool) -> Found:
-    """SftDataset of files, folders of files and runs, in that order.
+def gather(
+    sources: Sequence[str],
+    renderer: Renderer,
+    keep: int,
+    *,
+    include_eval: bool,
+    guarded: Collection[Chain] = (),
+) -> Found:
+    """SftDataset of files, folders of files, evidence of `kbrl optimize` and runs, in that order.
 
-    :param keep: best answers a problem that a run gives.
+    :param keep: best answers a problem that a run, or a search, gives.
     :param include_eval: right answers of a run's evaluations, too.
+    :param guarded: operations of held-out problems, of which no search's kernels are taken.
     :raises UserError: a source is missing, or all together hold nothing that can be learned.
     """
-    found = Found()
-    for where, record in _all(sources, keep, include_eval):
+    found, first_of = Found(), dict[str, str]()
+    for where, record in _all(sources, keep, include_eval, guarded):
         found.counts["read"] += 1
+        if isinstance(record, Conversation) and (other := first_of.setdefault(_text(record), where)) != where:
+            found.leave_out(LeftOut(where, f"the same as {other}", DOUBLE))
+            continue
         try:
             conversation = record if isinstance(record, Conversation) else _read(record)
             found.lessons.append(renderer(conversation, where))
@@ -75,14 +89,23 @@ def gather(sources: Sequence[str], renderer: Renderer, keep: int, *, include_eva
     return found
 
 
-def _all(sources: Sequence[str], keep: int, include_eval: bool) -> Iterator[tuple[str, Any]]:
+def _text(conversation: Conversation) -> str:
+    """Equal for equal answers to equal questions, whatever ends their lines."""
+    return "\0".join(
+        "\n".join(line.rstrip() for line in message.content.strip().splitlines()) for message in conversation.messages
+    )
+
+
+def _all(
+    sources: Sequence[str], keep: int, include_eval: bool, guarded: Collection[Chain]
+) -> Iterator[tuple[str, Any]]:
     for source in sources:
         path = Path(source).expanduser()
         if archives.is_run(path):
             yield from archives.best_answers(path, keep, include_eval=include_eval)
         else:
             for file in files_of(path):
-                yield from records(file)
+                yield from optimized.proven_answers(file, keep, guarded) if is_evidence(file) else records(file)
 
 
 def _read(record: Any) -> Conversation:

@@ -27,6 +27,7 @@ import msgspec
 
 from kbrl_async.evaluation.proportions import KEY, clustered_mean, clustered_share
 from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.runs.telemetry.stale import GroupAges
 from kbrl_async.runs.telemetry.training_metrics import (
     geometric_mean,
     kernels,
@@ -44,6 +45,10 @@ MOST_POINTS = 100
 SHARES = {"compile_rate": "compiled", "correct_rate": "correct", "fast_1": "fast_1", "fast_1_proven": "fast_1_proven"}
 """By name: what an answer has to be."""
 FIELDS = ("reward_mean", *SHARES, "speedup_mean")
+
+
+STALE = "stale"
+"""Why a rollout was lost that was too old when it would have been dispatched."""
 
 
 class Answer(NamedTuple):
@@ -64,6 +69,8 @@ class Answers(msgspec.Struct, frozen=True):
     """Groups that were dropped as too old before all of their rollouts had ended."""
     lost: Mapping[str, int] = {}
     """Rollouts that infrastructure lost, by reason."""
+    ages: Mapping[str, GroupAges] = {}
+    """Groups of which nothing is awaited any more: how many of their rollouts were dropped as too old."""
 
     @property
     def stats(self) -> list[RolloutStats]:
@@ -313,9 +320,11 @@ class Tally:
         """Most versions that a sampler was behind the learner when a group was admitted."""
         self._dropped: set[str] = set()
         self._lost: Counter[str] = Counter()
+        self._ages: dict[str, GroupAges] = {}
 
-    def admitted(self, group_id: str, rollouts: int, version: int) -> None:
+    def admitted(self, group_id: str, rollouts: int, version: int, problem_id: str = "") -> None:
         self._awaited[group_id], self._admitted[group_id] = rollouts, version
+        self._ages[group_id] = GroupAges(problem_id, rollouts)
 
     def answered(self, group_id: str, stats: RolloutStats) -> None:
         self._listed.append(Answer(group_id, stats))
@@ -325,19 +334,26 @@ class Tally:
         """A rollout of the group; `lost`: why it has no reward."""
         if lost:
             self._lost[lost] += 1
+        if lost == STALE and (ages := self._ages.get(group_id)) is not None:
+            self._ages[group_id] = ages._replace(stale=ages.stale + 1)
         self._awaited[group_id] = self._awaited.get(group_id, 0) - 1
         if self._awaited[group_id] <= 0:
             del self._awaited[group_id]
 
-    def swept(self, group_ids: Iterable[str]) -> None:
-        """Dropped as too old, or gone on without some of their answers."""
+    def swept(self, group_ids: Sequence[str], *, whole: bool = True) -> None:
+        """Dropped as too old; not `whole`: gone on without some of their answers."""
+        for group_id in group_ids:
+            if (ages := self._ages.get(group_id)) is not None:
+                stale = ages.rollouts if whole else ages.stale + self._awaited.get(group_id, 0)
+                self._ages[group_id] = ages._replace(stale=stale)
         self._dropped |= {group_id for group_id in group_ids if self._awaited.pop(group_id, 0) > 0}
 
     def answers(self) -> Answers:
         """A group's answers may be older than its admission, where a sampler was behind the learner; what a group lacks
         is taken to be as much older as any answer of the run was."""
+        ended = {group_id: ages for group_id, ages in self._ages.items() if group_id not in self._awaited}
         oldest = {group_id: self._admitted.get(group_id, 0) - self._behind for group_id in self._awaited}
-        return Answers(self._listed, oldest, frozenset(self._dropped), dict(self._lost))
+        return Answers(self._listed, oldest, frozenset(self._dropped), dict(self._lost), ended)
 
     def horizon(self, newest: float) -> float:
         """The first version that an open group may still write in, or one that is admitted at `newest` or later."""
@@ -350,3 +366,4 @@ class Tally:
         left = {answer.group_id for answer in self._listed} | self._awaited.keys()
         self._admitted = {group_id: version for group_id, version in self._admitted.items() if group_id in left}
         self._dropped &= left
+        self._ages = {group_id: ages for group_id, ages in self._ages.items() if group_id in left}

@@ -14,9 +14,9 @@ from kbrl_async.rollouts.buffer.events import BatchMade, RolloutScored
 from kbrl_async.rollouts.settings import Curriculum
 from kbrl_async.runs.commands import Ask, Command, Effect, Evaluated
 from kbrl_async.runs.run_journal import RunJournal
-from kbrl_async.runs.run_memory import RunPlan
+from kbrl_async.runs.run_memory import RunPlan, RunSnapshot
 from kbrl_async.runs.run_state import RunState
-from protocols.records import VERIFIER, Problem
+from protocols.records import VERIFIER, Problem, Strictness
 from tests.plans import buffer_rules, run_plan
 from tests.records import sample, stats
 
@@ -242,3 +242,20 @@ def test_a_group_is_paid_by_the_stage_of_its_admission_and_a_replay_agrees() -> 
     for entry in driver.commands:
         again.do(entry)
     assert (again.notes, again.stage_of(late)) == (driver.state.notes, "stage1")
+
+
+def test_a_group_is_checked_as_at_its_admission_evaluations_fully_and_a_restart_remembers() -> None:
+    rising = Curriculum(window=1, strictness="rising", first_sets=2, first_tolerance=4.0, strict_above=0.5)
+    driver = Driver(RunState(msgspec.structs.replace(plan(max_steps=9), curriculum=rising)))
+    driver.evaluate(BEFORE)
+    first = [driver.admit(), driver.admit()]
+    late = driver.admit()
+    for group in first:
+        driver.score(group, correct=True)
+    driver.train(driver.batch())
+    newest = driver.admit()
+    asked = [driver.state.strictness_of(group) for group in (BEFORE, first[0], late, newest)]
+    assert asked == [None, None, Strictness(2, 4.0), Strictness(4, 2.0)], "an ended group is forgotten"
+    again = RunState(driver.state.plan)
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(driver.state.snapshot()), type=RunSnapshot))
+    assert [again.strictness_of(late), again.strictness_of(newest)] == asked[2:]

@@ -66,6 +66,28 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 Step = Operator | Call
+_NO_WORK = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "detach",
+        "view",
+        "_unsafe_view",
+        "as_strided",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "select",
+        "slice",
+    )
+)
+"""Operators that touch no element."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -75,6 +97,11 @@ class Program(msgspec.Struct, frozen=True):
     steps: list[Step]
     tree: wire.Tree
     """What forward returns, tensors by number."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Only built functions compute; operators of torch allocate or make views, at most."""
+        return all(isinstance(step, Call) or step.name.partition(".")[0] in _NO_WORK for step in self.steps)
 
     @property
     def given(self) -> int:

@@ -43,7 +43,7 @@ class Work:
     sealed file that all replays share, the rest as bytes that each replay gets a copy of."""
 
     def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
-        self.data = data
+        self.data, self.is_compiled = data, work.is_compiled
         self.places: list[tuple[int, int]] = []
         ends = [0, 0]
         for one in work.blocks:
@@ -74,6 +74,7 @@ class ReplaySession(Session):
         self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], limits: Limits, deadline_s: float
     ) -> None:
         self._artifacts, self._work = artifacts, work
+        self.own_share = 1.0 if work.is_compiled else None
         self._written = torch.empty(0, dtype=torch.uint8)
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}

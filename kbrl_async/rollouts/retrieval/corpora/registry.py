@@ -86,6 +86,11 @@ CORPORA = (
 )
 
 
+def known_corpora() -> list[str]:
+    """Their names on the hub."""
+    return [corpus.hub for corpus in CORPORA]
+
+
 def _corpus(place: str) -> Corpus:
     if not Path(place).exists() and (known := [corpus for corpus in CORPORA if corpus.hub == place]):
         return known[0]

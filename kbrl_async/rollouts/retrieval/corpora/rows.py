@@ -74,10 +74,15 @@ def _hub(name: str) -> Iterator[Row | Skip]:
     if name.endswith((".jsonl", ".parquet")) or name.count("/") != 1 or name.startswith((".", "/")):
         raise UserError(f"{name} does not exist", "Give a file, a folder, or the name of a data set such as OWNER/NAME")
     datasets = _optional("datasets", "datasets", name)
-    for split in datasets.get_dataset_split_names(name):
-        for row in datasets.load_dataset(name, split=split, streaming=True):
-            # the archive's splits are its levels
-            yield {"Level_ID": split.rpartition("_")[2], **row}
+    try:
+        for split in datasets.get_dataset_split_names(name):
+            for row in datasets.load_dataset(name, split=split, streaming=True):
+                # the archive's splits are its levels
+                yield {"Level_ID": split.rpartition("_")[2], **row}
+    except (OSError, ValueError, RuntimeError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cure = "The same command goes on where it stopped once the hub is reached; or give files of the data set"
+        raise UserError(f"the hub does not give {name}: {first[:200]}", cure) from None
 
 
 def _optional(module: str, package: str, wanted: str) -> Any:

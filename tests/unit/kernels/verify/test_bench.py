@@ -16,7 +16,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.inputs import KINDS
-from protocols.records import BenchReport, Candidate, Fault, Problem
+from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Verdict
 
 Evaluate = Callable[..., BenchReport]
 WEIGHTS = """
@@ -198,3 +198,24 @@ def test_outputs_are_copied_inside_the_call_where_memory_can_not_be_read(zygote:
         assert report.verdict.fault is Fault.OK
         assert report.timing is not None
         assert "copied outputs" in report.timing.method
+
+
+def judged(bench: Bench, new: str, strictness: Strictness | None = None) -> Verdict:
+    problem = Problem("L1/weights", 1, "weights", WEIGHTS)
+    return bench.evaluate(problem, Candidate(new, "torch"), {}, timing=False, strictness=strictness).verdict
+
+
+def test_a_wrong_kernel_meets_as_many_sets_as_were_asked_for_and_a_right_one_all(bench: Bench) -> None:
+    wrong = NEW.replace("self.linear(x)", "self.linear(x) * 1.5")
+    assert judged(bench, wrong).total == judged(bench, NEW).total > 6
+    few = judged(bench, wrong, Strictness(sets=3))
+    assert (few.fault, few.total, few.near) == (Fault.INCORRECT, 3, 0)
+    assert judged(bench, NEW, Strictness(sets=3, tolerance=100.0)).total == judged(bench, NEW).total
+
+
+def test_what_passes_with_wider_tolerances_only_is_near_and_still_wrong(bench: Bench) -> None:
+    nearly = NEW.replace("self.linear(x)", "self.linear(x) * 1.001")
+    strict, wide = judged(bench, nearly), judged(bench, nearly, Strictness(tolerance=100.0))
+    assert (strict.fault, wide.fault) == (Fault.INCORRECT, Fault.INCORRECT)
+    assert strict.near == 0 < wide.near
+    assert strict.passed == wide.passed

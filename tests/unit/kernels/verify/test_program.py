@@ -166,3 +166,11 @@ def test_whatever_the_bytes_are_they_are_a_program_or_malformed() -> None:
             assert isinstance(program.read(bytes(data[: rng.randrange(len(data)) or None]), ()), Program)
         except Malformed:
             continue
+
+
+def test_operators_that_touch_no_element_leave_all_of_the_work_to_compiled_code() -> None:
+    call = Call("k.so", "run", [])
+    made = Program(1, [], [], [Operator("aten::empty_like", ["L", []], ["V", 1]), call], ["V", 1])
+    assert made.is_compiled
+    for name in ("aten::mm", "aten::add.Tensor", "aten::copy_", "aten::zeros"):
+        assert not Program(1, [], [], [Operator(name, ["L", []], ["V", 1]), call], ["V", 1]).is_compiled

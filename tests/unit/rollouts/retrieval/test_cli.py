@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,15 +82,64 @@ def test_query_shows_examples_scores_and_reasons(
 
 
 @pytest.mark.parametrize(
-    ("has_package", "has_gpu", "model"),
-    [(False, True, "lexical"), (True, False, "lexical"), (True, True, "BAAI/bge-code-v1")],
+    ("has_package", "has_gpu", "model", "why"),
+    [
+        (False, True, "lexical", "sentence-transformers is not installed"),
+        (True, False, "lexical", "there is no GPU"),
+        (True, True, "BAAI/bge-code-v1", "there is a GPU"),
+    ],
 )
 def test_the_dense_model_is_the_default_where_it_can_run(
-    monkeypatch: pytest.MonkeyPatch, has_package: bool, has_gpu: bool, model: str
+    monkeypatch: pytest.MonkeyPatch, has_package: bool, has_gpu: bool, model: str, why: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_package else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert default_model() == model
+    chosen, said = default_model()
+    assert chosen == model
+    assert why in said
+
+
+class Hub:
+    """Stands for the library `datasets`: both corpora, or no network."""
+
+    def __init__(self, book: Path, archive: Path, *, is_away: bool = False) -> None:
+        self._rows = {"GPUMODE/KernelBook": ("train", book), "SakanaAI/AI-CUDA-Engineer-Archive": ("level_1", archive)}
+        self._is_away = is_away
+
+    def get_dataset_split_names(self, name: str) -> list[str]:
+        if self._is_away:
+            raise ConnectionError("Couldn't reach the Hub\nlong story")
+        return [self._rows[name][0]]
+
+    def load_dataset(self, name: str, *, split: str, streaming: bool) -> list[dict[str, Any]]:
+        assert streaming
+        assert split == self._rows[name][0]
+        rows = []
+        for line in self._rows[name][1].read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)]
+
+
+def test_without_a_source_both_corpora_are_indexed_and_the_choice_of_embedder_is_said(
+    book: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setitem(sys.modules, "datasets", Hub(book, archive))  # type: ignore[arg-type]
+    code, said = run(capsys, "index", "build", "--output", tmp_path / "index")
+    assert code == 0
+    assert set(corpora(tmp_path / "index")) == {"kernelbook", "sakana"}
+    assert "sources: GPUMODE/KernelBook and SakanaAI/AI-CUDA-Engineer-Archive" in said
+    assert "embedder: lexical, as there is no GPU" in said
+
+
+def test_a_hub_that_is_not_reached_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", Hub(tmp_path, tmp_path, is_away=True))  # type: ignore[arg-type]
+    code, said = run(capsys, "index", "build", "--output", tmp_path / "index")
+    assert code == 2
+    assert "the hub does not give GPUMODE/KernelBook: Couldn't reach the Hub" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

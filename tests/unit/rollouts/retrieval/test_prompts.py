@@ -181,7 +181,7 @@ def opened(
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
     monkeypatch.setattr(versions, "newest", lambda folder: (SimpleNamespace(base_model=str(model)), folder))
     monkeypatch.setattr(prompting, "token_counter", lambda base: words)
-    monkeypatch.setattr(prompting, "load_problems", lambda setting: [PROBLEM, HELD])
+    monkeypatch.setattr(prompting, "problems_of", lambda config: [PROBLEM, HELD])
     said: list[str] = []
     log = SimpleNamespace(info=lambda event, **facts: said.append(f"{event} {facts}"))
     return prompting.prompts_of(settings, run_dir, log), said

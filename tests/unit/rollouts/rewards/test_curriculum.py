@@ -9,7 +9,7 @@ import pytest
 
 from kbrl_async.rollouts.curriculum import BatchRates, CurriculumTracker
 from kbrl_async.rollouts.settings import Curriculum
-from protocols.records import Problem
+from protocols.records import Problem, Strictness
 
 EASY = [Problem(f"L1/{i}", 1, "e", "", difficulty=0.2) for i in range(4)]
 HARD = [Problem(f"L2/{i}", 2, "h", "", difficulty=0.8) for i in range(2)]
@@ -84,3 +84,56 @@ def test_the_same_observations_give_the_same_choices() -> None:
         return drawn(made, 50)
 
     assert played() == played()
+
+
+ALL = [*EASY, *HARD, Problem("L3/0", 3, "x", "")]
+
+
+def test_levels_come_in_order_by_a_ramp_that_can_be_set() -> None:
+    settings = Curriculum(kind="levels", window=1, first_share=0.2, last_share=0.6, share_step=0.4, raise_above=0.7)
+    made = CurriculumTracker(settings, ALL, seed=1)
+
+    def shares() -> list[float]:
+        return [sum(w for p, w in zip(ALL, made.weights(), strict=True) if p.level == level) for level in (1, 2, 3)]
+
+    assert shares() == pytest.approx([0.8, 0.16, 0.04])
+    assert made.batch_trained(BatchRates(0.0, 0.6)) == []
+    assert made.batch_trained(BatchRates(0.0, 0.75))
+    assert shares() == pytest.approx([0.4, 0.24, 0.36])
+
+
+def strict(**more: Any) -> CurriculumTracker:
+    settings = Curriculum(strictness="rising", window=1, first_sets=3, first_tolerance=16.0, strict_above=0.3, **more)
+    return CurriculumTracker(settings, ALL, seed=1)
+
+
+def test_wrong_kernels_meet_more_sets_and_narrower_tolerances_as_more_are_right() -> None:
+    made = strict()
+    assert made.strictness == Strictness(3, 16.0)
+    assert made.batch_trained(BatchRates(0.5, 0.2)) == []
+    assert made.batch_trained(BatchRates(0.5, 0.3)) == [
+        "wrong kernels meet 6 input sets, tolerances × 4: correct 30% over the last 1 batches"
+    ]
+    assert made.strictness == Strictness(6, 4.0)
+    assert "all input sets" in made.batch_trained(BatchRates(0.5, 0.4))[0]
+    assert made.strictness is None
+
+
+def test_after_so_many_updates_everything_is_checked_in_any_case_and_after_a_restart_too() -> None:
+    made = strict(strict_after=2)
+    made.batch_trained(BatchRates(0.0, 0.0))
+    assert made.strictness is not None
+    again = strict(strict_after=2)
+    again.restore(made.state())
+    assert again.batch_trained(BatchRates(0.0, 0.0)) == ["every kernel meets all input sets: 2 updates"]
+    assert again.strictness is None
+
+
+def test_strictness_goes_with_the_stages_of_rewards() -> None:
+    made = strict()
+    said = made.batch_trained(BatchRates(0.9, 0.6))
+    assert [made.stage, made.rises, len(said)] == ["stage2", 1, 2]
+
+
+def test_by_default_everything_is_checked() -> None:
+    assert curriculum().strictness is None

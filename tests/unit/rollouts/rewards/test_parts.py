@@ -265,3 +265,39 @@ def test_the_spread_of_a_reward_is_what_its_interval_leaves_open() -> None:
     assert presets.spread_of(record(lo=2.0), stage3) == pytest.approx(expected)
     assert presets.spread_of(record(), stage3) == presets.spread_of(WRONG, stage3) == 0.0
     assert presets.spread_of(record(lo=2.0), presets.STAGE1) == 0.0
+
+
+def with_share(made: Record, share: float | None) -> Record:
+    assert made.bench is not None
+    verdict = msgspec.structs.replace(made.verdict, own_share=share)
+    return msgspec.structs.replace(made, bench=msgspec.structs.replace(made.bench, verdict=verdict))
+
+
+@pytest.mark.parametrize(("lo", "part"), [(0.5, 0.0), (1.0, 0.0), (math.sqrt(8), 0.5), (8.0, 1.0), (30.0, 1.0)])
+def test_speed_above_1_pays_nothing_for_what_is_no_faster(lo: float, part: float) -> None:
+    assert part_of(record(lo=lo), "speed_above_1") == pytest.approx(part)
+
+
+def test_coverage_is_the_own_share_of_a_right_kernel_where_it_is_known() -> None:
+    assert part_of(with_share(record(), 0.4), "coverage") == 0.4
+    assert part_of(with_share(record(), None), "coverage") == 0.0
+    assert part_of(with_share(WRONG, 1.0), "coverage") == 0.0
+    (preset,) = find_presets(Reward(preset="correct", coverage_weight=0.5, above_1_weight=2.0))
+    assert reward_of(with_share(record(lo=8.0), 0.4), preset) == pytest.approx(1 + 0.2 + 2.0)
+
+
+def test_who_lets_others_work_is_paid_as_a_wrong_kernel_and_the_unknown_is_not() -> None:
+    (preset,) = find_presets(Reward(preset="stage3", least_coverage=0.3))
+    wrong = reward_of(record(verdict=Fault.INCORRECT, passed=0), preset)
+    assert reward_of(with_share(record(lo=8.0), 0.29), preset) == wrong
+    for share in (0.3, None):
+        assert reward_of(with_share(record(lo=8.0), share), preset) == reward_of(record(lo=8.0), preset) > wrong
+
+
+@pytest.mark.parametrize(("passed", "near", "part"), [(1, 2, 0.6), (1, 4, 0.8), (0, 0, 0.0)])
+def test_near_sets_are_partial_credit_and_never_all_of_it(passed: int, near: int, part: float) -> None:
+    made = record(verdict=Fault.INCORRECT, passed=passed)
+    assert made.bench is not None
+    verdict = msgspec.structs.replace(made.verdict, near=near)
+    made = msgspec.structs.replace(made, bench=msgspec.structs.replace(made.bench, verdict=verdict))
+    assert part_of(made, "correctness") == pytest.approx(part)

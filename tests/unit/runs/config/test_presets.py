@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import ConfigError
@@ -12,6 +14,8 @@ from kbrl_async.rollouts.settings import ADVANTAGES
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.schema import PresetName
+
+CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -51,3 +55,15 @@ def test_a_weight_beside_a_loss_that_weighs_is_refused() -> None:
 def test_a_divergence_needs_its_weight() -> None:
     with pytest.raises(ConfigError, match="go together"):
         load(overrides=["learner.kl=k3"])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_that_we_ship_is_one(path: Path) -> None:
+    load([path])
+
+
+def test_kevin_and_retrieved_examples_are_ready_alone_and_together() -> None:
+    raicl, kevin, both = (load([CONFIGS / f"kernelbench_{name}.yaml"]) for name in ("raicl", "kevin", "kevin_raicl"))
+    assert (raicl.prompt.option, raicl.mode) == ("raicl", "single_turn")
+    assert (kevin.prompt.option, kevin.mode) == ("auto", "multi_turn")
+    assert both == msgspec.structs.replace(kevin, prompt=raicl.prompt, name=both.name)

@@ -15,6 +15,7 @@ from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.runs.demonstrations import Renderer, gather
 from kbrl_async.runs.demonstrations.archives import best_answers
 from kbrl_async.runs.demonstrations.formats import Conversation, FormatError
+from kbrl_async.runs.demonstrations.optimized import chains_of
 from kbrl_async.runs.demonstrations.reading import records
 from protocols.records import (
     BenchReport,
@@ -48,7 +49,7 @@ def test_bad_lines_are_named_by_file_and_line_and_the_good_ones_learned(tmp_path
         (f"{data}:4", "bad", "no known forma"),
         (f"{data}:6", "too_long", "94 tokens, and"),
     ]
-    assert found.counts == {"read": 5, "bad": 2, "too_long": 1}
+    assert found.counts == {"read": 5, "bad": 2, "too_long": 1, "double": 0}
 
 
 def test_the_account_adds_up(tmp_path: Path, renderer: Renderer) -> None:
@@ -189,3 +190,45 @@ def test_answers_of_evaluations_are_taken_where_they_are_asked_for(tmp_path: Pat
 def test_weights_reach_the_lesson(tmp_path: Path, renderer: Renderer) -> None:
     data = lines(tmp_path / "data.jsonl", {**PAIR, "weight": 3}, PAIR)
     assert [lesson.weight for lesson in gather([data], renderer, keep=3, include_eval=False).lessons] == [3.0, 1.0]
+
+
+def evidence(path: Path, problem: str, *kernels: tuple[str, str, float]) -> str:
+    """As `kbrl optimize` leaves it: (source, fault, lower end) of each attempt."""
+    tree = [
+        {"number": n, "source_sha256": f"h{n}", "judgement": {"fault": fault, "lo": lo}, "source": None}
+        for n, (_, fault, lo) in enumerate(kernels)
+    ]
+    sources = {f"h{n}": source for n, (source, _, _) in enumerate(kernels)}
+    target = {"title": "mine", "problem": problem}
+    search = {"prompt_option": "compact", "backend": "c"}
+    path.write_text(json.dumps({"target": target, "search": search, "tree": tree, "sources": sources}))
+    return str(path)
+
+
+MODULE = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.relu(x)\n"
+
+
+def test_proven_kernels_of_a_search_are_learned_fastest_first_and_once(
+    tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
+    found_by = [("slow", "ok", 0.5), ("wrong", "incorrect", 9.0), ("fast", "ok", 3.0), ("fastest", "ok", 4.0)]
+    sources = [evidence(tmp_path / f"{name}.evidence.json", MODULE, *found_by) for name in "ab"]
+    found = gather(sources, Renderer(tokenizers["none"], 4000), keep=2, include_eval=False)
+    assert [lesson.where for lesson in found.lessons] == [f"{sources[0]}:3", f"{sources[0]}:2"]
+    assert [(p.where, p.kind) for p in found.problems] == [(f"{sources[1]}:{n}", "double") for n in (3, 2)]
+    assert found.account()["read"] == 4
+
+
+def test_a_search_for_what_a_held_out_problem_does_teaches_nothing(tmp_path: Path, renderer: Renderer) -> None:
+    renamed = MODULE.replace("torch.relu(x)", "torch.nn.functional.relu(x)")
+    place = evidence(tmp_path / "a.evidence.json", renamed, ("k", "ok", 1.0))
+    guarded = chains_of([Problem("L1/h", 1, "h", MODULE)])
+    with pytest.raises(UserError, match="does what a held-out problem does"):
+        gather([place], renderer, keep=2, include_eval=False, guarded=guarded)
+
+
+def test_evidence_that_cannot_be_read_is_named(tmp_path: Path, renderer: Renderer) -> None:
+    place = tmp_path / "a.evidence.json"
+    place.write_text("{}")
+    with pytest.raises(UserError, match="no evidence that can be read"):
+        gather([str(place)], renderer, keep=2, include_eval=False)

@@ -1,0 +1,67 @@
+"""What is held out where a source does not say: a seeded share of each level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.cli import preflight
+from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.problems.split import HELDOUT, Split, with_split
+from kbrl_async.runs.config import load
+from kbrl_async.runs.planning import plan_of
+from protocols.records import Problem
+from tests.unit.kernels.problems.test_sources import CONTRACT
+
+
+def problems(count: int = 30, level: int = 1) -> list[Problem]:
+    return [Problem(f"L{level}/{n}_p", level, f"{n}_p", "") for n in range(count)]
+
+
+def held(found: list[Problem]) -> set[str]:
+    return {problem.problem_id for problem in found if problem.split == HELDOUT}
+
+
+def test_a_share_of_each_level_is_held_out_and_the_seed_chooses_which() -> None:
+    both = [*problems(30, 1), *problems(20, 2)]
+    first = held(with_split(both, Split(0.1)))
+    assert sorted(id_[:2] for id_ in first) == ["L1"] * 3 + ["L2"] * 2
+    assert first == held(with_split(both[::-1], Split(0.1))) != held(with_split(both, Split(0.1, seed=1)))
+    assert held(with_split(both[:30], Split(0.1))) == {id_ for id_ in first if id_.startswith("L1")}
+
+
+def test_a_source_that_marks_problems_is_left_as_it_is() -> None:
+    marked = [Problem("L1/own", 1, "own", "", split=HELDOUT), *problems()]
+    assert with_split(marked, Split(0.5)) == marked
+
+
+def test_of_few_problems_none_is_held_out() -> None:
+    assert not held(with_split(problems(9), Split(0.1)))
+
+
+def kernelbench(folder: Path, count: int) -> Path:
+    level = folder / "KernelBench/level1"
+    level.mkdir(parents=True)
+    for number in range(1, count + 1):
+        (level / f"{number}_p.py").write_text(CONTRACT)
+    return folder
+
+
+def test_a_run_on_kernelbench_evaluates_what_it_never_trains_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KERNELBENCH_ROOT", str(kernelbench(tmp_path, 20)))
+    config = load(overrides=["problems=kernelbench", "level=1"])
+    plan = plan_of(config)
+    assert (len(plan.heldout), len(plan.training)) == (2, 18)
+    assert {p.problem_id for p in plan.heldout} == held(load_problems("kernelbench"))
+    preflight.check_problems(config)
+    assert "2 of 20 problems are held out" in capsys.readouterr().err
+    preflight.check_problems(load(overrides=["problems=kernelbench", "level=1", "heldout_share=0"]))
+    assert "nothing of kernelbench is held out" in capsys.readouterr().err
+
+
+def test_our_own_suite_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    preflight.check_problems(load())
+    assert capsys.readouterr().err == ""
