@@ -173,6 +173,8 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """Names of the kernels that were compiled."""
     cpu: str = ""
     """Instruction sets that the build may use, as the kernel names them; a bench without one of them can't judge it."""
+    rules: str = ""
+    """`strict` or `open`: what the candidate might hold; empty in reports of before there were two."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
@@ -200,6 +202,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """`REPLAYED` or `OBSERVED`; empty for what never came to the bench, and for verdicts of before there were two."""
     trust_reason: str = ""
     """Why it was not replayed."""
+    rules: str = ""
+    """`strict` or `open`, as in the build's report."""
 
 
 TIMING_CONFIDENCE = 0.98

@@ -117,7 +117,7 @@ class CBackend(TakesPlans):
         assert isinstance(program, Program), "build is called only after check"
         reports = []
         for source in dict.fromkeys(source for source, _ in program.kernels):
-            report = self._unit(source, context)
+            report = self.unit(source, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -125,7 +125,8 @@ class CBackend(TakesPlans):
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, cached=cached)
 
-    def _unit(self, source: str, context: BuildContext) -> BuildReport:
+    def unit(self, source: str, context: BuildContext) -> BuildReport:
+        """One C source."""
         march = context.farm.march
         (toolchain, cpu), key = _toolchain(march), launch.source_key(source)
 

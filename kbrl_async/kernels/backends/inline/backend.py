@@ -18,20 +18,19 @@ import msgspec
 
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends.backend import Backend, Shot
-from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
-from kbrl_async.kernels.backends.inline.launch import Extension, install
-from kbrl_async.kernels.backends.inline.recording import RECORDS, Order, Recorded, mentions_loader, read
+from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
+from kbrl_async.kernels.backends.inline.recording import mentions_loader, read
 from kbrl_async.kernels.backends.inline.toolchain import NVCC_CURE, slim_version, toolchain
+from kbrl_async.kernels.backends.open.asked import ask
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
-_CHILD = "kbrl_async.kernels.backends.inline.ahead:record_inline"
 _MAX_TEXT = 800
 _MAX_EXTENSIONS = 16
 _MAX_UNITS = 32
@@ -92,6 +91,8 @@ _HINTS = (
 class InlineBackend(Backend):
     """See the module."""
 
+    key_prefix = PREFIX
+
     def prepare(self, artifacts: dict[str, str], device: str) -> None:
         install(artifacts)
 
@@ -129,13 +130,13 @@ class InlineBackend(Backend):
     def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         extensions = read(ast.parse(candidate.source))
         if extensions is None:
-            found = _recorded(candidate, problem, context)
+            found = self._recorded(candidate, problem, context)
             if isinstance(found, BuildReport):
                 return found
             extensions = found
         reports = []
         for extension in extensions:
-            report = self._extension(extension, context)
+            report = self.unit(extension, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -144,7 +145,8 @@ class InlineBackend(Backend):
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
 
-    def _extension(self, extension: Extension, context: BuildContext) -> BuildReport:
+    def unit(self, extension: Extension, context: BuildContext) -> BuildReport:
+        """One extension."""
         if extension.with_cuda and "cuda" not in self.runs_on:
             hint = f"Backend {self.name} compiles cpp_sources only."
             return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
@@ -176,6 +178,19 @@ class InlineBackend(Backend):
             return stamped, is_deterministic
 
         return context.cached("inline", label, slim_version(), extension.key, make=make)
+
+
+    def _recorded(
+        self, candidate: Candidate, problem: Problem | None, context: BuildContext
+    ) -> list[Extension] | BuildReport:
+        found = ask(candidate, problem, context, is_on_gpu="cuda" in self.runs_on)
+        if isinstance(found, BuildReport):
+            return found
+        if not found.asked.extensions:
+            text = found.recorded.error or "the candidate called no loader"
+            hint = "Call load_inline at the top level, in __init__ or in forward."
+            return _report(Fault.RUNTIME_ERROR, "no_extension", text, hint)
+        return found.asked.extensions[:_MAX_EXTENSIONS]
 
 
 class CppBackend(InlineBackend):
@@ -245,26 +260,6 @@ def _hint(text: str) -> str:
         (hint for pattern, hint in _HINTS if re.search(pattern, text)),
         "Fix the first error; others may follow from it.",
     )
-
-
-def _recorded(candidate: Candidate, problem: Problem | None, context: BuildContext) -> list[Extension] | BuildReport:
-    deadline = context.farm.deadline_s
-    with context.folder() as folder:
-        order = Order(candidate.source, "" if problem is None else problem.source, str(folder))
-        child = context.python(_CHILD, msgspec.msgpack.encode(order), folder, deadline_s=deadline)
-        done = answers.collect(child, folder, deadline)
-    if done.is_late:
-        text = f"importing the candidate took longer than {deadline:g} s"
-        return _report(Fault.TIMEOUT, "import", text, "Compile in the module or in __init__, and compute in forward.")
-    recorded = answers.read(done.data, Recorded) or Recorded(error="the candidate ended its process")
-    extensions = answers.read(done.files.get(RECORDS, b"\x90"), list[Extension])
-    if extensions is None or not all(extension.units for extension in extensions):
-        text = "what the candidate compiles was told in another way than the recorder does"
-        return _report(Fault.CHEATING, "forged_result", text, "Call load_inline, and write to no file.")
-    if not extensions:
-        text = recorded.error or "the candidate called no loader"
-        return _report(Fault.RUNTIME_ERROR, "no_extension", text, "Call load_inline at the top level, or in __init__.")
-    return extensions[:_MAX_EXTENSIONS]
 
 
 def _check_names(tree: ast.Module) -> BuildReport | None:
