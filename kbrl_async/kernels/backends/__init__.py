@@ -24,4 +24,14 @@ from kbrl_async.kernels.backends.backend import (
     runs_on_gpu,
 )
 
-__all__ = ["Backend", "Shot", "backend", "backends", "guess_backend", "modules_of", "preloads", "prepare", "runs_on_gpu"]
+__all__ = [
+    "Backend",
+    "Shot",
+    "backend",
+    "backends",
+    "guess_backend",
+    "modules_of",
+    "preloads",
+    "prepare",
+    "runs_on_gpu",
+]

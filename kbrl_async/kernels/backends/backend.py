@@ -48,8 +48,8 @@ class Backend:
     is_closed: ClassVar[bool] = False
     """Whether its kernels have no way to call a library, so that an operator inside of one is cheating."""
     key_prefix: ClassVar[str] = ""
-    """How the keys of its artifacts begin, for those of ours: a candidate may have kernels of several. Empty: by no word
-    and a colon."""
+    """How the keys of its artifacts begin, for those of ours: a candidate may have kernels of several. Empty: a bare
+    hash."""
     reads_bytes: ClassVar[bool] = False
     """Whether its launcher reads artifacts as bytes, not by path: a child that waits already can be given them."""
     preload: ClassVar[tuple[str, ...]] = ()
@@ -68,7 +68,7 @@ class Backend:
         return None
 
     def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
-        """Under the rules `strict` only called after `check` gave None. Whatever of the candidate has to run for it, runs confined.
+        """Under the rules `strict` only called after `check` gave None. What of a candidate has to run, runs confined.
 
         `problem` gives constructor arguments and input shapes to backends that need them; a report says so where
         it is None and was needed. What it puts into `artifacts` is what `prepare` is given on the bench.

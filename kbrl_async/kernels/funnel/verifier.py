@@ -224,7 +224,7 @@ def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None) -> Bench
 
 
 def under(options: VerifyOptions, rules: Rules, outputs: Outputs | None = None) -> VerifyOptions:
-    """The options under these rules; without a word on outputs, `strict` wants fresh ones and `open` takes kept ones."""
+    """The options under these rules; where nothing is said of outputs, `strict` wants fresh ones, `open` takes kept."""
     wanted: Outputs = outputs or ("fresh" if rules == "strict" else "kept")
     bench = msgspec.structs.replace(options.bench or default_bench(options.cores), outputs=wanted)
     return msgspec.structs.replace(options, farm=msgspec.structs.replace(options.farm, rules=rules), bench=bench)

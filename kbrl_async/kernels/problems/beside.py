@@ -2,7 +2,7 @@
 
 ::
 
-    kernel.py + helper.py ─ pack ─▶ "…kernel.py…\\n\\n# kbrl: beside helper.py\\n#|import torch\\n…" ─ files_of ─▶ helper.py
+    kernel.py + helper.py ─ pack ─▶ "…kernel.py…\\n# kbrl: beside helper.py\\n#|import torch…" ─ files_of ─▶ helper.py
 
 So whatever handles candidates (archives, caches, the wire, retrieval) handles those with files, too. Nothing here runs.
 """

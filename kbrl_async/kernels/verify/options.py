@@ -48,7 +48,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 4
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
-    outputs: Outputs = "fresh"
+    outputs: Outputs
     """As `TimingBench.outputs`."""
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""

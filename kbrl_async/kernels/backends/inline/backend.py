@@ -20,6 +20,7 @@ from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
+from kbrl_async.kernels.backends.checks.inline import check_names
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
 from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
@@ -39,27 +40,6 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"__(?:launch_bounds|cluster_dims)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)"
 _KERNEL = re.compile(rf"__global__\s+(?:(?:static|inline|void|{_BOUNDS})\s+)+(\w+)\s*\(")
 _BOUND = re.compile(r"\bm\.def\(\s*\"(\w+)\"")
-_FORBIDDEN = frozenset(
-    [
-        *("eval", "exec", "compile", "__import__", "ctypes", "subprocess", "socket", "multiprocessing"),
-        *("builtins", "inspect", "gc", *syntax.EVALUATORS),
-    ]
-)
-_FORBIDDEN_ATTRIBUTES = frozenset(
-    [
-        *syntax.EVALUATORS,
-        *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
-        *("f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
-    ]
-)
-_MODULES = frozenset(
-    [
-        *("torch", "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools"),
-        *("hashlib", "itertools", "logging", "math", "numbers", "numpy", "operator", "os", "pathlib", "re", "string"),
-        *("sys", "tempfile", "textwrap", "time", "triton", "typing", "uuid", "warnings"),
-    ]
-)
-_OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
 _CUDA_MARKS = re.compile(r"cuda_sources\s*=|\bCUDAExtension\b|\bload\([^)]*\.cu\b")
 _CPP_MARKS = re.compile(r"\bload_inline\b|\bCppExtension\b|\bcpp_(sources\s*=|extension\b|kernel\()|torch/extension\.h")
 _ERROR = re.compile(r"\berror\b|undefined reference|multiple definition")
@@ -119,7 +99,7 @@ class InlineBackend(Backend):
         tree = syntax.parsed(candidate.source)
         if isinstance(tree, BuildReport):
             return tree
-        return syntax.model_fault(ast.walk(tree)) or _check_names(tree) or self._check_loader(tree)
+        return syntax.model_fault(ast.walk(tree)) or check_names(tree) or self._check_loader(tree)
 
     def _check_loader(self, tree: ast.Module) -> BuildReport | None:
         if mentions_loader(tree):
@@ -178,7 +158,6 @@ class InlineBackend(Backend):
             return stamped, is_deterministic
 
         return context.cached("inline", label, slim_version(), extension.key, make=make)
-
 
     def _recorded(
         self, candidate: Candidate, problem: Problem | None, context: BuildContext
@@ -260,36 +239,6 @@ def _hint(text: str) -> str:
         (hint for pattern, hint in _HINTS if re.search(pattern, text)),
         "Fix the first error; others may follow from it.",
     )
-
-
-def _check_names(tree: ast.Module) -> BuildReport | None:
-    hint = "A candidate compiles kernels and calls them; it needs no access to the interpreter or the system."
-    for node in ast.walk(tree):
-        for word in _words(node):
-            if word:
-                line = getattr(node, "lineno", "?")
-                rule = "import" if isinstance(node, (ast.Import, ast.ImportFrom)) else "forbidden_name"
-                return _report(Fault.STATIC_VIOLATION, rule, f"line {line}: {word!r} is not allowed", hint)
-    return None
-
-
-def _words(node: ast.AST) -> list[str]:
-    """What of this node is refused."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names if alias.name.partition(".")[0] not in _MODULES]
-    if isinstance(node, ast.ImportFrom):
-        module = node.module or "."
-        if module.partition(".")[0] not in _MODULES or node.level:
-            return [module]
-        return [f"os.{alias.name}" for alias in node.names if module == "os" and alias.name not in _OS_ALLOWED]
-    if isinstance(node, ast.Name) and node.id in _FORBIDDEN:
-        return [node.id]
-    if isinstance(node, ast.Attribute):
-        if node.attr in _FORBIDDEN_ATTRIBUTES:
-            return [node.attr]
-        if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr not in _OS_ALLOWED:
-            return [f"os.{node.attr}"]
-    return []
 
 
 def _report(fault: Fault, rule: str, message: str, hint: str) -> BuildReport:

@@ -1,4 +1,4 @@
-"""Candidates under the rules `open`: what they build is asked of themselves, in a confined child, in place of their text.
+"""Candidates under the rules `open`: what they build shows when they run, in a confined child.
 
 ::
 

@@ -75,9 +75,7 @@ def ask(
         source = "" if problem is None else problem.source
         arch = int(context.farm.arch.removeprefix("sm_").rstrip("af"))
         payload = msgspec.msgpack.encode(Order(candidate.source, source, str(folder), is_on_gpu, arch))
-        child = context.python(
-            _TRITON_CHILD if has_triton else _CHILD, payload, folder, deadline_s=deadline
-        )
+        child = context.python(_TRITON_CHILD if has_triton else _CHILD, payload, folder, deadline_s=deadline)
         done = answers.collect(child, folder, deadline)
     if done.is_late:
         text = f"importing the candidate, constructing ModelNew and calling it once took longer than {deadline:g} s"

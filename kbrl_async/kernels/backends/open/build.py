@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -77,10 +79,10 @@ def _units(found: Found, chosen: Backend, context: BuildContext) -> list[BuildRe
     by_options: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for kernel in asked.cuda:
         by_options.setdefault((kernel.source, kernel.options), []).append(kernel.name)
-    makers = [
-        *(lambda e=extension: inline.unit(e, context) for extension in asked.extensions),  # type: ignore[misc]
-        *(lambda s=source: C.unit(s, context) for source in asked.c),  # type: ignore[misc]
-        *(lambda k=key, n=names: NVRTC.unit(k[0], sorted(n), k[1], context) for key, names in by_options.items()),  # type: ignore[misc]
+    makers: list[Callable[[], BuildReport]] = [
+        *(partial(inline.unit, extension, context) for extension in asked.extensions),
+        *(partial(C.unit, source, context) for source in asked.c),
+        *(partial(NVRTC.unit, text, sorted(n), options, context) for (text, options), n in by_options.items()),
     ]
     for make in makers:
         reports.append(make())

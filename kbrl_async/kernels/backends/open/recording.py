@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch.utils.cpp_extension  # noqa: F401 - 0.15 s that no child has to pay
+import torch.utils.cpp_extension  # 0.15 s that no child has to pay
 
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.c import launch as c
@@ -108,10 +108,10 @@ def _replace_launchers(asked: Asked) -> None:
 
     inline.replace_loaders(extension)
     c.CKernel.__init__ = c_kernel  # type: ignore[method-assign]
-    c.CKernel.__call__ = _nothing  # type: ignore[assignment]
-    nvrtc.CudaKernel.__init__ = cuda_kernel  # type: ignore[method-assign, assignment]
+    c.CKernel.__call__ = _nothing  # type: ignore[method-assign]
+    nvrtc.CudaKernel.__init__ = cuda_kernel  # type: ignore[method-assign]
     nvrtc.CudaKernel.__getitem__ = lambda self, config: _nothing  # type: ignore[method-assign, assignment, return-value]
-    nvrtc.CudaKernel.launch = _nothing  # type: ignore[method-assign, assignment]
+    nvrtc.CudaKernel.launch = _nothing  # type: ignore[method-assign]
     with contextlib.suppress(AttributeError):
         torch.cuda._compile_kernel = nvrtc.compile_kernel  # type: ignore[attr-defined, unused-ignore]
 

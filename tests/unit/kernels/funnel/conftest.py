@@ -27,7 +27,7 @@ QUICK = VerifyOptions(
         TimingBench(deadline_s=10.0),
         call_floor_s=1.0,
         recipe=Recipe.of(TimingBench(min_pairs=4, max_pairs=6, cap_s=0.2)),
-    )
+    ),
 )
 
 

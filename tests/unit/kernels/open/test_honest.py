@@ -1,4 +1,4 @@
-"""Honest kernels in the styles that people and models write: `open` takes them, `strict` names the rule and the cure."""
+"""Honest kernels in the styles that people write: `open` takes them, `strict` names the rule and the cure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelNew(nn.Module):
         {forward}
 """
 LOAD = 'load_inline(name="one", cpp_sources=CPP, functions=["f"])'
-_MODULE = 'class Impl(nn.Module):\n    def forward(self, x):\n        return x\n'
+_MODULE = "class Impl(nn.Module):\n    def forward(self, x):\n        return x\n"
 
 
 def cpp(top: str = "", init: str = "pass", forward: str = "return self.e.f(x.contiguous())") -> str:
@@ -89,9 +89,7 @@ STYLES = {
         "import random\ndef made():\n    return SOURCE.replace('f(', 'g(', random.randint(1, 1))",
         init='self.f = c_kernel(made(), "g")',
     ),
-    "made lazily": c(
-        init="self.f = None", forward=f'self.f = self.f or c_kernel(SOURCE, "f"); {CALLED}'
-    ),
+    "made lazily": c(init="self.f = None", forward=f'self.f = self.f or c_kernel(SOURCE, "f"); {CALLED}'),
     "one buffer": c(
         init=f"{MADE}; self.y = None",
         forward="self.y = torch.empty_like(x) if self.y is None else self.y; "
@@ -110,7 +108,9 @@ STYLES = {
         forward=f"self.b = self.b or {LOAD.replace('one', 'two').replace('CPP', 'CPP + chr(10)')}; "
         "return self.a.f(x) if x.sum() < -1e30 else self.b.f(x.contiguous())",
     ),
-    "a hashed name": cpp(init=f"n = 'k_' + hashlib.sha1(CPP.encode()).hexdigest()[:8]; self.e = {LOAD}".replace('"one"', "n")),
+    "a hashed name": cpp(
+        init=f"n = 'k_' + hashlib.sha1(CPP.encode()).hexdigest()[:8]; self.e = {LOAD}".replace('"one"', "n")
+    ),
     "a file of its own": cpp(
         init="p = os.path.join(tempfile.mkdtemp(), 'k.cpp'); open(p, 'w').write(CPP + 'PYBIND11_MODULE("
         "TORCH_EXTENSION_NAME, m) { m.def(\\\"f\\\", &f); }'); self.e = load(name='k', sources=[p])"
@@ -120,8 +120,9 @@ STYLES = {
         + f"self.e = {LOAD}".replace("functions", "build_directory=str(d), functions")
     ),
     "beside C": cpp(
-        "from kbrl_async.launch import c_kernel\nONE = 'void g(float *y, long n) { for (long i = 0; i < n; i++) y[i] += 1; }'",
-        init=f"self.e = {LOAD.replace('CPP,', 'CPP.replace(chr(43) + chr(32) + chr(49), str()),')}; self.g = c_kernel(ONE, 'g')",
+        "from kbrl_async.launch import c_kernel\n"
+        "ONE = 'void g(float *y, long n) { for (long i = 0; i < n; i++) y[i] += 1; }'\nTWICE = CPP.replace(' + 1', '')",
+        init=f"self.e = {LOAD.replace('CPP', 'TWICE')}; self.g = c_kernel(ONE, 'g')",
         forward="y = self.e.f(x.contiguous()); self.g(y, y.numel()); return y",
     ),
 }
@@ -157,10 +158,13 @@ def test_a_source_beside_it_is_compiled(free: Verifier, problem: Problem) -> Non
     [("imports", "import"), ("eval", "forbidden_name"), ("stdio", "include"), ("assembly", "asm")],
 )
 def test_strict_names_the_rule_the_line_and_the_cure(strict: Verifier, problem: Problem, style: str, rule: str) -> None:
-    verdict = strict.verify(problem, STYLES[style]).verdict
+    result = strict.verify(problem, STYLES[style])
+    verdict, told = result.verdict, dict(result.rows())
     assert (verdict.fault, verdict.rule, verdict.rules) == (Fault.STATIC_VIOLATION, rule, "strict")
     assert "line " in verdict.message
-    assert "--rules open" in verdict.hint
+    assert verdict.hint
+    assert told["rule"] == f"{rule} (rules: strict)"
+    assert "--rules open" in told["also passes"]
 
 
 def test_strict_wants_fresh_outputs(strict: Verifier, problem: Problem) -> None:
