@@ -184,6 +184,8 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """Names of the kernels that were compiled."""
     cpu: str = ""
     """Instruction sets that the build may use, as the kernel names them; a bench without one of them can't judge it."""
+    rules: str = ""
+    """`strict` or `open`: what the candidate might hold; empty in reports of before there were two."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
@@ -215,6 +217,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Of the sets that failed, those that pass with the wider tolerance that was asked for (`Strictness`)."""
     own_share: float | None = None
     """Share of the device time of a timed call that the candidate's own kernels have; None: not known."""
+    rules: str = ""
+    """`strict` or `open`, as in the build's report."""
 
 
 TIMING_CONFIDENCE = 0.98

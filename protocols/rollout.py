@@ -158,7 +158,8 @@ class Record(msgspec.Struct, frozen=True):
         if self.bench is not None:
             return self.bench.verdict
         if (b := self.build) is not None:
-            return Verdict(self.fault, message=b.message, hint=b.hint, rule=b.rule, isolation=b.isolation)
+            told = {"message": b.message, "hint": b.hint, "rule": b.rule, "isolation": b.isolation, "rules": b.rules}
+            return Verdict(self.fault, **told)  # type: ignore[arg-type]
         return Verdict(self.fault, message=self.generation.message if self.generation is not None else "")
 
     @property

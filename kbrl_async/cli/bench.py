@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kbrl_async.cli.shared import add_kernel, judged, print_json, say, table
+from kbrl_async.cli.shared import add_kernel, add_rules, judged, print_json, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="on a GPU: other memory for both sides after N pairs; default: 4, and never, as in training, for --aa",
     )
+    add_rules(parser)
     parser.add_argument("--core", type=int, help="pin to this core; default: the last one")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; default: auto")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of tables")
@@ -94,7 +95,7 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 def _one(args: argparse.Namespace) -> int:
     from kbrl_async.kernels.backends import guess_backend
-    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
+    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for, under
     from kbrl_async.kernels.problems import find_problem
     from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
@@ -114,6 +115,7 @@ def _one(args: argparse.Namespace) -> int:
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
+    options = under(options, args.rules, args.outputs)
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         verifier = stack.enter_context(Verifier(device, options))

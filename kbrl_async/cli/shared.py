@@ -180,6 +180,20 @@ def add_kernel(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--backend", help="what the kernel is written in; default: guessed from its imports")
 
 
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rules",
+        choices=("open", "strict"),
+        default="open",
+        help="open: any Python that runs confined, with the files beside it that it uses; strict: as in training",
+    )
+    parser.add_argument(
+        "--outputs",
+        choices=("fresh", "kept"),
+        help="kept: one output buffer may serve several calls; default: kept, and fresh with --rules strict",
+    )
+
+
 def judged(command: Callable[[], int], told: Callable[[KbrlError], None] = lambda _error: None) -> int:
     """The command's exit code, or `OUR_FAULT` with the reason on stderr, and to `told` before.
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 
-from kbrl_async.cli.shared import OUR_FAULT, add_kernel, facts, judged, print_json, say, table
+from kbrl_async.cli.shared import OUR_FAULT, add_kernel, add_rules, facts, judged, print_json, say, table
 from kbrl_async.errors import KbrlError, UserError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="number format of module and inputs"
     )
+    add_rules(parser)
     parser.add_argument("--sanitize", action="store_true", help="also run under sanitizers; slower")
 
 
@@ -105,7 +106,8 @@ def _example(name: str) -> int:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.kernels.funnel import verify
+    from kbrl_async.kernels.funnel import VerifyOptions, verify
+    from kbrl_async.kernels.funnel.verifier import under
 
     candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
     console = Console(stderr=True)
@@ -120,6 +122,7 @@ def _one(args: argparse.Namespace) -> int:
             response=args.response,
             sanitize=args.sanitize,
             precision=args.precision,
+            options=under(VerifyOptions(), args.rules, args.outputs),
         )
     if args.json:
         print_json(result.document())
@@ -142,10 +145,11 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def _run_folder(args: argparse.Namespace) -> int:
     from kbrl_async.kernels.funnel import VerifyOptions
+    from kbrl_async.kernels.funnel.verifier import under
     from kbrl_async.kernels.kernelbench.formats import problems_root
     from kbrl_async.kernels.kernelbench.runs import RunFolder, RunOptions
 
-    verify = VerifyOptions(timing=args.timing, sanitize=args.sanitize)
+    verify = under(VerifyOptions(timing=args.timing, sanitize=args.sanitize), args.rules, args.outputs)
     options = RunOptions(args.backend, args.device, args.workers, args.overwrite, args.precision, verify)
     folder = RunFolder(args.run, problems_root(args.problems, os.environ), options)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:

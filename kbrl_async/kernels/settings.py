@@ -36,6 +36,10 @@ HELDOUT_SHARE, HELDOUT_SEED = 0.1, 0
 BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 
+Rules = Literal["strict", "open"]
+Outputs = Literal["fresh", "kept"]
+
+
 class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
     """How candidates are compiled."""
 
@@ -51,6 +55,8 @@ class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
     """gcc's name of the processors that C kernels are for; benches on older ones than the farms': such as x86-64-v3."""
     arch: Annotated[str, Meta(pattern=r"^sm_\d{2,3}[af]?$")] = "sm_90"
     """Architecture of the benches' GPUs that GPU kernels are compiled for, such as sm_80."""
+    rules: Rules = "strict"
+    """What a candidate may hold: strict, what its prompt asks for; open, any Python that runs confined."""
 
 
 class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +70,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs after which sampling stops however wide the interval still is."""
     cap_s: Positive = 0.1
     """Wall clock after which the timing of one candidate stops."""
+    outputs: Outputs = "fresh"
+    """fresh: each call's result lies in memory of its own; kept: it only has to hold until the next call."""
     timed: bool = True
     """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
     deadline_s: Positive = 2.0

@@ -20,7 +20,18 @@ from kbrl_async.kernels.backends.backend import (
     guess_backend,
     modules_of,
     preloads,
+    prepare,
     runs_on_gpu,
 )
 
-__all__ = ["Backend", "Shot", "backend", "backends", "guess_backend", "modules_of", "preloads", "runs_on_gpu"]
+__all__ = [
+    "Backend",
+    "Shot",
+    "backend",
+    "backends",
+    "guess_backend",
+    "modules_of",
+    "preloads",
+    "prepare",
+    "runs_on_gpu",
+]

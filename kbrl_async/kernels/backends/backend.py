@@ -47,6 +47,9 @@ class Backend:
     """Whether forward on a CPU can be written down: all its own launches are calls of C functions in its artifacts."""
     is_closed: ClassVar[bool] = False
     """Whether its kernels have no way to call a library, so that an operator inside of one is cheating."""
+    key_prefix: ClassVar[str] = ""
+    """How the keys of its artifacts begin, for those of ours: a candidate may have kernels of several. Empty: a bare
+    hash."""
     reads_bytes: ClassVar[bool] = False
     """Whether its launcher reads artifacts as bytes, not by path: a child that waits already can be given them."""
     preload: ClassVar[tuple[str, ...]] = ()
@@ -65,7 +68,7 @@ class Backend:
         return None
 
     def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
-        """Only called after `check` gave None. Whatever of the candidate has to run for it, runs confined.
+        """Under the rules `strict` only called after `check` gave None. What of a candidate has to run, runs confined.
 
         `problem` gives constructor arguments and input shapes to backends that need them; a report says so where
         it is None and was needed. What it puts into `artifacts` is what `prepare` is given on the bench.
@@ -133,6 +136,23 @@ def backend(name: str) -> Backend:
     if not isinstance(found, Backend):
         raise ConfigError(f"{name} is no backend", "Name an object whose class derives from kernels.backends.Backend")
     return found
+
+
+def prepare(name: str, artifacts: dict[str, str], device: str) -> None:
+    """`Backend.prepare` of every backend that built some of these, where a candidate mixes several; `name` is its own.
+
+    In a confined child, before its candidate's source runs.
+    """
+    if name not in BACKENDS.ours:
+        backend(name).prepare(artifacts, device)
+        return
+    left = dict(artifacts)
+    for other in (name, *BACKENDS.ours):
+        prefix = backend(other).key_prefix
+        mine = {key: path for key, path in left.items() if (key.startswith(prefix) if prefix else ":" not in key)}
+        if mine:
+            backend(other).prepare(mine, device)
+            left = {key: path for key, path in left.items() if key not in mine}
 
 
 def backends() -> list[str]:

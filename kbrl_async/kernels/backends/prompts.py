@@ -54,6 +54,7 @@ earlier sizes, `x.shape[0]`, `x.numel`, + - * / // %, max, min, cdiv, next_pow2 
 constructor's arguments; a weight is the argument `"param:NAME"` with its name in the module's state dict. Buffers are
 new in each call, and empty unless they say `"zero": True`.
 """
+FRESH = "Return a new tensor from each call, change no input, and keep nothing from one call to the next.\n"
 SCALE_IN_CUDA = """__global__ void {name}(const float *x, float *out, long n) {
     long i = blockIdx.x * (long)blockDim.x + threadIdx.x;
     if (i < n) out[i] = 2.0f * x[i];

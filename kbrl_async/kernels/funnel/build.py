@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import BuildContext
+from kbrl_async.kernels.backends.launch.plan import is_plan
+from kbrl_async.kernels.backends.open import build as opened
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.settings import CompileFarm
+from kbrl_async.kernels.settings import BACKENDS, CompileFarm
 from kbrl_async.kernels.stages import StageClock
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
@@ -48,14 +51,19 @@ class Builder:
     def build(self, candidate: Candidate, problem: Problem | None = None) -> BuildReport:
         """`problem` is needed by backends that compile for real launch arguments."""
         started = time.time()
-        chosen = backend(candidate.backend)
+        chosen, rules = backend(candidate.backend), self._context.farm.rules
         clock = StageClock()
         report = chosen.check(candidate)
+        is_free = report is not None and rules == "open" and candidate.backend in BACKENDS.ours
+        if is_free and not is_plan(candidate.source):
+            report = opened.check(candidate)
         clock.ends("static", Fault.OK if report is None else report.fault)
         if report is None:
-            report = chosen.build(candidate, problem, self._context)
+            build = functools.partial(opened.build, chosen) if is_free else chosen.build
+            report = build(candidate, problem, self._context)
             clock.ends("compile", report.fault, "from the cache" if report.cached else "")
-        return msgspec.structs.replace(report, started_at=started, finished_at=time.time(), stages=clock.reports)
+        ended = {"started_at": started, "finished_at": time.time(), "stages": clock.reports}
+        return msgspec.structs.replace(report, rules=rules, **ended)
 
 
 def artifact_paths(store: ArtifactStore, build: BuildReport) -> dict[str, Path]:

@@ -93,6 +93,8 @@ class Judge:
         """
         paths = self._built(build)
         report = self.bench.evaluate(problem, candidate, paths, timing=timing, strictness=strictness, tick=tick)
+        verdict = msgspec.structs.replace(report.verdict, rules=build.rules)
+        report = msgspec.structs.replace(report, verdict=verdict)
         with ticking(alive):  # a sanitizer on a GPU takes minutes
             report = self._spot_checks.check(problem, candidate, paths, report, self._device)
             if self._names and report.timing is not None:

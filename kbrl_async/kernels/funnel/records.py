@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbrl_async.kernels.funnel.result import Result, early
+from kbrl_async.kernels.funnel.result import Result, unbuilt
 from protocols.rollout import Record
 
 
@@ -18,7 +18,7 @@ def result_of(record: Record, device: str = "") -> Result:
         request.problem.problem_id,
         request.backend,
         device,
-        v if record.bench is not None else early(v.fault, v.message, v.hint, v.rule, v.isolation),
+        v if record.bench is not None or build is None else unbuilt(build),
         record.stages,
         record.timing,
         toolchain=build.toolchain if build is not None else "",

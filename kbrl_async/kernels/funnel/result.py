@@ -10,10 +10,11 @@ import msgspec
 from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
-from protocols.records import Fault, StageReport, Timing, Verdict
+from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict
 
 DOCUMENT_VERSION = 1
 _CORES = "candidate 1, reference 1: each is one thread on one core, OpenMP and PyTorch's own threads included"
+_NOT_RUN = "nothing of the candidate was run"
 _SANITIZER_HINT = "The results were right by luck: stay inside every buffer and inside what the language defines."
 
 
@@ -75,8 +76,13 @@ class Result(msgspec.Struct, frozen=True):
         """(name, text) lines for a person, in reading order."""
         v = self.verdict
         rows = [("verdict", "ok: correct" if self.ok else v.fault.value.replace("_", " "))]
-        given = (("rule", v.rule), ("message", v.message), ("evidence", v.evidence), ("hint", v.hint))
+        under = f"{v.rule} (rules: {v.rules})" if v.rule and v.rules else v.rule
+        given = (("rule", under), ("message", v.message), ("evidence", v.evidence), ("hint", v.hint))
         rows += [(name, text) for name, text in given if text]
+        if v.rules == "strict" and v.fault is Fault.STATIC_VIOLATION:
+            rows.append(
+                ("also passes", "as it is with --rules open, if it holds the rules that are proven by running it")
+            )
         if v.total:
             rows.append(("input sets", f"{v.passed} of {v.total} passed"))
         if v.max_abs_error is not None and v.tolerance is not None:
@@ -87,6 +93,8 @@ class Result(msgspec.Struct, frozen=True):
             rows.append(("KernelBench", "would call it correct" if v.kernelbench else "would call it wrong"))
         if self.arithmetic:
             rows.append(("arithmetic", f"{', '.join(self.arithmetic)}: {MEANS}"))
+        if v.rules and not v.rule:
+            rows.append(("rules", v.rules))
         if v.trust:
             rows.append(("trust", f"{v.trust}{f': {v.trust_reason}' if v.trust_reason else ''}"))
         rows += self._timing_rows()
@@ -157,7 +165,20 @@ def judged(verdict: Verdict, found: Sanitized) -> Verdict:
     )
 
 
-def early(fault: Fault, message: str, hint: str = "", rule: str = "", isolation: str = "none") -> Verdict:
+def early(fault: Fault, message: str, hint: str = "", rule: str = "") -> Verdict:
+    """The verdict of what no backend could be asked about."""
+    return Verdict(fault, message=message, hint=hint, rule=rule, isolation_missing=[_NOT_RUN])
+
+
+def unbuilt(build: BuildReport) -> Verdict:
     """The verdict of what never reached the bench."""
-    not_run = [] if isolation != "none" else ["nothing of the candidate was run"]
-    return Verdict(fault, message=message, hint=hint, rule=rule, isolation=isolation, isolation_missing=not_run)
+    not_run = [] if build.isolation != "none" else [_NOT_RUN]
+    return Verdict(
+        build.fault,
+        message=build.message,
+        hint=build.hint,
+        rule=build.rule,
+        isolation=build.isolation,
+        isolation_missing=not_run,
+        rules=build.rules,
+    )

@@ -28,11 +28,11 @@ from kbrl_async.kernels.backends.checks.arithmetic import arithmetic_options
 from kbrl_async.kernels.funnel.build import Builder
 from kbrl_async.kernels.funnel.judge import Judge
 from kbrl_async.kernels.funnel.reading import Reading, read_candidate
-from kbrl_async.kernels.funnel.result import Result, early, with_findings
-from kbrl_async.kernels.problems import find_problem, parse_problem
+from kbrl_async.kernels.funnel.result import Result, early, unbuilt, with_findings
+from kbrl_async.kernels.problems import beside, find_problem, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import Recipe, resolution, roofline
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
@@ -53,8 +53,8 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     """Children, and the calling thread while it times, are pinned to these."""
     store: str = ""
     """Folder of built artifacts that later calls find again; empty: one of its own, gone afterwards."""
-    farm: CompileFarm = CompileFarm(nice=0)
-    """Nobody times while it compiles here."""
+    farm: CompileFarm = CompileFarm(nice=0, rules="open")
+    """Nobody times while it compiles here; and whoever asks is a person, so any Python is taken that runs confined."""
     bench: BenchOptions | None = None
     """None: made for this host, with half of the free memory for a candidate."""
 
@@ -151,7 +151,7 @@ class Verifier:
             problem.problem_id,
             candidate.backend,
             device,
-            early(build.fault, build.message, build.hint, build.rule, build.isolation),
+            unbuilt(build),
             (*stages, *build.stages),
             toolchain=build.toolchain,
             build_isolation=build.isolation,
@@ -222,7 +222,14 @@ def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None) -> Bench
     """As in a run, but with room for large problems: half of the memory that is free now."""
     memory = max(Limits().memory_bytes, psutil.virtual_memory().available // 2)
     limits = Limits(cores=cores, cpu_s=_CPU_S, memory_bytes=memory, file_bytes=memory)
-    return bench_options(TimingBench(), cores=cores, recipe=recipe, limits=limits)
+    return bench_options(TimingBench(outputs="kept"), cores=cores, recipe=recipe, limits=limits)
+
+
+def under(options: VerifyOptions, rules: Rules, outputs: Outputs | None = None) -> VerifyOptions:
+    """The options under these rules; where nothing is said of outputs, `strict` wants fresh ones, `open` takes kept."""
+    wanted: Outputs = outputs or ("fresh" if rules == "strict" else "kept")
+    bench = msgspec.structs.replace(options.bench or default_bench(options.cores), outputs=wanted)
+    return msgspec.structs.replace(options, farm=msgspec.structs.replace(options.farm, rules=rules), bench=bench)
 
 
 def verify(
@@ -283,7 +290,7 @@ def read_text(candidate: str | Path) -> str:
         cause = f"{path} is a kernel alone; a candidate is a Python file whose class ModelNew launches the kernel"
         raise UserError(cause, f"To start from one that works: kbrl verify --example {backend}")
     try:
-        return path.read_text()
+        return beside.gathered(path) if path.suffix == ".py" else path.read_text()
     except OSError as error:
         raise UserError(f"the candidate {path} can't be read: {error.strerror}", "Give the path of a file") from None
     except UnicodeDecodeError:

@@ -164,7 +164,9 @@ class RunFolder:
             problem = self._problem(sample).source
         except KbrlError:
             problem = ""
-        asked = f"{options.backend} {options.device} {options.verify.timing} {options.verify.sanitize} {VERSION}"
+        verify = options.verify
+        rules = f"{verify.farm.rules} {verify.bench.outputs if verify.bench else ''}"
+        asked = f"{options.backend} {options.device} {verify.timing} {verify.sanitize} {rules} {VERSION}"
         parts = (read_text(Path(sample.path)), problem, asked)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

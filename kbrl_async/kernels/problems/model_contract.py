@@ -5,11 +5,23 @@ Used in confined children and in processes that never load torch, so nothing hea
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import os
 import random
 import sys
+import tempfile
 import types
+from pathlib import Path
 from typing import Any
+
+from kbrl_async.kernels.problems.beside import files_of
+
+_FOLDERS = (
+    *("TMPDIR", "HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME"),
+    *("CUPY_CACHE_DIR", "NUMBA_CACHE_DIR"),
+)
+"""Environment variables by which libraries find a place to write."""
 
 
 def arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -30,15 +42,35 @@ def seed(number: int) -> None:
     np.random.seed(number % (1 << 32))
 
 
-def load(name: str, source: str, *, is_file: bool = False) -> types.ModuleType:
+def load(name: str, source: str, *, folder: str = "") -> types.ModuleType:
     """A source run as module `name` in this confined process, its lines known to tracebacks as `{name}.py`.
 
-    :param is_file: it is told that this is its file, as loaders of extensions want.
+    :param folder: writable, and its own: it is told that its file lies there, and what it brings lies beside it.
     """
     module, file = types.ModuleType(name), f"{name}.py"
-    if is_file:
-        module.__file__ = file
+    module.__file__ = os.path.join(folder, file)
+    if folder:
+        _settle(folder, file, source)
     sys.modules[name] = module
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), module.__dict__)  # noqa: S102 - a confined child exists to run it
     return module
+
+
+def _settle(folder: str, file: str, source: str) -> None:
+    """Its files, and a place to write for libraries. A host without private folders has neither: the candidate's own
+    error then says what is missing.
+    """
+    os.environ.update(dict.fromkeys(_FOLDERS, folder))
+    tempfile.tempdir = folder
+    for name, module in list(sys.modules.items()):  # of a candidate that was here before
+        place = getattr(module, "__file__", None)
+        if isinstance(place, str) and place.startswith(folder + os.sep):
+            del sys.modules[name]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with contextlib.suppress(OSError):
+        for name, text in {**files_of(source), file: source}.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)

@@ -140,6 +140,7 @@ def _private_scratch(options: Options, limits: Limits, missing: list[str]) -> st
 
     if "mount namespace" not in missing and _attempt("private tmp", mount, missing):
         os.chdir(options.scratch)
+        os.environ["TMPDIR"] = options.scratch
         return options.scratch
     return ""
 

@@ -23,6 +23,7 @@ import torch
 
 from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import Refused
@@ -340,7 +341,7 @@ class Checker:
     def _refuse_copied(self, candidate: Candidate) -> None:
         if not backend(candidate.backend).needs_own_kernels:
             return
-        evidence = similarity.copied_reference(self.reference.problem.source, candidate.source)
+        evidence = similarity.copied_reference(self.reference.problem.source, modules_of(candidate.source))
         if evidence:
             self.evidence = evidence
             text = "ModelNew is the reference's own code under other names"
@@ -353,7 +354,7 @@ class Checker:
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if not self._earlier or not self.session.keeps_outputs:
+        if not self._earlier or not self.session.keeps_outputs or self.options.outputs == "kept":
             return
         earlier = [meta for meta, _ in self._earlier]
         metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.kernels.sandbox import Limits
-from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.settings import Outputs, TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.roofline import Peaks
 from protocols.records import Strictness
@@ -49,6 +49,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 4
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
+    outputs: Outputs
+    """As `TimingBench.outputs`."""
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
     copy_outputs: bool = False
@@ -78,6 +80,7 @@ def bench_options(
         device=device,
         cores=cores,
         deadline_s=settings.deadline_s,
+        outputs=settings.outputs,
         recipe=recipe or Recipe.of(settings),
         limits=limits or Limits(cores=cores),
         **more,

@@ -23,10 +23,13 @@ from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import Setting
 
 AGREED: Mapping[str, tuple[str, ...]] = {
-    "compile_farm": ("backend", "compile_farm.deadline_s", "compile_farm.march", "compile_farm.arch"),
+    "compile_farm": (
+        "backend", "compile_farm.deadline_s", "compile_farm.march", "compile_farm.arch", "compile_farm.rules",
+    ),
     "timing_bench": (
         "backend", "timing_bench.min_pairs", "timing_bench.max_pairs", "timing_bench.cap_s", "timing_bench.timed",
         "timing_bench.deadline_s", "timing_bench.baselines", "timing_bench.sanitize_share", "timing_bench.flush_bytes",
+        "timing_bench.outputs",
     ),
     "sampler": ("lora_rank", "agents.adapters", "sampler.engine"),
 }  # fmt: skip

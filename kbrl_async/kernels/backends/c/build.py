@@ -24,7 +24,7 @@ from kbrl_async.kernels.backends.backend import Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
 from kbrl_async.kernels.backends.c import launch
-from kbrl_async.kernels.backends.c.symbols import foreign_calls
+from kbrl_async.kernels.backends.c.symbols import HEADERS, foreign_calls
 from kbrl_async.kernels.backends.checks.python import Program, parse
 from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
 _LAUNCHER = re.compile(r"\bc_kernel\b")
-HEADERS = frozenset(
-    [
-        *("math.h", "stdint.h", "stddef.h", "string.h", "stdlib.h", "float.h", "omp.h", "immintrin.h"),
-        *("stdbool.h", "limits.h", "stdalign.h", "tgmath.h"),
-    ]
-)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*(include\w*|import|embed)\b[ \t]*(.*)$", re.MULTILINE)
@@ -117,7 +111,7 @@ class CBackend(TakesPlans):
         assert isinstance(program, Program), "build is called only after check"
         reports = []
         for source in dict.fromkeys(source for source, _ in program.kernels):
-            report = self._unit(source, context)
+            report = self.unit(source, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -125,7 +119,8 @@ class CBackend(TakesPlans):
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, cached=cached)
 
-    def _unit(self, source: str, context: BuildContext) -> BuildReport:
+    def unit(self, source: str, context: BuildContext) -> BuildReport:
+        """One C source."""
         march = context.farm.march
         (toolchain, cpu), key = _toolchain(march), launch.source_key(source)
 
@@ -168,24 +163,34 @@ def _clean(line: str) -> str:
 
 
 def _check_c(source: str, name: str) -> BuildReport | None:
-    bare = _COMMENT.sub(" ", source)
-    for directive, what in _INCLUDE.findall(bare):
-        header = what.strip().strip('<>"')
-        if directive != "include" or header not in HEADERS:
+    bare = _COMMENT.sub(_lines_of, source)
+    for found in _INCLUDE.finditer(bare):
+        directive, what = found[1], found[2].strip()
+        if directive != "include" or what.strip('<>"') not in HEADERS:
             hint = f"Only these headers: {', '.join(sorted(HEADERS))}."
-            return _violation("include", f"#{directive} {what.strip()} is not allowed", hint)
+            return _violation("include", f"{_line(bare, found)}: #{directive} {what} is not allowed", hint)
     code = _STRING.sub('""', bare)
-    if _ASM.search(code):
-        return _violation(
-            "asm", "inline assembly is not allowed", "Use C, OpenMP pragmas or intrinsics from immintrin.h."
-        )
-    match = _ATTRIBUTES.search(code)
-    if match:
-        return _violation("forbidden_name", f"{match[1]!r} is not allowed in the C source", "A kernel only computes.")
+    if found_asm := _ASM.search(code):
+        text = f"{_line(code, found_asm)}: inline assembly is not allowed"
+        return _violation("asm", text, "Use C, OpenMP pragmas or intrinsics from immintrin.h.")
+    if word := _ATTRIBUTES.search(code):
+        text = f"{_line(code, word)}: {word[1]!r} is not allowed"
+        return _violation("forbidden_name", text, "A kernel only computes.")
     if name and launch.parameters(source, name) is None:
         text = f"the C source defines no function {name!r}"
         return _violation("unknown_function", text, f"Define `void {name}(…) {{ … }}` in SOURCE.")
     return None
+
+
+def _lines_of(comment: re.Match[str]) -> str:
+    """White space in its place, so that lines keep their numbers."""
+    return " " + "\n" * comment[0].count("\n")
+
+
+def _line(code: str, found: re.Match[str]) -> str:
+    text = found[0]
+    start = found.start() + len(text) - len(text.lstrip())
+    return f"line {code.count(chr(10), 0, start) + 1} of the C source"
 
 
 def _check_calls(built: bytes) -> BuildReport | None:

@@ -34,6 +34,17 @@ _COMPILER = re.compile(
     r"|__(mul|div|add|sub|pow|float|fix|ext|trunc|ashl|lshr|ashr|cmp|mod|udiv|umod|popcount|clz|ctz|bswap)\w*[0-9tdfshxi]"
 )
 _ALLOWED = frozenset(_PLAIN) | {name + suffix for name in _MATHS for suffix in ("", "f", "l")}
+HEADERS = frozenset(
+    [
+        *("math.h", "stdint.h", "stddef.h", "string.h", "stdlib.h", "float.h", "omp.h", "immintrin.h"),
+        *("stdbool.h", "limits.h", "stdalign.h", "tgmath.h"),
+    ]
+)
+RULES = (
+    f"The C code includes nothing but {', '.join(sorted(HEADERS))}, has no inline assembly, and calls only the "
+    "mathematics of math.h, plain memory functions and OpenMP. Its source is a constant: it is known without a run of "
+    "the file.\n"
+)
 
 
 def foreign_calls(data: bytes) -> list[str]:

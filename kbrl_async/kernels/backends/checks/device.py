@@ -42,6 +42,11 @@ _REFUSED_ATTRIBUTES = frozenset(
 )
 
 
+RULES = syntax.told({*_ROOTS, "kbrl_async.launch"}, _REFUSED_NAMES, _REFUSED_ATTRIBUTES) + (
+    f"Not {', '.join(_REFUSED_MODULES)} either.\n"
+)
+
+
 class Refusal(Exception):  # noqa: N818 - control flow of the checks only
     """What is wrong, as a report."""
 

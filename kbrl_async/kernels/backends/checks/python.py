@@ -46,6 +46,9 @@ _FORBIDDEN_ATTRIBUTES = frozenset(
 )
 
 
+RULES = syntax.told(_IMPORTS, _FORBIDDEN_NAMES, _FORBIDDEN_ATTRIBUTES)
+
+
 class Program(msgspec.Struct, frozen=True):
     """The parsed Python half."""
 

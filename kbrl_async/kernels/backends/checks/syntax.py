@@ -15,6 +15,16 @@ EVALUATORS = (
 """
 
 
+def told(imports: Iterable[str], names: Iterable[str], attributes: Iterable[str]) -> str:
+    """The rules of `strict` for the Python half in words, for a model: what is refused is what it was told."""
+    everywhere = set(names)
+    only = sorted(set(attributes) - everywhere)
+    return (
+        f"Import nothing but {', '.join(sorted(imports))}. Refused wherever they stand in the Python code: "
+        f"{', '.join(sorted(everywhere))}; and as attributes: {', '.join(only)}.\n"
+    )
+
+
 def parsed(source: str) -> ast.Module | BuildReport:
     """The syntax tree, or the report that says why there is none."""
     try:

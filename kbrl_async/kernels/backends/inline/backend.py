@@ -18,20 +18,20 @@ import msgspec
 
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends.backend import Backend, Shot
-from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
+from kbrl_async.kernels.backends.checks.inline import check_names
 from kbrl_async.kernels.backends.inline.build import Attempt, Build
 from kbrl_async.kernels.backends.inline.flags import Refused, chosen
-from kbrl_async.kernels.backends.inline.launch import Extension, install
-from kbrl_async.kernels.backends.inline.recording import RECORDS, Order, Recorded, mentions_loader, read
+from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
+from kbrl_async.kernels.backends.inline.recording import mentions_loader, read
 from kbrl_async.kernels.backends.inline.toolchain import NVCC_CURE, slim_version, toolchain
+from kbrl_async.kernels.backends.open.asked import ask
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
-_CHILD = "kbrl_async.kernels.backends.inline.ahead:record_inline"
 _MAX_TEXT = 800
 _MAX_EXTENSIONS = 16
 _MAX_UNITS = 32
@@ -40,27 +40,6 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"__(?:launch_bounds|cluster_dims)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)"
 _KERNEL = re.compile(rf"__global__\s+(?:(?:static|inline|void|{_BOUNDS})\s+)+(\w+)\s*\(")
 _BOUND = re.compile(r"\bm\.def\(\s*\"(\w+)\"")
-_FORBIDDEN = frozenset(
-    [
-        *("eval", "exec", "compile", "__import__", "ctypes", "subprocess", "socket", "multiprocessing"),
-        *("builtins", "inspect", "gc", *syntax.EVALUATORS),
-    ]
-)
-_FORBIDDEN_ATTRIBUTES = frozenset(
-    [
-        *syntax.EVALUATORS,
-        *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
-        *("f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
-    ]
-)
-_MODULES = frozenset(
-    [
-        *("torch", "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools"),
-        *("hashlib", "itertools", "logging", "math", "numbers", "numpy", "operator", "os", "pathlib", "re", "string"),
-        *("sys", "tempfile", "textwrap", "time", "triton", "typing", "uuid", "warnings"),
-    ]
-)
-_OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
 _CUDA_MARKS = re.compile(r"cuda_sources\s*=|\bCUDAExtension\b|\bload\([^)]*\.cu\b")
 _CPP_MARKS = re.compile(r"\bload_inline\b|\bCppExtension\b|\bcpp_(sources\s*=|extension\b|kernel\()|torch/extension\.h")
 _ERROR = re.compile(r"\berror\b|undefined reference|multiple definition")
@@ -92,6 +71,8 @@ _HINTS = (
 class InlineBackend(Backend):
     """See the module."""
 
+    key_prefix = PREFIX
+
     def prepare(self, artifacts: dict[str, str], device: str) -> None:
         install(artifacts)
 
@@ -118,7 +99,7 @@ class InlineBackend(Backend):
         tree = syntax.parsed(candidate.source)
         if isinstance(tree, BuildReport):
             return tree
-        return syntax.model_fault(ast.walk(tree)) or _check_names(tree) or self._check_loader(tree)
+        return syntax.model_fault(ast.walk(tree)) or check_names(tree) or self._check_loader(tree)
 
     def _check_loader(self, tree: ast.Module) -> BuildReport | None:
         if mentions_loader(tree):
@@ -129,13 +110,13 @@ class InlineBackend(Backend):
     def build(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         extensions = read(ast.parse(candidate.source))
         if extensions is None:
-            found = _recorded(candidate, problem, context)
+            found = self._recorded(candidate, problem, context)
             if isinstance(found, BuildReport):
                 return found
             extensions = found
         reports = []
         for extension in extensions:
-            report = self._extension(extension, context)
+            report = self.unit(extension, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -144,7 +125,8 @@ class InlineBackend(Backend):
         cached = all(report.cached for report in reports)
         return msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
 
-    def _extension(self, extension: Extension, context: BuildContext) -> BuildReport:
+    def unit(self, extension: Extension, context: BuildContext) -> BuildReport:
+        """One extension."""
         if extension.with_cuda and "cuda" not in self.runs_on:
             hint = f"Backend {self.name} compiles cpp_sources only."
             return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
@@ -176,6 +158,18 @@ class InlineBackend(Backend):
             return stamped, is_deterministic
 
         return context.cached("inline", label, slim_version(), extension.key, make=make)
+
+    def _recorded(
+        self, candidate: Candidate, problem: Problem | None, context: BuildContext
+    ) -> list[Extension] | BuildReport:
+        found = ask(candidate, problem, context, is_on_gpu="cuda" in self.runs_on)
+        if isinstance(found, BuildReport):
+            return found
+        if not found.asked.extensions:
+            text = found.recorded.error or "the candidate called no loader"
+            hint = "Call load_inline at the top level, in __init__ or in forward."
+            return _report(Fault.RUNTIME_ERROR, "no_extension", text, hint)
+        return found.asked.extensions[:_MAX_EXTENSIONS]
 
 
 class CppBackend(InlineBackend):
@@ -245,56 +239,6 @@ def _hint(text: str) -> str:
         (hint for pattern, hint in _HINTS if re.search(pattern, text)),
         "Fix the first error; others may follow from it.",
     )
-
-
-def _recorded(candidate: Candidate, problem: Problem | None, context: BuildContext) -> list[Extension] | BuildReport:
-    deadline = context.farm.deadline_s
-    with context.folder() as folder:
-        order = Order(candidate.source, "" if problem is None else problem.source, str(folder))
-        child = context.python(_CHILD, msgspec.msgpack.encode(order), folder, deadline_s=deadline)
-        done = answers.collect(child, folder, deadline)
-    if done.is_late:
-        text = f"importing the candidate took longer than {deadline:g} s"
-        return _report(Fault.TIMEOUT, "import", text, "Compile in the module or in __init__, and compute in forward.")
-    recorded = answers.read(done.data, Recorded) or Recorded(error="the candidate ended its process")
-    extensions = answers.read(done.files.get(RECORDS, b"\x90"), list[Extension])
-    if extensions is None or not all(extension.units for extension in extensions):
-        text = "what the candidate compiles was told in another way than the recorder does"
-        return _report(Fault.CHEATING, "forged_result", text, "Call load_inline, and write to no file.")
-    if not extensions:
-        text = recorded.error or "the candidate called no loader"
-        return _report(Fault.RUNTIME_ERROR, "no_extension", text, "Call load_inline at the top level, or in __init__.")
-    return extensions[:_MAX_EXTENSIONS]
-
-
-def _check_names(tree: ast.Module) -> BuildReport | None:
-    hint = "A candidate compiles kernels and calls them; it needs no access to the interpreter or the system."
-    for node in ast.walk(tree):
-        for word in _words(node):
-            if word:
-                line = getattr(node, "lineno", "?")
-                rule = "import" if isinstance(node, (ast.Import, ast.ImportFrom)) else "forbidden_name"
-                return _report(Fault.STATIC_VIOLATION, rule, f"line {line}: {word!r} is not allowed", hint)
-    return None
-
-
-def _words(node: ast.AST) -> list[str]:
-    """What of this node is refused."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names if alias.name.partition(".")[0] not in _MODULES]
-    if isinstance(node, ast.ImportFrom):
-        module = node.module or "."
-        if module.partition(".")[0] not in _MODULES or node.level:
-            return [module]
-        return [f"os.{alias.name}" for alias in node.names if module == "os" and alias.name not in _OS_ALLOWED]
-    if isinstance(node, ast.Name) and node.id in _FORBIDDEN:
-        return [node.id]
-    if isinstance(node, ast.Attribute):
-        if node.attr in _FORBIDDEN_ATTRIBUTES:
-            return [node.attr]
-        if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr not in _OS_ALLOWED:
-            return [f"os.{node.attr}"]
-    return []
 
 
 def _report(fault: Fault, rule: str, message: str, hint: str) -> BuildReport:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kbrl_async.kernels.backends import prompts
+from kbrl_async.kernels.backends.checks.inline import RULES
+from kbrl_async.kernels.backends.prompts import FRESH
 
 _LOADER = "from torch.utils.cpp_extension import load_inline\n"
 _SCALE = '''
@@ -78,7 +80,9 @@ CONTRACTS = {
         "CPU kernels in C++",
         "that builds them with `load_inline(cpp_sources=…)`",
         _scale(_INCLUDE, _CPP_BODY, "cpp_sources=SOURCE"),
-        "All arithmetic must happen in your C++ code; the library may do a sub-step, never the whole.",
+        "All arithmetic must happen in your C++ code; the library may do a sub-step, never the whole.\n"
+        + FRESH
+        + RULES,
     ),
     "cuda": prompts.contract(
         "CUDA kernels",
@@ -88,7 +92,7 @@ CONTRACTS = {
             _CUDA_BODY,
             'cpp_sources="torch::Tensor run(torch::Tensor x);", cuda_sources=SOURCE',
         ),
-        "Launch on the current stream. The library may do a sub-step, never the whole.",
+        "Launch on the current stream. The library may do a sub-step, never the whole.\n" + FRESH + RULES,
     ),
 }
 SHOTS = {"cpp": prompts.shots(_cpp), "cuda": prompts.shots(_cuda)}

@@ -3,7 +3,7 @@
 ::
 
     source ─▶ read(tree): every call at the top level, of literals and names bound once ─▶ [Extension]
-         └─ else `ahead.record_inline` (confined child): loaders replaced; import, then ModelNew(*init) ─▶ [Extension]
+         └─ else `open.recording` (confined child): loaders replaced; import, ModelNew(*init), forward ─▶ [Extension]
 """
 
 from __future__ import annotations
@@ -11,26 +11,9 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-import msgspec
-
 from kbrl_async.kernels.backends.inline import launch as inline
 
 LOADERS = ("load_inline", "load")
-RECORDS = "extensions"
-
-
-class Order(msgspec.Struct, frozen=True):
-    source: str
-    problem: str
-    folder: str
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """How it went; the extensions lie in file `RECORDS` of the bundle. Untrusted: the candidate ran beside it."""
-
-    count: int = 0
-    error: str = ""
-    """Why the candidate ended early, where it did."""
 
 
 class _Unreadable(Exception):  # noqa: N818 - control flow of `read` only

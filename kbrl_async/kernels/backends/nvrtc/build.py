@@ -84,6 +84,7 @@ class NvrtcBackend(TakesPlans):
     launcher = "cuda_kernel"
     is_cuda = True
     reads_bytes = True
+    key_prefix = cuda.PREFIX
 
     def claims(self, source: str) -> float:
         return 0.7 if _LAUNCHER.search(source) or _PLAN.search(source) else 0.0
@@ -119,7 +120,7 @@ class NvrtcBackend(TakesPlans):
         reports = []
         for source, options in dict.fromkeys((kernel.source, kernel.options) for kernel in kernels):
             used = {kernel.name for kernel in kernels if (kernel.source, kernel.options) == (source, options)}
-            report = self._unit(source, sorted(used), options, context)
+            report = self.unit(source, sorted(used), options, context)
             if report.fault is not Fault.OK:
                 return report
             reports.append(report)
@@ -130,7 +131,8 @@ class NvrtcBackend(TakesPlans):
             kernels=sorted({kernel.name for kernel in kernels}),
         )
 
-    def _unit(self, source: str, names: list[str], options: tuple[str, ...], context: BuildContext) -> BuildReport:
+    def unit(self, source: str, names: list[str], options: tuple[str, ...], context: BuildContext) -> BuildReport:
+        """These kernels of one CUDA source."""
         toolchain = _toolchain()
         arch = context.farm.arch
 

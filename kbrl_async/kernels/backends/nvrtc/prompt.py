@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kbrl_async.kernels.backends import prompts
+from kbrl_async.kernels.backends.checks.device import RULES
 
 _IMPORT = "from kbrl_async.launch import cuda_kernel\n"
 _SCALE = prompts.SCALE_IN_CUDA.replace("{name}", "run")
@@ -11,6 +12,7 @@ _RULES = """
 three. Tensors must be contiguous and on the GPU, and arrive as pointers; numbers arrive as the parameters are declared.
 CUDA's headers are there (cuda_fp16.h, mma.h, cooperative_groups.h), templates are named as "run<float>". No host code.
 """
+_CONSTANT = "The CUDA source and the kernel's name are literals; options are those that change the code that is made.\n"
 _GRIDS = {"gate": "(x.numel() + 255) // 256", "centre": "x.shape[0]", "weighted": "(x.shape[1] + 255) // 256"}
 
 
@@ -34,7 +36,7 @@ CONTRACTS = {
             "self.kernel[(x.numel() + 255) // 256, 256](x, out, x.numel())",
             "x = x.contiguous()\n        ",
         ),
-        _RULES,
+        _RULES + prompts.FRESH + RULES + _CONSTANT,
     ),
     "plan": prompts.plan_contract(
         "CUDA kernels",

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kbrl_async.kernels.backends.backend import backend
+from kbrl_async.kernels.backends.backend import prepare
 from kbrl_async.kernels.backends.c import launch as launch_c
 from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Recording, Task
 from kbrl_async.kernels.problems import model_contract as contract
@@ -77,8 +77,9 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
 def run_once(task: Task) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate."""
     torch.set_grad_enabled(False)
-    backend(task.backend).prepare(task.artifacts, task.device.partition(":")[0])
-    problem, candidate = contract.load("problem", task.problem), contract.load("candidate", task.candidate)
+    prepare(task.backend, task.artifacts, task.device.partition(":")[0])
+    problem = contract.load("problem", task.problem)
+    candidate = contract.load("candidate", task.candidate, folder=task.folder)
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())
     contract.seed(task.seed)

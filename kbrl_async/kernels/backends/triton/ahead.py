@@ -21,6 +21,8 @@ import torch
 
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.backends.open import asked
+from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.build import Ahead, Order
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
@@ -61,34 +63,60 @@ class _Mock:
 
 def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
     """The files of the bundle, as far as it came."""
-    from triton.compiler.errors import CompilationError
-    from triton.runtime import driver
-    from triton.runtime.errors import OutOfResources, PTXASError
-
     files: dict[str, bytes] = {}
-    triton_cache.use_bundle_cache(files)
-    driver.set_active(PretendDriver(order.arch))
-    _compile_instead_of_launch()
+    _watch(order.arch, files)
     pretend("meta", everything=True)
     torch.set_grad_enabled(False)
     try:
         _run(order)
-    except CompilationError as error:
-        return Ahead(error=_explain(error, order.source)), files
-    except (OutOfResources, PTXASError) as error:
-        return Ahead(error=_first_lines(str(error))), files
     except Exception as error:  # whatever candidate or problem raise: the bench will see it too
-        if "PassManager::run failed" in str(error):
-            return Ahead(error="Triton's compiler failed on this kernel: " + str(error)), files
-        return Ahead(note=f"{type(error).__name__}: {error}"[:400]), files
+        text = _compile_error(error, order.source)
+        return (Ahead(error=text) if text else Ahead(note=f"{type(error).__name__}: {error}"[:400])), files
     return Ahead(note="" if files else "forward launched no Triton kernel"), files
+
+
+def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
+    """Entry of the confined child for candidates under the rules `open` that may use Triton beside all else."""
+    order = msgspec.msgpack.decode(payload, type=asked.Order)
+    answers.begin(channel, isolation, order.folder)
+    files: dict[str, bytes] = {}
+    _watch(order.arch, files)
+
+    def explain(error: BaseException) -> asked.Recorded | None:
+        text = _compile_error(error, order.source)
+        return asked.Recorded(compile_error=text) if text else None
+
+    answers.hand_in(channel, *asked_by(order, files, explain))
+
+
+def _watch(arch: int, files: dict[str, bytes]) -> None:
+    """Launches are compiled into `files` from now on."""
+    from triton.runtime import driver
+
+    triton_cache.use_bundle_cache(files)
+    driver.set_active(PretendDriver(arch))
+    _compile_instead_of_launch()
+
+
+def _compile_error(error: BaseException, source: str) -> str:
+    """Triton's own errors in words; empty for all others."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, CompilationError):
+        return _explain(error, source)
+    if isinstance(error, (OutOfResources, PTXASError)):
+        return _first_lines(str(error))
+    if "PassManager::run failed" in str(error):
+        return f"Triton's compiler failed on this kernel: {error}"
+    return ""
 
 
 def _run(order: Order) -> None:
     problem = contract.load("problem", order.problem)
     args, named = contract.arguments(problem.get_init_inputs())
     # A kernel's cache key holds its module's name: the bench loads it under the same.
-    candidate = contract.load("candidate", order.source)
+    candidate = contract.load("candidate", order.source, folder=order.folder)
     model = candidate.ModelNew(*args, **named)
     if isinstance(model, torch.nn.Module):
         model = model.to("cuda")

@@ -68,6 +68,7 @@ class TritonBackend(Backend):
     runs_on = frozenset({"cpu", "cuda"})
     is_recorded = True
     reads_bytes = True
+    key_prefix = triton_cache.PREFIX
     preload = ("kbrl_async.kernels.backends.triton.preload",)
     hints: ClassVar[Mapping[str, str]] = {
         "mismatch": "Check masks, strides and the reduction axis; accumulate in float32.",

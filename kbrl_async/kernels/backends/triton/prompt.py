@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kbrl_async.kernels.backends import prompts
+from kbrl_async.kernels.backends.checks.device import RULES
 
 _IMPORTS = "import triton\nimport triton.language as tl\n"
 _SCALE = (
@@ -61,7 +62,9 @@ CONTRACTS = {
         "GPU kernels in Triton",
         "that defines `@triton.jit` kernels and launches\nthem in `forward`",
         _SCALE,
-        "`torch` may allocate, view and do a sub-step; the kernels must do the work. `@triton.autotune` may try a few.",
+        "`torch` may allocate, view and do a sub-step; the kernels must do the work. `@triton.autotune` may try few.\n"
+        + prompts.FRESH
+        + RULES,
     )
 }
 SHOTS = prompts.shots(_kernel)

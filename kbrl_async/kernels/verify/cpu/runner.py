@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.backends import prepare
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.problems import model_contract as contract
@@ -71,9 +71,11 @@ class Runner:
         self.arena: mmap.mmap | None = None
         self.double: torch.nn.Module | None = None
         if setup.artifacts:
-            backend(setup.backend).prepare(setup.artifacts, self.device)
+            prepare(setup.backend, setup.artifacts, self.device)
             trace.bind()
-        self.module: Any = plan.load(setup.source) or contract.load("candidate", setup.source)
+        self.module: Any = plan.load(setup.source) or contract.load(
+            "candidate", setup.source, folder=os.environ.get("TMPDIR", "")
+        )
         contract.seed(setup.seed)
         init = self._init(setup)
         args, kwargs = contract.arguments(init)
@@ -171,7 +173,7 @@ class Runner:
         values.flatten(given, inputs)
         values.flatten(self.held[1], shapes)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.Watch({tensor.numel() for tensor in shapes})
+        watch = trace.Watch({tensor.numel() for tensor in shapes}, saved)
         result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from kbrl_async.kernels.verify.wire import Trace
 _now = time.thread_time_ns
 _is_tensor = torch.is_tensor
 _KEPT = 8
+_BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
 _GUARDED: list[tuple[object, str]] = [
@@ -59,8 +60,10 @@ def bind() -> None:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
     """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 
-    def __init__(self, sizes: set[int]) -> None:
+    def __init__(self, sizes: set[int], inputs: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is not typed
+        self._inputs = inputs
+        self._places = {tensor.data_ptr() for tensor in inputs}
         self.ops: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, tuple[int, int]] = {}
         self.kept: list[tuple[str, torch.Tensor]] = []
@@ -85,6 +88,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own h
             self._keep(name, result)
         return result
 
+    def given(self, kernel: Any, args: tuple[Any, ...], values: list[Any]) -> None:
+        """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
+        was seen.
+        """
+        self._keep(_BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
+
+    def is_input(self, item: torch.Tensor) -> bool:
+        """Whether it is one of the inputs, or a copy of one."""
+        return any(is_answer(item, given) for given in self._inputs)
+
     def _keep(self, name: str, result: Any) -> None:
         for item in result if isinstance(result, (list, tuple)) else [result]:
             if _is_tensor(item) and item.numel() in self._sizes:
@@ -99,17 +112,20 @@ def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = F
     launches: dict[str, tuple[int, int]] = {}
     watch = watch or Watch(set())
     RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
+    RECORDER.tape = watch.given if muted else None
     try:
         with watch:
             result = run()
     finally:
         RECORDER.is_on = RECORDER.is_muted = False
+        RECORDER.tape = None
     return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
 
 
 def answered(trace: Trace, watch: Watch, answer: list[torch.Tensor]) -> Trace:
-    """The trace, with the first operator whose result already was one of the answer's tensors."""
-    name = next((name for name, item in watch.kept for wanted in answer if is_answer(item, wanted)), "")
+    """The trace, with the first operator whose result already was one of the answer's tensors; an input never tells."""
+    kept = [(name, item) for name, item in watch.kept if name != _BEFORE or not watch.is_input(item)]
+    name = next((name for name, item in kept for wanted in answer if is_answer(item, wanted)), "")
     return msgspec.structs.replace(trace, answered=name)
 
 

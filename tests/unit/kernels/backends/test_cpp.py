@@ -268,7 +268,7 @@ class ModelNew(nn.Module):
         return self.ext.scale(x)
 """
     problem = Problem("p", 1, "p", "def get_init_inputs():\n    return [3]\n")
-    report = builder.build(Candidate(text, "cpp"), problem)
+    report = builder.build(Candidate(text, "cuda"), problem)
     wanted = inline.inline_extension(
         "scaled", ["torch::Tensor scale(torch::Tensor x) { return x * 3; }"], functions="scale"
     )
@@ -278,7 +278,7 @@ class ModelNew(nn.Module):
 def test_a_candidate_that_fails_before_it_compiles_says_why(builder: Builder) -> None:
     text = make().source.replace("SOURCE = r", "raise ValueError('no')\nSOURCE = str().join([]) or r")
     report = builder.build(Candidate(text, "cpp"))
-    assert (report.fault, report.message) == (Fault.RUNTIME_ERROR, "ValueError: no")
+    assert (report.fault, report.message) == (Fault.RUNTIME_ERROR, "line 6: ValueError: no")
 
 
 def test_a_host_without_compilers_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

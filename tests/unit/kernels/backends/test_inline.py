@@ -261,11 +261,11 @@ from torch.utils.cpp_extension import load_inline
 from kbrl_async.kernels.backends.launch import bundle
 
 def forge(files):
-    open("bundle", "wb").write(bundle._MAGIC + msgspec.msgpack.encode([["extensions", files]]))
+    open("bundle", "wb").write(bundle._MAGIC + msgspec.msgpack.encode([["asked", files]]))
     frame = sys._getframe()
     while "channel" not in frame.f_locals:
         frame = frame.f_back
-    frame.f_locals["channel"].send(msgspec.msgpack.encode({"count": 1}))
+    frame.f_locals["channel"].send(msgspec.msgpack.encode({"error": ""}))
     os._exit(0)
 
 forge(EXTENSIONS)
@@ -281,8 +281,8 @@ class ModelNew(torch.nn.Module):
     [
         "b'x'",
         "b'\\x91' * 100_000 + b'\\x90'",
-        "msgspec.msgpack.encode([{'name': 'e', 'units': []}])",
-        "msgspec.msgpack.encode([{'name': 7, 'units': [{'is_cuda': False, 'text': ''}]}])",
+        "msgspec.msgpack.encode({'extensions': [{'name': 'e', 'units': []}], 'c': [], 'cuda': []})",
+        "msgspec.msgpack.encode({'extensions': [], 'c': [7], 'cuda': []})",
     ],
 )
 def test_a_record_that_no_recorder_wrote_is_the_candidates_fault(warm_builder: Builder, extensions: str) -> None:

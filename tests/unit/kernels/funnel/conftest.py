@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.problems import parse_problem
-from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.verify import bench_options
 from protocols.records import Problem
@@ -22,11 +22,12 @@ def kernel(body: str = "2 * x[i] + 1", extra: str = "") -> str:
 
 
 QUICK = VerifyOptions(
+    farm=CompileFarm(nice=0, rules="strict"),
     bench=bench_options(
         TimingBench(deadline_s=10.0),
         call_floor_s=1.0,
         recipe=Recipe.of(TimingBench(min_pairs=4, max_pairs=6, cap_s=0.2)),
-    )
+    ),
 )
 
 

@@ -48,8 +48,8 @@ def test_what_was_not_timed_and_what_nobody_asked_for_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = BenchReport(Verdict(Fault.INCORRECT))
-    assert made(monkeypatch, tmp_path, ["compile"], wrong).judge(PROBLEM, CANDIDATE, BUILT) is wrong
-    assert made(monkeypatch, tmp_path, []).judge(PROBLEM, CANDIDATE, BUILT) is RIGHT
+    assert made(monkeypatch, tmp_path, ["compile"], wrong).judge(PROBLEM, CANDIDATE, BUILT) == wrong
+    assert made(monkeypatch, tmp_path, []).judge(PROBLEM, CANDIDATE, BUILT) == RIGHT
 
 
 def test_what_is_gone_from_the_store_or_is_for_another_processor_is_no_fault_of_the_candidate(

@@ -1,0 +1,172 @@
+"""Honest kernels in the styles that people write: `open` takes them, `strict` names the rule and the cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.kernels.funnel import Verifier
+from kbrl_async.kernels.funnel.verifier import read_text
+from kbrl_async.kernels.problems.beside import pack
+from protocols.records import Fault, Problem
+
+C = r'''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+{top}
+SOURCE = r"""
+{head}
+void f(const float *x, float *y, long n) {{ for (long i = 0; i < n; i++) y[i] = 2 * x[i] + 1; }}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def forward(self, x):
+        {forward}
+        return y
+'''
+MADE = 'self.f = c_kernel(SOURCE, "f")'
+CALLED = "y = torch.empty_like(x); self.f(x.contiguous(), y, x.numel())"
+
+
+def c(top: str = "", head: str = "", init: str = MADE, forward: str = CALLED) -> str:
+    return C.format(top=top, head=head, init=init, forward=forward)
+
+
+CPP_SOURCE = """
+CPP = '''
+#include <torch/extension.h>
+torch::Tensor f(torch::Tensor x) {
+    auto y = torch::empty_like(x);
+    const float *from = x.data_ptr<float>();
+    float *to = y.data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); i++) to[i] = 2 * from[i] + 1;
+    return y;
+}
+'''
+"""
+CPP = """
+import os, sys, time, hashlib, pathlib, inspect, tempfile
+import torch
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline, load
+{source}
+{top}
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def forward(self, x):
+        {forward}
+"""
+LOAD = 'load_inline(name="one", cpp_sources=CPP, functions=["f"])'
+_MODULE = "class Impl(nn.Module):\n    def forward(self, x):\n        return x\n"
+
+
+def cpp(top: str = "", init: str = "pass", forward: str = "return self.e.f(x.contiguous())") -> str:
+    return CPP.format(source=CPP_SOURCE, top=top, init=init, forward=forward)
+
+
+STYLES = {
+    "imports": c("import os, sys, time, hashlib, pathlib, inspect, json, random, subprocess, ctypes, importlib, gc"),
+    "its own file": c("import os\nHERE = os.path.dirname(os.path.abspath(__file__))\nassert open(__file__).read()"),
+    "pathlib": c("from pathlib import Path\nassert 'class ModelNew' in Path(__file__).read_text()"),
+    "inspect": c(forward="import inspect; assert 'forward' in inspect.getsource(type(self)); " + CALLED),
+    "scratch": c("import tempfile, os\nwith tempfile.TemporaryDirectory() as d: open(d + '/a', 'w').write('a')"),
+    "home": c("import pathlib\n(pathlib.Path.home() / '.cache' / 'mine').mkdir(parents=True, exist_ok=True)"),
+    "getattr": c(forward="y = getattr(torch, 'empty_like')(x); self.f(x.contiguous(), y, x.numel())"),
+    "eval": c("N = eval('1 + 1')"),
+    "numpy for sizes": c("import numpy as np\nSIZE = int(np.prod([2, 3]))"),
+    "stdio": c(head="#include <stdio.h>\n#include <assert.h>"),
+    "assembly": c(head='static inline void pause(void) { __asm__ volatile ("pause"); }'),
+    "a source made at run time": c(
+        "import random\ndef made():\n    return SOURCE.replace('f(', 'g(', random.randint(1, 1))",
+        init='self.f = c_kernel(made(), "g")',
+    ),
+    "made lazily": c(init="self.f = None", forward=f'self.f = self.f or c_kernel(SOURCE, "f"); {CALLED}'),
+    "one buffer": c(
+        init=f"{MADE}; self.y = None",
+        forward="self.y = torch.empty_like(x) if self.y is None else self.y; "
+        "y = self.y; self.f(x.contiguous(), y, x.numel())",
+    ),
+    "a model by another name": c().replace("class ModelNew", "class Impl") + "\nglobals()['ModelNew'] = Impl\n",
+    "at import": cpp(f"EXT = {LOAD}", init="self.e = EXT"),
+    "in __init__": cpp(init=f"self.e = {LOAD}"),
+    "in forward": cpp(init="self.e = None", forward=f"self.e = self.e or {LOAD}; return self.e.f(x.contiguous())"),
+    "behind a cache": cpp(
+        f"import functools\n@functools.lru_cache(maxsize=None)\ndef ext():\n    return {LOAD}",
+        forward="return ext().f(x.contiguous())",
+    ),
+    "two extensions": cpp(
+        init=f"self.a = {LOAD}; self.b = None",
+        forward=f"self.b = self.b or {LOAD.replace('one', 'two').replace('CPP', 'CPP + chr(10)')}; "
+        "return self.a.f(x) if x.sum() < -1e30 else self.b.f(x.contiguous())",
+    ),
+    "a hashed name": cpp(
+        init=f"n = 'k_' + hashlib.sha1(CPP.encode()).hexdigest()[:8]; self.e = {LOAD}".replace('"one"', "n")
+    ),
+    "a file of its own": cpp(
+        init="p = os.path.join(tempfile.mkdtemp(), 'k.cpp'); open(p, 'w').write(CPP + 'PYBIND11_MODULE("
+        "TORCH_EXTENSION_NAME, m) { m.def(\\\"f\\\", &f); }'); self.e = load(name='k', sources=[p])"
+    ),
+    "its folder is a build folder": cpp(
+        init="d = pathlib.Path(__file__).parent / 'build'; d.mkdir(exist_ok=True); "
+        + f"self.e = {LOAD}".replace("functions", "build_directory=str(d), functions")
+    ),
+    "beside C": cpp(
+        "from kbrl_async.launch import c_kernel\n"
+        "ONE = 'void g(float *y, long n) { for (long i = 0; i < n; i++) y[i] += 1; }'\nTWICE = CPP.replace(' + 1', '')",
+        init=f"self.e = {LOAD.replace('CPP', 'TWICE')}; self.g = c_kernel(ONE, 'g')",
+        forward="y = self.e.f(x.contiguous()); self.g(y, y.numel()); return y",
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_honest_kernel_passes_whatever_its_style(free: Verifier, problem: Problem, style: str) -> None:
+    result = free.verify(problem, STYLES[style])
+    assert result.ok, (result.verdict, result.stages)
+    assert result.verdict.rules == "open"
+
+
+def test_a_helper_module_beside_it_goes_with_it(free: Verifier, problem: Problem, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from .kernel import SOURCE\n")
+    body = "void f(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = 2 * x[i] + 1; }"
+    (tmp_path / "parts" / "kernel.py").write_text(f"SOURCE = {body!r}\n")
+    text = c("from parts import SOURCE as TOLD").replace("c_kernel(SOURCE", "c_kernel(TOLD")
+    (tmp_path / "kernel.py").write_text(text)
+    result = free.verify(problem, read_text(tmp_path / "kernel.py"))
+    assert result.ok, result.verdict
+
+
+def test_a_source_beside_it_is_compiled(free: Verifier, problem: Problem) -> None:
+    cpp_file = CPP_SOURCE.split("'''")[1] + 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &f); }\n'
+    made = 'self.e = load(name="k", sources=[str(pathlib.Path(__file__).with_name("k.cpp"))])'
+    result = free.verify(problem, pack(cpp(init=made), {"k.cpp": cpp_file}))
+    assert result.ok, result.verdict
+
+
+@pytest.mark.parametrize(
+    ("style", "rule"),
+    [("imports", "import"), ("eval", "forbidden_name"), ("stdio", "include"), ("assembly", "asm")],
+)
+def test_strict_names_the_rule_the_line_and_the_cure(strict: Verifier, problem: Problem, style: str, rule: str) -> None:
+    result = strict.verify(problem, STYLES[style])
+    verdict, told = result.verdict, dict(result.rows())
+    assert (verdict.fault, verdict.rule, verdict.rules) == (Fault.STATIC_VIOLATION, rule, "strict")
+    assert "line " in verdict.message
+    assert verdict.hint
+    assert told["rule"] == f"{rule} (rules: strict)"
+    assert "--rules open" in told["also passes"]
+
+
+def test_strict_wants_fresh_outputs(strict: Verifier, problem: Problem) -> None:
+    verdict = strict.verify(problem, STYLES["one buffer"]).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "output_overwritten")
