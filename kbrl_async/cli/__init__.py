@@ -150,6 +150,12 @@ COMMANDS = {
         "kbrl index build runs/default --output index",
         "build: a minute for ten thousand examples; query: seconds",
     ),
+    "serve": Command(
+        SETUP,
+        "the verifier over HTTP, for other trainers, agents and tools",
+        "kbrl serve --port 8470",
+        "until Ctrl-C; ready after some seconds",
+    ),
     "config": Command(
         SETUP,
         "print every setting, or one with its value and where it was set",
