@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -60,18 +61,20 @@ class FairQueue(Generic[ItemT]):
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        idle = [name for name in self._used if name not in self._waiting and name not in self._running]
-        for name in idle:
-            if self._used[name] <= self._level():
-                del self._used[name]
+        busy = self._busy()
+        level = min(busy.values(), default=math.inf)
+        for name in [name for name, used in self._used.items() if name not in busy and used <= level]:
+            del self._used[name]
 
     def _charge(self, client: str) -> float:
         return self.CHARGE_S * self._running.get(client, 0)
 
     def _level(self) -> float:
         """Of the least served client that has something to do."""
-        busy = [used for name, used in self._used.items() if name in self._waiting or name in self._running]
-        return min(busy, default=0.0)
+        return min(self._busy().values(), default=0.0)
+
+    def _busy(self) -> dict[str, float]:
+        return {name: used for name, used in self._used.items() if name in self._waiting or name in self._running}
 
 
 class Rates:

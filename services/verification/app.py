@@ -34,6 +34,8 @@ from services.verification.executors import check_backend
 BODY_S = 30.0
 KERNELGYM_WAIT_S = 25.0
 """Its client may have the result in the answer, or poll for it."""
+NAMES = 4096
+"""Names of problems that are remembered: one problem has several."""
 BEAT_S = 15.0
 """A stream says at least this often that it is alive."""
 
@@ -88,6 +90,7 @@ class Face:
         self._desk, self._settings, self._keys = desk, settings, keys
         self._known_problems, self._backends, self._known_hardware = problems, backends, hardware
         self._rates = Rates(settings.per_minute)
+        self._found_names: set[str] = set()
         self._document = openapi.document(OPERATIONS)
         self.app = Starlette(routes=[*self._routes()])
 
@@ -172,10 +175,15 @@ class Face:
         return ask
 
     def _check_problem(self, name: str) -> None:
+        """Names that were found once are looked up no more."""
+        if name in self._found_names:
+            return
         try:
             choose(name, self._known_problems())
         except UserError as error:
             raise Refused(404, error.cause, error.cure) from None
+        if len(self._found_names) < NAMES:
+            self._found_names.add(name)
 
     # ── our own paths ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,7 @@
 
 ::
 
-    submit ─▶ known? ─▶ journal ─▶ FairQueue ─▶ [worker loops] ─▶ executor.verify ─▶ journal ─▶ whoever waits
+    submit ─▶ known? ─▶ journal ─▶ FairQueue ─▶ a task each ─▶ executor.verify ─▶ journal ─▶ whoever waits
                  └─▶ the same job
 
 Invariants
@@ -128,22 +128,19 @@ class Desk:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._executor.capacity):
-                group.create_task(self._serve())
-
-    async def _serve(self) -> None:
-        while True:
-            taken = self._queue.take()
-            if taken is None:
+            while True:
+                while self.running < self._executor.capacity and (taken := self._queue.take()) is not None:
+                    group.create_task(self._serve(*taken))
                 self._work.clear()
                 await self._work.wait()
-                continue
-            client, job = taken
-            began = self._clock()
-            try:
-                await self._do(job)
-            finally:
-                self._queue.ended(client, self._clock() - began)
+
+    async def _serve(self, client: str, job: Job) -> None:
+        began = self._clock()
+        try:
+            await self._do(job)
+        finally:
+            self._queue.ended(client, self._clock() - began)
+            self._work.set()
 
     async def _do(self, job: Job) -> None:
         job.started_at = self._clock()

@@ -24,6 +24,8 @@ BACKLOG = 1024
 SLOTS = 256
 """Scored jobs that may be on their way to us at once."""
 GRACE_S = 2
+KEEP_ALIVE_S = 75
+"""A trainer is silent between its batches."""
 log = structlog.get_logger()
 
 
@@ -101,6 +103,7 @@ async def serve(desk: Desk, settings: Serve, listening: socket.socket, stop: asy
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,
     )
