@@ -74,7 +74,7 @@ COMMANDS = {
     ),
     "export": Command(
         TRAIN,
-        "write a policy as a plain Hugging Face folder",
+        "write a policy as a Hugging Face folder, or verdicts as a data set",
         "kbrl export default my-model",
         "seconds for the small policy; a minute for 7 billion parameters",
     ),

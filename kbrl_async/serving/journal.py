@@ -7,7 +7,9 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,18 @@ class Journal:
             self._db.execute(statement, values)
         except sqlite3.Error as error:
             raise _explained(error, self.path) from None
+
+
+def read_jobs(path: Path) -> Iterator[Job]:
+    """Those of a service that may go on meanwhile, in the order in which they came.
+
+    :raises HostError: the file can't be read.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            yield from (_decode(blob) for (blob,) in db.execute("SELECT job FROM jobs ORDER BY seq"))
+    except sqlite3.Error as error:
+        raise _explained(error, path) from None
 
 
 def _encode(job: Job) -> bytes:

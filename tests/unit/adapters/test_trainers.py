@@ -178,11 +178,12 @@ given = []
 def worth(prompts, completions, problem, **columns):
     found = kernel_reward(prompts, completions, problem, **columns)
     given.extend(found)
-    return [r if r is None else r + 0.1 * len(c) for r, c in zip(found, completions)]  # so that there is something to learn
+    return [r if r is None else r + 0.1 * len(c) for r, c in zip(found, completions)]
 config = GRPOConfig(output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=4, num_generations=4,
-                    max_completion_length=8, report_to=[], use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
-                    learning_rate=0.01)
-rows = Dataset.from_list([{"prompt": "softmax", "problem": "L1/13"}, {"prompt": "relu", "problem": "L1/01_tanh"}] * 4)
+                    max_completion_length=8, report_to=[], use_cpu=True, bf16=False, logging_steps=1,
+                    save_strategy="no", learning_rate=0.01)
+pairs = [("softmax", "L1/13"), ("tanh", "L1/01_tanh")] * 4
+rows = Dataset.from_list([{"prompt": prompt, "problem": problem} for prompt, problem in pairs])
 before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 trainer = GRPOTrainer(model=model, reward_funcs=worth, args=config, train_dataset=rows, processing_class=tokenizer)
 trainer.train()
