@@ -74,7 +74,7 @@ COMMANDS = {
     ),
     "export": Command(
         TRAIN,
-        "write a policy as a plain Hugging Face folder",
+        "write a policy as a Hugging Face folder, or verdicts as a data set",
         "kbrl export default my-model",
         "seconds for the small policy; a minute for 7 billion parameters",
     ),
@@ -149,6 +149,12 @@ COMMANDS = {
         "build or query an index of worked examples (prompt.option=raicl)",
         "kbrl index build runs/default --output index",
         "build: a minute for ten thousand examples; query: seconds",
+    ),
+    "serve": Command(
+        SETUP,
+        "the verifier over HTTP, for other trainers, agents and tools",
+        "kbrl serve --port 8470",
+        "until Ctrl-C; ready after some seconds",
     ),
     "config": Command(
         SETUP,

@@ -1,4 +1,4 @@
-"""`kbrl export`: a policy as a plain Hugging Face folder."""
+"""`kbrl export`: a policy as a plain Hugging Face folder, or verdicts as a data set."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.runs.folder import LATEST
 
 POLICIES = "policies"
+VERDICTS = "verdicts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument(
-        "source",
-        metavar="RUN|POLICY",
-        nargs="?",
-        default=LATEST,
-        help="a run (its newest policy; default: the newest run), or the folder of a policy",
+    words = parser.add_argument(
+        "words",
+        metavar="RUN|POLICY DIR",
+        nargs="+",
+        help="a run (its newest policy; default: the newest run) or the folder of a policy, and the folder to write, "
+        "which must not exist or be empty; or: verdicts RUN … FILE, what was found of every candidate of runs and "
+        "services, as FILE.jsonl or FILE.parquet",
     )
-    completed(source, run_names)
-    parser.add_argument("target", metavar="DIR", type=Path, help="the folder to write; must not exist, or be empty")
+    completed(words, run_names)
     parser.add_argument("--version", type=int, metavar="N", help="of a run: this policy version, not the newest")
     parser.add_argument("--merge", action="store_true", help="add the LoRA adapter to its base model")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights")
@@ -29,15 +30,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.words[0] == VERDICTS:
+        return _verdicts(args.words[1:])
+    if len(args.words) > 2:
+        raise UserError(f"kbrl export has no argument {args.words[2]}", "See 'kbrl export --help'")
     from kbrl_async.learning.policies.exporting import export
 
-    policy = source(args.source, args.version)
-    made = export(policy, args.target, merge=args.merge, dtype=args.dtype, role=args.role)
+    wanted, target = ([LATEST, *args.words])[-2:]
+    policy = source(wanted, args.version)
+    made = export(policy, Path(target), merge=args.merge, dtype=args.dtype, role=args.role)
     print(
-        f"{args.target}: version {made.policy_version} ({made.kind}, {made.dtype}); "
+        f"{target}: version {made.policy_version} ({made.kind}, {made.dtype}); "
         f"loads with AutoModelForCausalLM, canary log-probs differ by at most {made.canary_difference:.1g}"
     )
     return 0
+
+
+def _verdicts(words: list[str]) -> int:
+    """`verdicts RUN … FILE`; without a run, the newest."""
+    if not words:
+        raise UserError("kbrl export verdicts needs a file", "Such as: kbrl export verdicts default verdicts.jsonl")
+    from kbrl_async.lab.verdicts import export_verdicts
+    from kbrl_async.serving.journal import FILE as JOBS
+
+    *named, target = words
+    folders = [Path(name) if (Path(name) / JOBS).is_file() else find(name) for name in named or [LATEST]]
+    count = export_verdicts(folders, Path(target))
+    print(f"{target}: {count} verdicts; datasets.load_dataset('{_kind(target)}', data_files='{target}') reads them")
+    return 0
+
+
+def _kind(target: str) -> str:
+    return "json" if target.endswith(".jsonl") else "parquet"
 
 
 def source(wanted: str, version: int | None = None) -> Path:

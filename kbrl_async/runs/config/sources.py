@@ -30,6 +30,9 @@ RESERVED = frozenset(
         "KBRL_NANNY_PID",
         "KBRL_NANNY_PULSE",
         "KBRL_WEDGED_S",
+        "KBRL_SERVER",
+        "KBRL_SERVER_KEY",
+        "KBRL_SERVER_PRESET",
     }
 )
 """Variables that are no keys: what services are told by whoever starts them; deploy/README.md lists them."""

@@ -1,0 +1,30 @@
+"""slime (as of its rm_hub): `--custom-rm-path kbrl_async.adapters.slime.custom_rm`.
+
+A sample's `label` is the problem's id, or its source. `--rm-type remote_rm --rm-url http://HOST:8470/v1/remote_rm` does
+the same without this package at slime's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kbrl_async.adapters.verdicts import Options, reward_of
+
+
+async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
+    """The reward of one sample, or of a list of them, by `args.kbrl_preset` and the like where they are set.
+
+    :raises InfraError: the host failed.
+    """
+    options = Options(**{name: value for name in _NAMES if (value := getattr(args, f"kbrl_{name}", None)) is not None})
+    if isinstance(sample, list):
+        return list(await asyncio.gather(*(_of(one, options) for one in sample)))
+    return await _of(sample, options)
+
+
+_NAMES = ("server", "key", "preset", "timing", "backend", "deadline_s")
+
+
+async def _of(sample: Any, options: Options) -> float:
+    return await reward_of(sample.response, sample.label, options)
