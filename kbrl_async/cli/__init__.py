@@ -138,6 +138,12 @@ COMMANDS = {
         "kbrl bench --problem L1/13 --candidate my.py",
         "some twenty seconds; --aa: minutes (--minutes)",
     ),
+    "profile": Command(
+        KERNELS,
+        "what limits a kernel: roofline, loops, counters, where time goes",
+        "kbrl profile --problem L1/13 --candidate my.py",
+        "some fifteen seconds",
+    ),
     "problems": Command(
         KERNELS,
         "list the problems of the suite or of a folder, or audit them",

@@ -32,7 +32,7 @@ from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing.roofline import Peaks
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
 from kbrl_async.kernels.verify.baselines import Baselines
-from kbrl_async.kernels.verify.options import Tick, no_tick
+from kbrl_async.kernels.verify.options import Tick, Watch, no_tick
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 
 TICK_S = 5.0
@@ -84,14 +84,16 @@ class Judge:
         timing: bool = True,
         tick: Tick = no_tick,
         alive: Tick = no_tick,
+        watch: Watch | None = None,
     ) -> BenchReport:
-        """`tick` is called between steps of the bench, `alive` now and then while something else takes long.
+        """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`
+        as in `Bench.evaluate`.
 
         :raises ProblemError: the problem's reference fails.
         :raises InfraError: the host does, or what was built can't run on it.
         """
         paths = self._built(build)
-        report = self.bench.evaluate(problem, candidate, paths, timing=timing, tick=tick)
+        report = self.bench.evaluate(problem, candidate, paths, timing=timing, tick=tick, watch=watch)
         with ticking(alive):  # a sanitizer on a GPU takes minutes
             report = self._spot_checks.check(problem, candidate, paths, report, self._device)
             if self._names and report.timing is not None:
