@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +24,9 @@ from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Result
-    from kbrl_async.kernels.funnel.verifier import VerifyOptions
     from kbrl_async.kernels.timing import Recipe
     from kbrl_async.kernels.timing.resolution import Report, Row
-    from kbrl_async.kernels.verify import BenchOptions
-    from protocols.records import Problem, Timing
+    from protocols.records import Timing
 
 MAX_FALSE = 0.01
 _TELL_S = 10.0
@@ -93,68 +90,27 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.kernels.backends import guess_backend
-    from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
-    from kbrl_async.kernels.problems import find_problem
-    from kbrl_async.kernels.settings import TimingBench
-    from kbrl_async.kernels.timing import Recipe
-    from kbrl_async.kernels.timing.cpu.host import hardware_of
-    from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
+    from kbrl_async.kernels.funnel.careful import Careful, measured
 
-    text = sys.stdin.read() + "\n" if args.candidate == "-" else read_text(Path(args.candidate))
-    device = choose_device(args.backend or guess_backend(text), args.device)
-    problem = find_problem(args.problem, args.problems, shapes=shapes_for(device))
-    careful = Recipe.of(
-        TimingBench(max_pairs=200, cap_s=args.cap or 5.0),
-        resolution=0.01,
-        looks=10,
-        warmup=10,
-        warmup_s=0.025,
-        pairs_a_place=CAREFUL_PAIRS_A_PLACE,
+    candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
+    careful = Careful(
+        cap_s=args.cap or Careful().cap_s,
+        resolution=args.resolution / 100 if args.resolution else Careful().resolution,
+        pairs_a_place=args.pairs_a_place,
+        core=args.core,
     )
-    careful = _as_asked(careful, args)
-    options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))
-    missing: dict[str, str] = {}
-    with ExitStack() as stack:
-        verifier = stack.enter_context(Verifier(device, options))
-        with Console(stderr=True).status(f"timing {args.candidate} against {problem.problem_id} …"):
-            result = verifier.verify(problem, text, args.backend)
-            if result.timing is not None and args.baseline:
-                baselines = verifier.judge(device, result.backend).baselines
-                remember = _remember(problem.source, hardware_of(device))
-                timing, missing = baselines.beside(problem, result.timing, tuple(args.baseline), remember)
-                result = msgspec.structs.replace(result, timing=timing)
-    if result.timing is not None:
-        result = msgspec.structs.replace(result, timing=_with_flops(result.timing, problem, options))
+    with Console(stderr=True).status(f"timing {args.candidate} against {args.problem} …"):
+        result, missing = measured(
+            args.problem,
+            candidate,
+            args.backend,
+            device=args.device,
+            problems=args.problems,
+            baselines=args.baseline,
+            careful=careful,
+        )
     _tell_one(args, result, missing)
     return result.exit_code
-
-
-def _with_flops(timing: Timing, problem: Problem, options: VerifyOptions) -> Timing:
-    """The fraction of the roofline by bytes and flops; as it is, by bytes alone, where flops can't be counted."""
-    from kbrl_async.kernels.timing.roofline import fraction
-    from kbrl_async.kernels.verify.floor import counted
-
-    work = counted(problem)
-    peaks = None if options.bench is None else options.bench.peaks
-    if work is None or peaks is None:
-        return timing
-    return msgspec.structs.replace(timing, roofline=fraction(work, peaks, timing.candidate_ms))
-
-
-def _remember(source: str, hardware: str) -> Callable[[str, Timing], None]:
-    """Keeps what a baseline took as a prior for later sessions, which measure it anew."""
-    import torch
-
-    from kbrl_async.kernels.timing import baselines, resolution
-
-    priors = baselines.Priors(resolution.cache_folder() / "baseline-priors.json")
-
-    def remember(name: str, timing: Timing) -> None:
-        key = baselines.prior_key(source, hardware, {"torch": torch.__version__}, name)
-        priors.put(key, baselines.Prior(timing.candidate_ms, timing.reference_ms))
-
-    return remember
 
 
 def _tell_one(args: argparse.Namespace, result: Result, missing: dict[str, str]) -> None:
@@ -187,29 +143,6 @@ def _as_asked(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     if args.pairs_a_place is not None:
         recipe = msgspec.structs.replace(recipe, pairs_a_place=args.pairs_a_place)
     return msgspec.structs.replace(recipe, resolution=args.resolution / 100) if args.resolution else recipe
-
-
-def _cores(args: argparse.Namespace, device: str) -> tuple[int, ...]:
-    """One core for a CPU bench; a GPU bench keeps what it has."""
-    if device.startswith("cuda"):
-        return ()
-    lent = sorted(os.sched_getaffinity(0))
-    if args.core is not None and args.core not in lent:
-        raise UserError(f"this host lends no core {args.core}", f"Choose among {','.join(map(str, lent))}")
-    return (lent[-1] if args.core is None else args.core,)
-
-
-def _options(args: argparse.Namespace, device: str, recipe: Recipe) -> BenchOptions:
-    from kbrl_async.kernels.funnel.verifier import default_bench
-    from kbrl_async.kernels.timing import resolution, roofline
-    from kbrl_async.kernels.timing.cpu.host import hardware_of
-
-    folder, hardware = resolution.cache_folder(), hardware_of(device)
-    report = resolution.load(folder / resolution.file_name(hardware), hardware)
-    if report is not None:
-        recipe = msgspec.structs.replace(recipe, resolved=report.points())
-    peaks = roofline.peaks_of(device, folder, hardware)
-    return msgspec.structs.replace(default_bench(_cores(args, device), recipe), device=device, peaks=peaks)
 
 
 # ── the bench against itself ────────────────────────────────────────────────────────────────────────────────────────
@@ -256,6 +189,7 @@ def told(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def measured_report(args: argparse.Namespace, console: Console) -> Report:
+    from kbrl_async.kernels.funnel.careful import bench_cores
     from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench
     from kbrl_async.kernels.settings import TimingBench
     from kbrl_async.kernels.timing import Recipe
@@ -269,7 +203,7 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
         settings = msgspec.structs.replace(settings, cap_s=args.cap, max_pairs=longer)
     recipe = _as_asked(Recipe.of(settings, placement=0.0), args)
     options = msgspec.structs.replace(
-        default_bench(_cores(args, device), recipe), device=device, references=16, reference_bytes=1 << 34
+        default_bench(bench_cores(device, args.core), recipe), device=device, references=16, reference_bytes=1 << 34
     )
     check_device(device)
     asked = SelfTest(args.aa, args.ab, args.pairs, args.beside, args.trials, args.minutes)

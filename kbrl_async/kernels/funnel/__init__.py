@@ -15,13 +15,17 @@ Invariants
 """
 
 from kbrl_async.kernels.funnel.build import Builder, artifact_paths
+from kbrl_async.kernels.funnel.careful import Careful, bench
+from kbrl_async.kernels.funnel.concurrent import AsyncVerifier
 from kbrl_async.kernels.funnel.judge import Judge, SpotChecks
 from kbrl_async.kernels.funnel.reading import Reading, read_candidate
 from kbrl_async.kernels.funnel.result import Result
 from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, verify
 
 __all__ = [
+    "AsyncVerifier",
     "Builder",
+    "Careful",
     "Judge",
     "Reading",
     "Result",
@@ -29,6 +33,7 @@ __all__ = [
     "Verifier",
     "VerifyOptions",
     "artifact_paths",
+    "bench",
     "read_candidate",
     "verify",
 ]

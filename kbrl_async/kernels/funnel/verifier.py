@@ -122,24 +122,28 @@ class Verifier:
 
     def verify(
         self,
-        problem: Problem,
-        candidate: Candidate | Reading | str,
+        problem: Problem | str | Path,
+        candidate: Candidate | Reading | str | Path,
         backend: str | None = None,
         *,
         response: bool | None = None,
         timing: bool | None = None,
+        problems: str = "",
         tick: Tick = no_tick,
         watch: Watch | None = None,
     ) -> Result:
-        """The whole funnel. `candidate` as text may be a Python file or a model's response. `tick` is called before
-        each step and between those of the bench; what it raises ends the work and passes through. `watch` as in
-        `Bench.evaluate`.
+        """The whole funnel, as `verify` describes it; but a `str` is always the text of a candidate, which may be a
+        model's response of one line, and a file is a `Path`. `tick` is called before each step and between those of the
+        bench; what it raises ends the work and passes through. `watch` as in `Bench.evaluate`.
         """
         assert self._builder is not None, "a Verifier is used inside its with block"
         clock = StageClock()
         origin = "file"
+        if isinstance(candidate, Path):
+            candidate = read_text(candidate)
         if isinstance(candidate, str):
             candidate = read_candidate(candidate, backend, response=response)
+        problem = _asked(problem, candidate, backend, self._device, problems)
         if isinstance(candidate, Reading):
             reading, origin = candidate, candidate.origin
             if reading.candidate is None:
@@ -275,13 +279,20 @@ def verify(
     if not isinstance(candidate, Candidate):
         candidate = read_text(candidate)
     given = read_candidate(candidate, backend, response=response) if isinstance(candidate, str) else candidate
-    found = given.candidate if isinstance(given, Reading) else given
-    shapes = shapes_for(choose_device(found.backend if found else backend or "", device))
-    asked = problem if isinstance(problem, Problem) else load(problem, problems, shapes)
-    asked = in_precision(asked, precision)
+    asked = in_precision(_asked(problem, given, backend, device, problems), precision)
     chosen = msgspec.structs.replace(options or VerifyOptions(), timing=timing, sanitize=sanitize)
     with Verifier(device, chosen) as verifier:
         return verifier.verify(asked, given, backend)
+
+
+def _asked(
+    problem: Problem | str | Path, given: Candidate | Reading, backend: str | None, device: str | None, problems: str
+) -> Problem:
+    """The problem, in the size of the device that the candidate will run on."""
+    if isinstance(problem, Problem):
+        return problem
+    found = given.candidate if isinstance(given, Reading) else given
+    return load(problem, problems, shapes_for(choose_device(found.backend if found else backend or "", device)))
 
 
 def load(problem: str | Path, problems: str = "", shapes: str = "cpu") -> Problem:

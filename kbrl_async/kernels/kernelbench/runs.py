@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kbrl_async.errors import InfraError, KbrlError, ProblemError
+from kbrl_async.kernels.funnel.concurrent import cores_for
 from kbrl_async.kernels.funnel.reading import read_candidate
 from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
 from kbrl_async.kernels.kernelbench.files import CHANCES_FILE, pass_at_k_results
@@ -86,7 +86,7 @@ class RunFolder:
         for sample in self.todo:
             todo.put(sample)
         count = min(self.options.workers, len(self.todo))
-        cores = _cores(count)
+        cores = cores_for(count)
         threads = [
             threading.Thread(target=self._work, args=(todo, finished, stop, core), name=f"verify-{i}", daemon=True)
             for i, core in enumerate(cores)
@@ -220,14 +220,6 @@ def verify_run(
     :raises UserError: no such folder, or nothing in it.
     """
     return RunFolder(Path(folder), problems, options or RunOptions()).verify(done)
-
-
-def _cores(count: int) -> Sequence[tuple[int, ...]]:
-    """One core each where there are several workers, so that timings do not share one by chance."""
-    if count <= 1:
-        return [()] * count
-    cores = sorted(os.sched_getaffinity(0))
-    return [(cores[-1 - i % len(cores)],) for i in range(count)]
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from kbrl_async import cli
 from kbrl_async.cli import bench
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.funnel import careful
 from kbrl_async.kernels.timing.methods import methods, ratio
 from kbrl_async.kernels.timing.resolution import Report, Row, Trial, summarise
 from kbrl_async.kernels.verify import Bench
@@ -239,6 +240,6 @@ def test_a_timing_is_told_with_its_uncertainty_and_its_baselines() -> None:
 
 def test_what_a_baseline_took_is_kept_as_a_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    bench._remember("source", "a chip")("compile", Timing(40, 2.0, 1.9, 2.1, 1.0, 2.0))
+    careful._remember("source", "a chip")("compile", Timing(40, 2.0, 1.9, 2.1, 1.0, 2.0))
     kept = json.loads((tmp_path / "kbrl-async" / "baseline-priors.json").read_text())
     assert list(kept.values()) == [{"ms": 1.0, "eager_ms": 2.0}]

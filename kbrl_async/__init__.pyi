@@ -1,0 +1,15 @@
+from kbrl_async.errors import KbrlError as KbrlError
+from kbrl_async.kernels.funnel import AsyncVerifier as AsyncVerifier
+from kbrl_async.kernels.funnel import Careful as Careful
+from kbrl_async.kernels.funnel import Result as Result
+from kbrl_async.kernels.funnel import Verifier as Verifier
+from kbrl_async.kernels.funnel import VerifyOptions as VerifyOptions
+from kbrl_async.kernels.funnel import bench as bench
+from kbrl_async.kernels.funnel import verify as verify
+from kbrl_async.kernels.problems import load_problems as load_problems
+from kbrl_async.rollouts.rewards.results import reward as reward
+from protocols.records import Candidate as Candidate
+from protocols.records import Fault as Fault
+from protocols.records import Problem as Problem
+from protocols.records import Timing as Timing
+from protocols.records import Verdict as Verdict
