@@ -156,6 +156,12 @@ COMMANDS = {
         "kbrl index build runs/default --output index",
         "build: a minute for ten thousand examples; query: seconds",
     ),
+    "mcp": Command(
+        KERNELS,
+        "the verifier as tools for coding agents (Model Context Protocol)",
+        "kbrl mcp --http 8765",
+        "until the client goes, or Ctrl-C",
+    ),
     "config": Command(
         SETUP,
         "print every setting, or one with its value and where it was set",

@@ -39,7 +39,6 @@ from kbrl_async.kernels.funnel.profiling import Profiled, profile
 from kbrl_async.kernels.funnel.verifier import choose_device, shapes_for
 from kbrl_async.kernels.problems import load_problems, parse_problem
 from kbrl_async.kernels.problems.finding import choose
-from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.baselines import over
 from kbrl_async.kernels.timing.statistics import Interval
 from kbrl_async.kernels.verify.options import Tick
@@ -372,8 +371,8 @@ class Workbench:
                 call,
                 report.ok,
                 report.fault,
-                speed and speed.speedup,
-                speed and speed.lo,
+                None if speed is None else speed.speedup,
+                None if speed is None else speed.lo,
                 round(time.time(), 3),
                 asked.source,
             )
