@@ -162,6 +162,12 @@ COMMANDS = {
         "kbrl mcp --http 8765",
         "until the client goes, or Ctrl-C",
     ),
+    "serve": Command(
+        SETUP,
+        "the verifier over HTTP, for other trainers, agents and tools",
+        "kbrl serve --port 8470",
+        "until Ctrl-C; ready after some seconds",
+    ),
     "config": Command(
         SETUP,
         "print every setting, or one with its value and where it was set",

@@ -1,0 +1,1 @@
+"""Rewards for other trainers: each module is what one of them loads by its path."""
