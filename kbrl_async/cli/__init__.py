@@ -138,6 +138,12 @@ COMMANDS = {
         "kbrl bench --problem L1/13 --candidate my.py",
         "some twenty seconds; --aa: minutes (--minutes)",
     ),
+    "profile": Command(
+        KERNELS,
+        "what limits a kernel: roofline, loops, counters, where time goes",
+        "kbrl profile --problem L1/13 --candidate my.py",
+        "some fifteen seconds",
+    ),
     "problems": Command(
         KERNELS,
         "list the problems of the suite or of a folder, or audit them",
@@ -149,6 +155,12 @@ COMMANDS = {
         "build or query an index of worked examples (prompt.option=raicl)",
         "kbrl index build runs/default --output index",
         "build: a minute for ten thousand examples; query: seconds",
+    ),
+    "mcp": Command(
+        KERNELS,
+        "the verifier as tools for coding agents (Model Context Protocol)",
+        "kbrl mcp --http 8765",
+        "until the client goes, or Ctrl-C",
     ),
     "serve": Command(
         SETUP,

@@ -83,6 +83,10 @@ class Backend:
         `artifacts` are paths by the keys of `BuildReport.artifacts`; `device` is a kind, `"cpu"` or `"cuda"`.
         """
 
+    def remarks(self, candidate: Candidate, context: BuildContext) -> tuple[str, ...]:
+        """What its compiler says of the loops of a candidate that it compiles, a line each; none where it can't say."""
+        return ()
+
     def is_interpreted(self, device: str) -> bool:
         """Whether candidates are interpreted on `device`: verified there, and slow, so never timed."""
         return False

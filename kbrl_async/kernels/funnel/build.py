@@ -31,10 +31,10 @@ class Builder:
 
     def __init__(self, store: ArtifactStore, farm: CompileFarm | None = None, cores: tuple[int, ...] = ()) -> None:
         self.store = store
-        self._context = BuildContext(store, farm or CompileFarm(), cores)
+        self.context = BuildContext(store, farm or CompileFarm(), cores)
 
     def __enter__(self) -> Builder:
-        self._context.start()
+        self.context.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,15 +43,15 @@ class Builder:
     @property
     def isolation(self) -> Isolation:
         """What confines compilers on this host; known once entered."""
-        return self._context.isolation
+        return self.context.isolation
 
     def close(self) -> None:
-        self._context.close()
+        self.context.close()
 
     def build(self, candidate: Candidate, problem: Problem | None = None) -> BuildReport:
         """`problem` is needed by backends that compile for real launch arguments."""
         started = time.time()
-        chosen, rules = backend(candidate.backend), self._context.farm.rules
+        chosen, rules = backend(candidate.backend), self.context.farm.rules
         clock = StageClock()
         report = chosen.check(candidate)
         is_free = report is not None and rules == "open" and candidate.backend in BACKENDS.ours
@@ -60,10 +60,14 @@ class Builder:
         clock.ends("static", Fault.OK if report is None else report.fault)
         if report is None:
             build = functools.partial(opened.build, chosen) if is_free else chosen.build
-            report = build(candidate, problem, self._context)
+            report = build(candidate, problem, self.context)
             clock.ends("compile", report.fault, "from the cache" if report.cached else "")
         ended = {"started_at": started, "finished_at": time.time(), "stages": clock.reports}
         return msgspec.structs.replace(report, rules=rules, **ended)
+
+    def remarks(self, candidate: Candidate) -> tuple[str, ...]:
+        """What the compiler says of the loops of a candidate that was built."""
+        return backend(candidate.backend).remarks(candidate, self.context)
 
 
 def artifact_paths(store: ArtifactStore, build: BuildReport) -> dict[str, Path]:

@@ -108,7 +108,7 @@ def measured(
     chosen = choose_device(reading.candidate.backend if reading.candidate else backend or "", device)
     if not isinstance(problem, Problem):
         problem = load(problem, problems, shapes_for(chosen))
-    options = VerifyOptions(cores=bench_cores(chosen, careful.core), bench=_options(chosen, careful))
+    options = VerifyOptions(cores=bench_cores(chosen, careful.core), bench=careful_bench(chosen, careful))
     options = under(options, rules, outputs)
     missing: dict[str, str] = {}
     with Verifier(chosen, options) as verifier:
@@ -140,7 +140,8 @@ def bench_cores(device: str, core: int | None = None) -> tuple[int, ...]:
     return (lent[-1] if core is None else core,)
 
 
-def _options(device: str, careful: Careful) -> BenchOptions:
+def careful_bench(device: str, careful: Careful) -> BenchOptions:
+    """A bench that measures so, with this host's peaks and what an earlier session found that it can tell apart."""
     recipe, folder, hardware = careful.recipe, resolution.cache_folder(), hardware_of(device)
     report = resolution.load(folder / resolution.file_name(hardware), hardware)
     if report is not None:

@@ -50,8 +50,12 @@ class AsyncVerifier:
         self._pool: ThreadPoolExecutor | None = None
 
     async def __aenter__(self) -> AsyncVerifier:
-        self._pool = ThreadPoolExecutor(self.workers, "verify")
+        self.start()
         return self
+
+    def start(self) -> None:
+        """For who can't use `async with`, and calls `close` at last."""
+        self._pool = ThreadPoolExecutor(self.workers, "verify")
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)

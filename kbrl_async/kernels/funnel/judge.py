@@ -32,7 +32,7 @@ from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing.roofline import Peaks
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
 from kbrl_async.kernels.verify.baselines import Baselines
-from kbrl_async.kernels.verify.options import Tick, no_tick
+from kbrl_async.kernels.verify.options import Tick, Watch, no_tick
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 
 TICK_S = 5.0
@@ -85,14 +85,18 @@ class Judge:
         strictness: Strictness | None = None,
         tick: Tick = no_tick,
         alive: Tick = no_tick,
+        watch: Watch | None = None,
     ) -> BenchReport:
-        """`tick` is called between steps of the bench, `alive` now and then while something else takes long.
+        """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`
+        as in `Bench.evaluate`.
 
         :raises ProblemError: the problem's reference fails.
         :raises InfraError: the host does, or what was built can't run on it.
         """
         paths = self._built(build)
-        report = self.bench.evaluate(problem, candidate, paths, timing=timing, strictness=strictness, tick=tick)
+        report = self.bench.evaluate(
+            problem, candidate, paths, timing=timing, strictness=strictness, tick=tick, watch=watch
+        )
         verdict = msgspec.structs.replace(report.verdict, rules=build.rules)
         report = msgspec.structs.replace(report, verdict=verdict)
         with ticking(alive):  # a sanitizer on a GPU takes minutes

@@ -36,6 +36,7 @@ from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import Recipe, resolution, roofline
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
+from kbrl_async.kernels.verify.options import Tick, Watch, no_tick
 from protocols.records import Candidate, Fault, Problem, StageReport
 
 BARE = {".c": "c", ".h": "c", **dict.fromkeys((".cpp", ".cc", ".cxx"), "cpp"), ".cu": "cuda", ".cuh": "cuda"}
@@ -92,6 +93,12 @@ class Verifier:
         self.close()
         self.__enter__()
 
+    @property
+    def builder(self) -> Builder:
+        """The build half."""
+        assert self._builder is not None, "a Verifier is used inside its with block"
+        return self._builder
+
     def judge(self, device: str, backend: str = "c") -> Judge:
         """The bench half on `device`, started if it is not yet: for what is timed in the same session, too."""
         key = (device, *modules_of(backend))
@@ -122,9 +129,13 @@ class Verifier:
         response: bool | None = None,
         timing: bool | None = None,
         problems: str = "",
+        tick: Tick = no_tick,
+        watch: Watch | None = None,
     ) -> Result:
         """The whole funnel, as `verify` describes it; but a `str` is always the text of a candidate, which may be a
-        model's response of one line, and a file is a `Path`."""
+        model's response of one line, and a file is a `Path`. `tick` is called before each step and between those of the
+        bench; what it raises ends the work and passes through. `watch` as in `Bench.evaluate`.
+        """
         assert self._builder is not None, "a Verifier is used inside its with block"
         clock = StageClock()
         origin = "file"
@@ -143,12 +154,21 @@ class Verifier:
                 return Result(problem.problem_id, backend or "", "", verdict, clock.reports, origin=origin)
             candidate = reading.candidate
         clock.ends("format", detail=f"taken from a {origin}")
-        return self._judge(problem, candidate, clock.reports, origin, self.options.timing if timing is None else timing)
+        timed = self.options.timing if timing is None else timing
+        return self._judge(problem, candidate, clock.reports, origin, timed, tick, watch)
 
     def _judge(
-        self, problem: Problem, candidate: Candidate, stages: tuple[StageReport, ...], origin: str, timing: bool
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        stages: tuple[StageReport, ...],
+        origin: str,
+        timing: bool,
+        tick: Tick,
+        watch: Watch | None,
     ) -> Result:
         assert self._builder is not None
+        tick()
         device = choose_device(candidate.backend, self._device)
         self._start_ahead(device, candidate.backend)
         build = self._builder.build(candidate, problem)
@@ -165,8 +185,9 @@ class Verifier:
         )
         if build.fault is not Fault.OK:
             return result
+        tick()
         judge = self.judge(device, candidate.backend)
-        bench = judge.judge(problem, candidate, build, timing=timing)
+        bench = judge.judge(problem, candidate, build, timing=timing, tick=tick, watch=watch)
         all_stages = (*result.stages, *bench.stages)
         result = msgspec.structs.replace(result, verdict=bench.verdict, timing=bench.timing, stages=all_stages)
         if not self.options.sanitize:

@@ -5,6 +5,7 @@ a timing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import secrets
 import time
@@ -27,7 +28,7 @@ from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
-from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick, options_for_interpreter
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
@@ -104,9 +105,10 @@ class Bench:
         timing: bool = True,
         strictness: Strictness | None = None,
         tick: Tick = no_tick,
+        watch: Watch | None = None,
     ) -> BenchReport:
-        """Blocks for up to a few seconds; `tick` is called between steps. Pins the calling thread to the
-        options' cores.
+        """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
+        thread to the options' cores. `watch` sees a correct candidate on a processor run once more.
         """
         started = time.time()
         clock = StageClock()
@@ -121,7 +123,7 @@ class Bench:
             clock.ends("reference")
             try:
                 options = self._options_for(candidate, strictness)
-                verdict, timed = self._settled(reference, candidate, artifacts, options, timing, tick, clock)
+                verdict, timed = self._settled(reference, candidate, artifacts, options, timing, tick, clock, watch)
             except (CandidateFault, PermissionError, OSError) as error:
                 # What is the candidate's has become its verdict: what arrives here is the reference's.
                 self._references.drop(reference)
@@ -152,16 +154,17 @@ class Bench:
         timing: bool,
         tick: Tick,
         clock: StageClock,
+        watch: Watch | None,
     ) -> tuple[Verdict, Timing | None]:
         """What may be the work of an earlier candidate is found out once more, without any."""
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
         known = len(clock.reports)
-        verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock)
+        verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
         if not checker.is_in_doubt(verdict.fault):
             return verdict, timed
         clock.forget(known)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
-        return self._judge(checker, candidate, artifacts, timing, tick, clock, is_alone=True)
+        return self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
 
     def _judge(
         self,
@@ -171,6 +174,7 @@ class Bench:
         timing: bool,
         tick: Tick,
         clock: StageClock,
+        watch: Watch | None,
         is_alone: bool = False,
     ) -> tuple[Verdict, Timing | None]:
         options = checker.options
@@ -196,6 +200,9 @@ class Bench:
             if verdict.fault is Fault.OK and timing:
                 verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
                 clock.ends("timing", verdict.fault)
+            if verdict.fault is Fault.OK and watch is not None and checker.session is not None:
+                call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
+                watch(checker.session.host_pid, call)
             if verdict.fault is Fault.OK:
                 checker.prove()
                 verdict = verdict_of(checker)

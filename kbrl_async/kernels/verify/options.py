@@ -16,6 +16,9 @@ from protocols.records import Strictness
 Tick = Callable[[], None]
 """Called between two steps of what takes long."""
 
+Watch = Callable[[int, Callable[[], object]], object]
+"""Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
+
 _INTERPRETER_S = 60.0
 
 

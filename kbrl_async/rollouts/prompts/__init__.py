@@ -6,7 +6,7 @@ Never runs code.
 
 from kbrl_async.kernels.answers.extraction import Extraction, extract, kernel_span
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
-from kbrl_async.rollouts.prompts.feedback import Feedback, feedback_of, render_turn
+from kbrl_async.rollouts.prompts.feedback import Feedback, feedback_of, render_result, render_turn
 from kbrl_async.rollouts.prompts.templates import TEMPLATES, render_prompt
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "feedback_of",
     "kernel_span",
     "render_prompt",
+    "render_result",
     "render_turn",
 ]

@@ -139,11 +139,17 @@ def _told(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> 
         parts.append(f"Your last answer:\n\n```python\n{kernel.rstrip()}\n```\n")
     elif feedback.kernel:
         parts.append("Your last answer is too long to be shown again.\n")
-    parts.append("Its result:\n" + "\n".join(_status(feedback)) + "\n")
-    if error:
-        parts.append("```\n" + "\n".join(error) + "\n```\n")
-    parts.append(f"{feedback.hint} Answer with the whole improved file.\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, render_result(feedback, error)])
+
+
+def render_result(feedback: Feedback, error: Sequence[str] | None = None) -> str:
+    """What became of the last answer, and what to do: where a conversation holds the rest. `error`: the lines of it
+    that there is room for."""
+    lines = feedback.error.splitlines() if error is None else error
+    parts = ["Its result:\n" + "\n".join(_status(feedback)) + "\n"]
+    if lines:
+        parts.append("```\n" + "\n".join(lines) + "\n```\n")
+    return "\n".join([*parts, f"{feedback.hint} Answer with the whole improved file.\n"])
 
 
 def _compact_forms(first: str, feedback: Feedback) -> Iterator[str]:

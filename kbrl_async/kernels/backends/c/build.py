@@ -21,6 +21,7 @@ import msgspec
 
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends.backend import Shot
+from kbrl_async.kernels.backends.building import remarks
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
 from kbrl_async.kernels.backends.c import launch
@@ -137,6 +138,18 @@ class CBackend(TakesPlans):
             return report, run.is_deterministic
 
         return context.cached(self.name, toolchain, key, make=compile_)
+
+    def remarks(self, candidate: Candidate, context: BuildContext) -> tuple[str, ...]:
+        """Lines are those of the C source."""
+        program = parse(candidate.source)
+        assert isinstance(program, Program), "remarks are asked for only of what was built"
+        found: list[str] = []
+        for source in dict.fromkeys(source for source, _ in program.kernels):
+            with context.folder() as folder:
+                (folder / "kernel.c").write_text(source)
+                command = [*_command("kernel.c", "kernel.so", context.farm.march), *remarks.FLAGS]
+                found += remarks.lines(remarks.read(context.run(command, folder).output))
+        return tuple(found)
 
     def diagnose(self, output: str) -> Diagnosis:
         lines = [line for line in output.splitlines() if "error" in line or "undefined" in line]
