@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
 from kbrl_async.kernels.verify.sets import InputSet, place
 
-_RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED)
+_RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED, wire.OP_BURST)
 _MOST_WRITTEN = 256 << 20
 _ALIGNMENT = 64
 WRONG = "its first answer is wrong"
@@ -43,7 +43,7 @@ class Work:
     sealed file that all replays share, the rest as bytes that each replay gets a copy of."""
 
     def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
-        self.data = data
+        self.data, self.steps = data, len(work.steps)
         self.places: list[tuple[int, int]] = []
         ends = [0, 0]
         for one in work.blocks:
@@ -73,7 +73,7 @@ class ReplaySession(Session):
     def __init__(
         self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], limits: Limits, deadline_s: float
     ) -> None:
-        self._artifacts, self._work = artifacts, work
+        self._artifacts, self._work, self.steps = artifacts, work, work.steps
         self._written = torch.empty(0, dtype=torch.uint8)
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}
