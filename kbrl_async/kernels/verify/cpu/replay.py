@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ _RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED, wire.OP_BURST)
 _MOST_WRITTEN = 256 << 20
 _ALIGNMENT = 64
 WRONG = "its first answer is wrong"
+_Found = TypeVar("_Found")
 
 
 class Refused(Exception):  # noqa: N818 - a reason, not an error
@@ -88,7 +89,7 @@ class ReplaySession(Session):
     def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
         super().attach(tree, tensors, slots, copies)
         if self._statics is None:
-            self._statics = statics.Statics(self.host_pid, self._artifacts)
+            self._statics = self._guarded(lambda: statics.Statics(self.host_pid, self._artifacts))
 
     def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         if op in _RUNS:
@@ -97,14 +98,18 @@ class ReplaySession(Session):
 
     def _put_back(self) -> None:
         assert self._statics is not None
+        self._guarded(self._statics.restore)
+        if not torch.equal(self._written, self._work.written):
+            self._written.copy_(self._work.written)
+
+    def _guarded(self, look: Callable[[], _Found]) -> _Found:
+        """What can't be found where it was loaded is the work of what was loaded."""
         try:
-            self._statics.restore()
+            return look()
         except OSError as error:
             if self._child.has_ended():
                 self._ended()
             raise self.forged(f"{error}") from error
-        if not torch.equal(self._written, self._work.written):
-            self._written.copy_(self._work.written)
 
     def close(self) -> None:
         super().close()

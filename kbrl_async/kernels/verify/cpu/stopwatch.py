@@ -46,6 +46,8 @@ _EMPTY_CALLS = 11
 _HELD = 2
 """Outputs of so many earlier calls are alive in a runner while it makes the next: nothing new can lie there."""
 _FLOOR_NS = 200.0
+_LOOKED_AT = 0.25
+"""Of the timed calls: whether an output shares memory with an input."""
 _POLLUTED_SHARE = 0.1
 _POLLUTED_NS = 5_000
 
@@ -146,6 +148,8 @@ class Stopwatch:
             both = zip(self._candidate.slots[self._slot], self._reference.slots[self._slot], strict=True)
             if not all(compare.same_values(*two) for two in both):
                 raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
+        if self._rng.random() < _LOOKED_AT and not self._checker.reference.aliases:
+            self._checker.refuse_aliasing(self._slot, candidate, self._checker.outputs(candidate))
         places = _places(reference), _places(candidate)
         reference_does, does = (any(now & one[side] for one in self._places) for side, now in enumerate(places))
         self._places.append(places)
