@@ -98,7 +98,7 @@ def build(
         **_filtered(heldout_after, "_after"),
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
         "funnel": funnel(answers.stats),
-        "best_kernels": best_kernels([*answers.stats, *heldout_after]),
+        "best_kernels": best_kernels([*answers.stats, *heldout_before, *heldout_after]),
     }
 
 
