@@ -44,7 +44,7 @@ INSTEAD: Mapping[str, str] = {
 """What needs a name."""
 SERVES = ("kbrl top", "kbrl logs -f", "tensorboard")
 """Ends with Ctrl-C: after ten seconds here."""
-LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export", "problems=")
+LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export", "problems=", "python -m tests")
 """Of running text: what CI runs, and what is only named and needs more words."""
 ANNOUNCED = {
     "backend=triton": (0, 3),
