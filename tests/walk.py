@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ INSTEAD: Mapping[str, str] = {
 """What needs a name."""
 SERVES = ("kbrl top", "kbrl logs -f", "tensorboard")
 """Ends with Ctrl-C: after ten seconds here."""
-LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export", "problems=")
+LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export", "problems=", "python -m tests")
 """Of running text: what CI runs, and what is only named and needs more words."""
 ANNOUNCED = {
     "backend=triton": (0, 3),
@@ -114,11 +114,15 @@ def _of_running_text(text: str, *, in_table: bool) -> str:
 class Shell:
     """One bash in a fresh clone: what a command leaves behind is there for the next."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, settings: Sequence[str] = ()) -> None:
+        """`settings`: of every command, as variables `KBRL_KEY=VALUE`."""
         self.clone = place / "kbrl-async"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], check=True)
         (place / "home").mkdir()
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("KBRL", "PYTHON", "XDG", "VIRTUAL"))}
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            kept[f"KBRL_{name.upper().replace('.', '__')}"] = value
         self._bash = subprocess.Popen(
             ["bash", "--noprofile", "--norc"], cwd=self.clone, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={**kept, "HOME": str(place / "home"), "BROWSER": "true"},
@@ -143,8 +147,8 @@ class Shell:
         raise SystemExit("the shell ended: " + "".join(lines[-20:]))
 
 
-def walk(pages: list[str], place: Path) -> Iterator[Done]:
-    shell = Shell(place)
+def walk(pages: list[str], place: Path, settings: Sequence[str] = ()) -> Iterator[Done]:
+    shell = Shell(place, settings)
     done: set[str] = set()
     with (place / "log.txt").open("w") as log:
         for step in [step for name in pages for step in steps(Page(ROOT / name))]:
@@ -162,11 +166,13 @@ def walk(pages: list[str], place: Path) -> Iterator[Done]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.walk")
     parser.add_argument("--place", type=Path, help="an empty folder; default: a new one among the temporary files")
+    words = "of every command, such as max_minutes=2 on a busy host"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=words)
     parser.add_argument("pages", nargs="*", default=list(PAGES))
     args = parser.parse_args()
     place = args.place or Path(tempfile.mkdtemp(prefix="walk-"))
     place.mkdir(exist_ok=True)
-    stumbles = [walked for walked in walk(args.pages, place) if walked.stumble]
+    stumbles = [walked for walked in walk(args.pages, place, args.set) if walked.stumble]
     print(f"{len(stumbles)} stumbles; what each command said: {place / 'log.txt'}")
     return 1 if stumbles else 0
 

@@ -49,7 +49,7 @@ def again(archive: Archive, run: Path) -> Iterator[tuple[str, Any]]:
     yield "timings", len(timed)
     yield "timings_disturbed", sum(not _is_sound(answer) for answer in timed)
     yield "funnel", funnel(archive, answers)
-    yield "best_kernels", best_kernels([*answers, *after])
+    yield "best_kernels", best_kernels([*answers, *before, *after])
 
 
 def _counters(archive: Archive) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,9 @@ something · 4 the run can't go on · 130 stopped.
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -223,6 +225,7 @@ class CommandModule(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what went wrong is one line on stderr."""
+    atexit.register(gc.freeze)  # Python's exit looks through all objects, with torch for a second: Ctrl-C waits for it
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         _read_dotenv()

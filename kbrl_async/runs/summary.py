@@ -99,7 +99,7 @@ def build(
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
         **_stale(answers),
         "funnel": funnel(answers.stats),
-        "best_kernels": best_kernels([*answers.stats, *heldout_after]),
+        "best_kernels": best_kernels([*answers.stats, *heldout_before, *heldout_after]),
     }
 
 

@@ -62,7 +62,7 @@ def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str |
     """The model that training starts from; None when the run is stopped while it is made."""
     base = _begun_with(service) or _made(service, is_stopped)
     if base is not None and (reached := origins.cut(base)):
-        cure = "answers are worse than of a whole one; the next run makes it anew, with a larger sft.max_seconds whole"
+        cure = "worse answers than a whole one's; the next run makes it anew, a larger sft.max_seconds makes it whole"
         service.log.warning("the small policy was cut by sft.max_seconds", at=reached, so=cure)
     return base
 

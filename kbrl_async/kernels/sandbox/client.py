@@ -291,7 +291,7 @@ class Child:
     def has_ended(self, within_s: float = 0.0) -> bool:
         return bool(select.select([self._pidfd], [], [], within_s)[0])
 
-    def freeze(self, deadline_s: float = 1.0) -> bool:
+    def freeze(self, deadline_s: float = 10.0) -> bool:
         """Stop every thread and wait until they have stopped; False where the child has died instead."""
         self.signal(signal.SIGSTOP)
         end = time.monotonic() + deadline_s

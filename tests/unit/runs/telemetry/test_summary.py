@@ -139,6 +139,12 @@ def test_best_kernels_are_one_a_problem_by_the_lower_end_of_the_interval() -> No
     ]
 
 
+def test_a_kernel_for_a_heldout_problem_is_among_the_best_whenever_it_was_written() -> None:
+    """As in the report, and as in kernels/."""
+    made = built([], heldout_before=[kernel("L1/h", 3.0, 2.0)], heldout_after=[kernel("L1/h", 2.5, 1.5)])
+    assert [(k["problem"], k["speedup"]) for k in made["best_kernels"]] == [("L1/h", 3.0)]
+
+
 def test_a_speedup_whose_interval_includes_one_is_no_best_kernel() -> None:
     rollouts = [kernel("a", 2.0, 0.9), kernel("b", 50.0, 40.0, correct=False), wrong()]
     assert built(rollouts)["best_kernels"] == []
