@@ -7,19 +7,24 @@ import datetime
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from kbrl_async.cli.shared import table
+from kbrl_async.cli.shared import completed, find, run_names, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.generator import Drawn
 
 SUITE = "suite"
 _GIB = 1 << 30
@@ -54,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--difficulty", default="0-1", metavar="LOW-HIGH", help="from 0 (one cheap operator) to 1 (many); default: 0-1"
     )
+    near = generate.add_argument(
+        "--near",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="only what this run's policy may solve",
+    )
+    completed(near, run_names)
     generate.add_argument("--jobs", type=int, default=0, help="worker processes; default: one a core")
     audit.add_argument("--shapes", choices=["cpu", "gpu"], help="of size lines with both; default: the device's")
 
@@ -106,7 +119,7 @@ def _audit(args: argparse.Namespace, source: str) -> int:
 
 
 def _generate(args: argparse.Namespace, wanted: str) -> int:
-    from kbrl_async.kernels.generator import Drawn, generate, known, write_folder
+    from kbrl_async.kernels.generator import generate, known, write_folder
 
     if not wanted.isdigit() or not int(wanted):
         raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
@@ -123,11 +136,14 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs = args.jobs or len(os.sched_getaffinity(0))
+        jobs, between = args.jobs or len(os.sched_getaffinity(0)), _between(args.difficulty)
         drawn = list(
-            generate(count, args.seed, difficulty=_between(args.difficulty), avoid=known(), jobs=jobs, told=told)
+            generate(count, args.seed, difficulty=between, fits=_fits(args), avoid=known(), jobs=jobs, told=told)
         )
     write_folder(out, drawn)
+    if args.near:  # what is proposed for a policy is trained on unseen
+        args.action, args.out = "audit", None
+        _audit(args, str(out))
     rows = table(("left out because", "problems"), f"{count + left_out.total()} drawn, {count} taken")
     for reason, number in left_out.most_common():
         rows.add_row(reason, str(number))
@@ -136,6 +152,16 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     a_minute = count / (time.monotonic() - began) * 60
     print(f"written: {out}, {heldout} of them held out; {a_minute:.0f} a minute. Train on them: problems={out}")
     return 0
+
+
+def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
+    """Whether a problem is at the edge of what the policy of `--near` solves."""
+    if not args.near:
+        return lambda _drawn: ""
+    from kbrl_async.lab.edge import Edge, outcomes_of
+
+    edge = Edge(outcomes_of([find(run) for run in args.near]))
+    return lambda drawn: edge.refusal(drawn.chain)
 
 
 def _kind(reason: str) -> str:
