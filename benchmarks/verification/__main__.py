@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
+from kbrl_async.lab.value import Judged, ValueModel, judged_in, pairs_of
 from kbrl_async.runs.archive.archive import Archive
 from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
@@ -163,6 +164,35 @@ def strictness(
     return {
         "ok": not changed, "candidates": len(records), "wrong": len(spent["full"]["wrong"]), "seconds": seconds,
         "saved": 1 - total["early"] / total["full"], "near": near, "other_verdicts": changed,
+    }  # fmt: skip
+
+
+@commands
+def value(
+    runs: Annotated[tuple[Path, ...], "runs to learn from"],
+    test: Annotated[Path, "a run whose kernels are ordered"],
+) -> Result:
+    """What a value model's order is worth: benches until a group's first right kernel, among those that compiled.
+
+    The anchor is the order in which they were written. Only groups with right and wrong kernels count.
+    """
+    model = ValueModel().fit(judged_in(runs))
+    asked = judged_in([test])
+    scores = {one: model.value(one.module, one.kernel) for one in set(asked)}
+    ties = [(scores[a], scores[b]) for a, b in pairs_of(asked)]
+    groups: dict[str, list[Judged]] = {}
+    for one in asked:
+        groups.setdefault(one.group_id, []).append(one)
+    mixed = [of for of in groups.values() if len({one.worth[0] for one in of}) == 2]
+
+    def first_right(ordered: list[Judged]) -> int:
+        return next(place for place, one in enumerate(ordered, 1) if one.worth[0])
+
+    return {
+        "learned_pairs": model.pairs, "test_pairs": len(ties), "groups": len(mixed),
+        "pairs_right": fmean(a > b for a, b in ties),
+        "benches_as_written": fmean(map(first_right, mixed)),
+        "benches_by_value": fmean(first_right(sorted(of, key=lambda one: -scores[one])) for of in mixed),
     }  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,9 +14,14 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.runs.folder import SUMMARY_FILE
 
+if TYPE_CHECKING:
+    from kbrl_async.lab.report.comparing import Side
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs = parser.add_argument("runs", metavar="RUN", nargs="+", help="folders or names of runs")
+    runs = parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="folders or names of runs; NAME=RUN,RUN puts seeds together"
+    )
     completed(runs, run_names)
     parser.add_argument("--output", metavar="FILE.html", type=Path, help="write a page with the table and all charts")
     parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="write a chart of one metric of all runs")
@@ -33,12 +40,13 @@ def run(args: argparse.Namespace) -> int:
     check_suffix(args.plot, ".svg", "--plot", "Write --plot FILE.svg")
     from kbrl_async.lab.report import compare_page, comparing, curves
 
-    named = curves.named([find(wanted) for wanted in args.runs])
+    arms = [_arm(word) for word in args.runs]
+    named = curves.named([path for _, paths in arms for path in paths])
     ended = {name: path for name, path in named.items() if (path / SUMMARY_FILE).is_file()}
     for name in named:
         if name not in ended:
             say(f"{name} has not ended; it is in the charts only", Console(stderr=True))
-    sides = comparing.read(ended)
+    sides = _sides(arms, {ended[name]: side for name, side in zip(ended, comparing.read(ended), strict=True)})
     window = max(1, args.window)
     if sides:
         Console().print(comparing.table(sides))
@@ -58,6 +66,27 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         _write(args.output, compare_page(named, sides, window), "page")
     return 0
+
+
+def _arm(word: str) -> tuple[str, list[Path]]:
+    """The name of what is put together, and its runs; a run alone has none."""
+    name, sign, runs = word.partition("=")
+    if not sign or Path(word).exists():
+        return "", [find(word)]
+    if not name or not all(runs.split(",")):
+        raise UserError(f"{word} names no runs", "Write NAME=RUN,RUN, such as grpo=runs/a,runs/b,runs/c")
+    return name, [find(run) for run in runs.split(",")]
+
+
+def _sides(arms: Sequence[tuple[str, Sequence[Path]]], of: Mapping[Path, Side]) -> list[Side]:
+    from kbrl_async.lab.report.pooling import pooled
+
+    sides = []
+    for name, paths in arms:
+        ended = [of[path] for path in paths if path in of]
+        if ended:
+            sides.append(pooled(name, ended) if name else ended[0])
+    return sides
 
 
 def _write(path: Path, text: str, what: str) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kbrl_async.cli.shared import add_config, facts, say, table
+from kbrl_async.cli.shared import add_config, completed, facts, find, run_names, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attempts", type=int, metavar="N", help="most answers to ask for")
     add("--turns", type=int, metavar="N", help=f"longest chain of refinements; 1: none; default {TURNS}")
     add("--examples", default="", metavar="DIR", help="an index or a run whose verified kernels are shown and tried")
+    value = add("--value", action="append", default=[], metavar="RUN", help="order by what this run's kernels teach")
+    completed(value, run_names)
     add("--output", type=Path, metavar="FILE", help="default: optimized_NAME.py here")
     add("--allow-slower", action="store_true", help="also write a proven kernel that is not shown to be faster")
     add("--json", action="store_true", help="the evidence as one JSON document on stdout")
@@ -86,7 +88,13 @@ def run(args: argparse.Namespace) -> int:
     # a policy that was made without turns has never seen feedback
     turns = args.turns or (1 if policy.name == SMALL and config.mode == "single_turn" else TURNS)
     budget = Budget(None, args.tokens, args.attempts)
-    wanted = Wanted(budget, turns, args.examples, args.allow_slower)
+    model = None
+    if args.value:
+        from kbrl_async.lab.value import ValueModel, judged_in
+
+        model = ValueModel().fit(judged_in([find(run) for run in args.value]))
+        say(f"value model: learned from {model.pairs} pairs of kernels", Console(stderr=True))
+    wanted = Wanted(budget, turns, args.examples, args.allow_slower, model)
     with pinned(config) as threads:
         found = _found(Job(wanted, policy, config, target, output), threads, deadline)
     return _conclude(args, output, found)

@@ -16,6 +16,7 @@ import zmq
 
 from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, HostError, MissingTool, ProblemError
 from kbrl_async.kernels.backends import backend
+from kbrl_async.kernels.problems import downloads
 from kbrl_async.kernels.problems.split import HELDOUT
 from kbrl_async.keyring import Keyring
 from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
@@ -81,6 +82,7 @@ def check_problems(config: Config) -> None:
     found = problems_of(config, config.levels)
     if all(problem.split == HELDOUT for problem in found):
         raise ProblemError(f"all problems of {config.problems} are held out", "Lower heldout_share, or unmark some")
+    downloads.check(found)
     if told := split_told(config, found):
         print(f"warning: {told}", file=sys.stderr)
 

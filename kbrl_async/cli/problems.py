@@ -9,19 +9,24 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from kbrl_async.cli.shared import table
+from kbrl_async.cli.shared import completed, find, run_names, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.generator import Drawn
 
 SUITE = "suite"
 _GIB = 1 << 30
@@ -60,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--difficulty", default="0-1", metavar="LOW-HIGH", help="from 0 (one cheap operator) to 1 (many); default: 0-1"
     )
+    near = generate.add_argument(
+        "--near",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="only what this run's policy may solve",
+    )
+    completed(near, run_names)
     generate.add_argument("--jobs", type=int, default=0, help="worker processes, of import too; default: one a core")
     importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
     importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
@@ -118,7 +131,7 @@ def _audit(args: argparse.Namespace, source: str) -> int:
 
 
 def _generate(args: argparse.Namespace, wanted: str) -> int:
-    from kbrl_async.kernels.generator import Drawn, generate, known, write_folder
+    from kbrl_async.kernels.generator import generate, known, write_folder
 
     if not wanted.isdigit() or not int(wanted):
         raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
@@ -135,11 +148,15 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs = args.jobs or len(os.sched_getaffinity(0))
+        jobs, between = args.jobs or len(os.sched_getaffinity(0)), _between(args.difficulty)
         avoid = known() + _avoided(args)
-        between = _between(args.difficulty)
-        drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=jobs, told=told))
+        drawn = list(
+            generate(count, args.seed, difficulty=between, fits=_fits(args), avoid=avoid, jobs=jobs, told=told)
+        )
     write_folder(out, drawn)
+    if args.near:  # what is proposed for a policy is trained on unseen
+        args.action, args.out = "audit", None
+        _audit(args, str(out))
     rows = table(("left out because", "problems"), f"{count + left_out.total()} drawn, {count} taken")
     for reason, number in left_out.most_common():
         rows.add_row(reason, str(number))
@@ -186,6 +203,16 @@ def _avoided(args: argparse.Namespace) -> list[Problem]:
 def _cause(reason: str) -> str:
     """Reasons that quote the row's own words, as one."""
     return re.sub(r"^(cannot_run: \w+).*", r"\1", reason)
+
+
+def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
+    """Whether a problem is at the edge of what the policy of `--near` solves."""
+    if not args.near:
+        return lambda _drawn: ""
+    from kbrl_async.lab.edge import Edge, outcomes_of
+
+    edge = Edge(outcomes_of([find(run) for run in args.near]))
+    return lambda drawn: edge.refusal(drawn.chain)
 
 
 def _kind(reason: str) -> str:

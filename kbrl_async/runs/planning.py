@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.problems import usable
+from kbrl_async.kernels.problems import downloads, usable
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.curriculum import STAGES
@@ -94,4 +94,5 @@ def evaluated_problems(config: Config) -> list[Problem]:
     if not found:
         where = "these ids" if wanted.ids else f"level {', '.join(map(str, config.levels))}"
         raise UserError(f"none of {where} is {wanted.split}", "Leave out --heldout, or choose other levels")
+    downloads.check(found[: wanted.limit])
     return found[: wanted.limit]

@@ -50,13 +50,15 @@ _BUBBLEWRAP = (
     *("--die-with-parent", "--cap-add", "ALL", "--dev-bind", "/", "/", "--proc", "/proc"),
 )
 """Namespaces, and the right to mount in them; the zygote's children give it up before untrusted code runs."""
+HUB_CACHE = "HF_HUB_CACHE"
+"""Where it is set, children may read the models there (KernelBench's level 4), and no other ones."""
 CANARY = "kbrl_async.kernels.sandbox.canary"
 _START_S = 60.0
 _ANSWER_S = 10.0
 _STOP_PAUSE_S = 20e-6
 _STOP_YIELDS = 4
 _WATCH_S = 0.05
-_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES")
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES", HUB_CACHE)
 
 
 def interpreter_paths() -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def interpreter_paths() -> tuple[str, ...]:
         "/proc/cpuinfo",
         "/sys/devices/system/cpu",
     )
-    return tuple(sorted({str(Path(path).resolve()) for path in (*paths, *system)} - {"/"}))
+    models = [os.environ[HUB_CACHE]] if os.environ.get(HUB_CACHE) else []
+    return tuple(sorted({str(Path(path).resolve()) for path in (*paths, *system, *models)} - {"/"}))
 
 
 class Zygote:
@@ -267,6 +270,8 @@ def _environment(threads: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "passive",
             "HOME": "/",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DEACTIVATE_ASYNC_LOAD": "1",  # a child may have no threads
             "USER": "kbrl",
             "TORCHINDUCTOR_CACHE_DIR": "/",  # importing torch's compiler makes this folder, and nothing can be made
         }

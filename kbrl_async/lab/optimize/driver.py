@@ -109,7 +109,7 @@ class SearchDriver:
         self._prompts, self._options, self._changed, self._clock = prompts, options, changed, clock
         self._results: dict[int, Result] = {}
         self._writing: dict[asyncio.Task[None], int] = {}
-        self._queue: asyncio.Queue[Attempt] = asyncio.Queue()
+        self._queue: asyncio.PriorityQueue[tuple[float, int, Attempt]] = asyncio.PriorityQueue()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "verify")
         self._failure: BaseException | None = None
@@ -123,7 +123,7 @@ class SearchDriver:
         """A candidate from elsewhere, to be verified first."""
         attempt = self.search.plant(source, origin, self._clock())
         if self.search.needs_verdict(attempt):
-            self._queue.put_nowait(attempt)
+            self._queue.put_nowait((-math.inf, attempt.number, attempt))
 
     async def run(self) -> None:
         """Until the budget is spent and everything that was sampled has its verdict.
@@ -176,7 +176,8 @@ class SearchDriver:
         tokens = len(done.token_ids) or done.output_tokens
         attempt = self.search.wrote(ask.number, found.source, tokens, found.problem)
         if self.search.needs_verdict(attempt):
-            self._queue.put_nowait(attempt)
+            value = self.search.options.value
+            self._queue.put_nowait((0.0 if value is None else -value(attempt.source), attempt.number, attempt))
 
     def _written(self, task: asyncio.Task[None]) -> None:
         number = self._writing.pop(task)
@@ -195,7 +196,7 @@ class SearchDriver:
     async def _judge(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            attempt = await self._queue.get()
+            _, _, attempt = await self._queue.get()
             if self._clock() >= self._options.until:
                 self.search.lost(attempt.number, "not verified: time")
                 self._tell()

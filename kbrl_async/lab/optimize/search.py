@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import msgspec
 
@@ -54,6 +55,8 @@ class SearchOptions(msgspec.Struct, frozen=True):
     max_turns: int = 4
     width: int = 8
     """Refinements of one attempt, at most."""
+    value: Callable[[str], float] | None = None
+    """Of a source, by a value model: settles which of equally good attempts is refined. It proves nothing."""
     repeats: int = 200
     """Answers in a row that bring no new source, after which the engine has nothing more to say."""
 
@@ -75,7 +78,7 @@ class Search:
         self.tokens = 0
         self.stopped = ""
         """Why nothing more is asked for: time, tokens, attempts, repeats, or what `stop` was told."""
-        self._chooser = Chooser(rng, options.max_turns, options.width)
+        self._chooser = Chooser(rng, options.max_turns, options.width, options.value)
         self._open: set[int] = set()
         self._repeats = 0
 
@@ -160,8 +163,14 @@ class Search:
 class Chooser:
     """See the module. Of what may be refined, the best that was refined least is taken; `max_turns` 1 never refines."""
 
-    def __init__(self, rng: random.Random, max_turns: int = 4, width: int = 8) -> None:
-        self._rng, self._max_turns, self._width = rng, max_turns, width
+    def __init__(
+        self,
+        rng: random.Random,
+        max_turns: int = 4,
+        width: int = 8,
+        value: Callable[[str], float] | None = None,
+    ) -> None:
+        self._rng, self._max_turns, self._width, self._value = rng, max_turns, width, value
         self.wins = {FRESH: 1.0, REFINE: 1.0}
         self.losses = {FRESH: 1.0, REFINE: 1.0}
 
@@ -187,7 +196,8 @@ class Chooser:
         return len(tree.children(attempt.number)) < self._width and judged.category != "cheating"
 
     def _worth(self, attempt: Attempt, tree: Tree) -> float:
-        return value(attempt.judgement) / (1.0 + 0.5 * len(tree.children(attempt.number))) + 1e-6 * self._rng.random()
+        tie = self._rng.random() if self._value is None else math.tanh(self._value(attempt.source))
+        return value(attempt.judgement) / (1.0 + 0.5 * len(tree.children(attempt.number))) + 1e-6 * tie
 
 
 def value(judgement: Judgement | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import random
@@ -24,6 +25,7 @@ from kbrl_async.lab.optimize.evidence import Facts, SearchResult
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
 from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt
+from kbrl_async.lab.value import ValueModel
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, sampler_threads
 from protocols.records import SamplingParams
 
@@ -35,6 +37,8 @@ class Wanted(msgspec.Struct, frozen=True):
     turns: int = 4
     examples: str = ""
     allow_slower: bool = False
+    value: ValueModel | None = None
+    """Orders what is verified and refined."""
 
 
 class Verifiers(msgspec.Struct, frozen=True):
@@ -101,7 +105,11 @@ def _driver(
     hits = engine.examples(place, shown, backend, config.prompt) if place else []
     room = opened.positions - config.max_tokens
     prompts = PromptMaker(config.prompt_option, shown, backend, hits, opened.count_tokens, room)
-    state = Search(SearchOptions(wanted.budget, wanted.turns), random.Random(config.seed), time.monotonic())
+    model = wanted.value
+    value = None if model is None else functools.partial(model.value, target.problem.source)
+    state = Search(
+        SearchOptions(wanted.budget, wanted.turns, value=value), random.Random(config.seed), time.monotonic()
+    )
     options = DriveOptions(backend, SamplingParams(config.max_tokens, config.temperature), opened.at_once, until=until)
     driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
     # won by a run for a similar module: tried before the policy is asked

@@ -2,7 +2,7 @@
 
 ::
 
-    optimized_X.evidence.json ─ proven attempts, fastest first ─▶ best `keep` different ones ─▶ Conversation
+    optimized_X.evidence.json, .failed.json ─ right attempts, fastest first ─▶ best `keep` ─▶ Conversation
 
 Invariant: a module that does what a held-out problem does is never taken, unless evaluations' answers are.
 """
@@ -21,7 +21,8 @@ from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER, Conversation, FormatError, Message
 from protocols.records import Fault, Problem
 
-SUFFIX = ".evidence.json"
+SUFFIXES = (".evidence.json", ".failed.json")
+"""Of a search that found a faster kernel, and of one that did not; right ones may be in both."""
 Chain = tuple[str, ...]
 """The operations of a module, in order."""
 
@@ -61,7 +62,7 @@ class _Evidence(msgspec.Struct, frozen=True):
 
 
 def is_evidence(path: Path) -> bool:
-    return path.name.endswith(SUFFIX)
+    return path.name.endswith(SUFFIXES)
 
 
 def chains_of(problems: Collection[Problem]) -> frozenset[Chain]:

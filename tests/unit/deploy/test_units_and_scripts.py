@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.unit.deploy.reading import DEPLOY
 
 UNITS = sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.target")])
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+HOST = DEPLOY / "cloud" / "host.sh"
 TASKS = sorted((DEPLOY / "skypilot").glob("*.yaml"))
 services = pytest.mark.parametrize("unit", [u for u in UNITS if u.suffix == ".service"], ids=lambda unit: unit.name)
 
@@ -69,7 +71,7 @@ def test_a_unit_forbids_nothing_that_the_sandbox_needs(unit: Path) -> None:
 
 @installed("shellcheck")
 def test_the_batch_scripts_pass_shellcheck() -> None:
-    assert run("shellcheck", *SCRIPTS) == ""
+    assert run("shellcheck", *SCRIPTS, HOST) == ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -80,6 +82,17 @@ def test_a_batch_script_parses_and_its_options_are_slurms(script: Path) -> None:
     assert options
     assert set(options) <= known
     assert run("bash", "-n", script) == ""
+
+
+def test_the_script_for_a_rented_host_checks_before_it_starts_and_its_extras_exist() -> None:
+    text = HOST.read_text()
+    assert run("bash", "-n", HOST) == ""
+    assert text.index("--dry-run") < text.index("setsid nohup")
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    wanted = re.search(r"EXTRAS:-([\w,-]+)", text)
+    assert wanted is not None
+    assert set(wanted[1].split(",")) <= project["optional-dependencies"].keys()
+    assert (DEPLOY.parent / "configs/gpu.yaml").is_file()
 
 
 def test_the_allocation_outlives_the_drain() -> None:
