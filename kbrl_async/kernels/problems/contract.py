@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.problems.declared import declared
 from protocols.records import Problem
 
 REQUIRED = ("Model", "get_inputs", "get_init_inputs")
@@ -39,6 +40,7 @@ def parse_problem(
         raise ProblemError(
             f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()"
         )
+    declared(source, origin)
     text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
     return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)
 

@@ -15,7 +15,7 @@ symmetric, sorted), only what keeps that is done.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -129,11 +129,18 @@ class Pool:
     `examples` have the inputs' shapes and strides.
     """
 
-    def __init__(self, draws: list[list[torch.Tensor]], examples: list[torch.Tensor], rng: random.Random) -> None:
+    def __init__(
+        self,
+        draws: list[list[torch.Tensor]],
+        examples: list[torch.Tensor],
+        rng: random.Random,
+        fixed: Collection[int] = (),
+    ) -> None:
+        """`fixed`: numbers of inputs that are only ever as they were drawn."""
         assert len(draws) >= 2, "mixing needs two draws"
         self._draws = [[like(block, one) for block, one in zip(draw, examples, strict=True)] for draw in draws]
         inputs = list(zip(*self._draws, strict=True))
-        self._structures = [structure_of(same) for same in inputs]
+        self._structures = ["fixed" if i in fixed else structure_of(same) for i, same in enumerate(inputs)]
         self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
         self._examples = examples
         device = draws[0][0].device if draws[0] else torch.device("cpu")

@@ -1,19 +1,25 @@
 """Secret input sets, made from what the problem's own `get_inputs` draws: pure functions of tensors, on any device.
 
 A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never negative stay
-so, zeros stay zeros (triangular stays triangular), symmetric stays symmetric, rows that sum to 1 are left alone. So no
-honest candidate that uses what the problem promises is refused.
+so, as do those that are never positive, zeros stay zeros (triangular stays triangular), symmetric stays symmetric, rows
+that sum to 1 are left alone. So no honest candidate that uses what the problem promises is refused.
 Timed calls get fresh values, see `fresh`; one of the checked sets does too, so that those do not look special.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Mapping
 
 import msgspec
 import torch
 
+from kbrl_async.kernels.problems.declared import Domain
+
 _SAMPLE = 1 << 16
+_NEAR_ZERO = 1e-2
+_COARSE = 2.0**-9
+"""Half a unit in the last place of bfloat16."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -80,34 +86,58 @@ def is_continuous(tensor: torch.Tensor) -> bool:
     return not bool((tensor == tensor.round()).all())
 
 
-def vary(tensors: list[torch.Tensor], kind: Kind, rng: random.Random) -> list[torch.Tensor]:
-    """The inputs of a set, from one nominal draw. Tensors have the problem's
-    shapes, or are flat blocks where only their values are known.
+def vary(
+    tensors: list[torch.Tensor],
+    kind: Kind,
+    rng: random.Random,
+    domains: Mapping[int, Domain] | None = None,
+    fixed: Collection[int] = (),
+) -> list[torch.Tensor]:
+    """The inputs of a set, from one nominal draw. Tensors have the problem's shapes, or are flat blocks where only
+    their values are known. `domains` and `fixed` go by their numbers: the ends that they stay between, and which stay
+    as they were drawn.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
     seed = rng.getrandbits(63)
     varied = []
-    for tensor in tensors:
-        is_kept = not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]) or (kind.shape and sums_to_one(tensor))
+    for number, tensor in enumerate(tensors):
+        is_kept = (
+            number in fixed
+            or not is_continuous(tensor)
+            or kind in (NOMINAL, KINDS[-1])
+            or (kind.shape and sums_to_one(tensor))
+        )
         if is_kept:
             varied.append(tensor.clone())
         else:
-            varied.append(_shaped(tensor, kind, seed).mul_(factor))
+            made = _shaped(tensor, kind, seed).mul_(factor)
+            varied.append(made.clamp_(*domains[number]) if domains and number in domains else made)
     return varied
 
 
 def _shaped(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
-    """Element-wise functions of the values, or symmetric ones of the position: they keep structure, and strides."""
+    """Element-wise functions of the values, or symmetric ones of the position: they keep structure, and strides. What
+    never comes near zero does not become zero: it may be a divisor.
+    """
+    changed = _changed(tensor, kind, seed)
+    least, most = (float(end) for end in tensor.abs().aminmax())
+    if least > _NEAR_ZERO * most and kind.shape != "graded":
+        changed.copy_(torch.where(changed == 0, tensor.sign() * least, changed))
+    return changed
+
+
+def _changed(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
     changed = tensor.clone()
     if kind.shape == "spikes":
         magnitude = tensor.abs()
         return changed.mul_(magnitude >= _quantile(magnitude, 0.9))
     if kind.shape == "binary":
-        return changed.copy_((tensor > _quantile(tensor, 0.5)) & (tensor != 0))
+        changed.copy_((tensor > _quantile(tensor, 0.5)) & (tensor != 0))
+        return changed if bool((tensor > 0).any()) else changed.neg_()
     if kind.shape == "graded":
         return _grade(changed)
-    if kind.flip and bool((tensor < 0).any()):
-        return changed.neg_()
+    if kind.flip and bool((tensor < 0).any()) and bool((tensor > 0).any()):
+        return changed.neg_()  # what has one side keeps it: decays, probabilities, variances
     if kind.flip:
         generator = torch.Generator(tensor.device).manual_seed(seed)
         return changed.mul_(torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.25)
@@ -138,17 +168,21 @@ def sums_to_one(tensor: torch.Tensor) -> bool:
     return bool(((rows - 1).abs() < 1e-2).all())
 
 
-def moved(tensors: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
+def moved(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False) -> list[torch.Tensor]:
     """The same inputs, each value of a wide dtype moved by at most one rounding error; half precision stays, because
-    its rounding error is larger than what an honest kernel does with it.
+    its rounding error is larger than what an honest kernel does with it. `coarse`: half precision moves, too, and wide
+    values by what half precision would round them by.
     """
     out = []
     for tensor in tensors:
         changed = tensor.clone()
-        if is_continuous(tensor) and tensor.dtype.itemsize >= 4:
+        is_wide = tensor.dtype.itemsize >= 4
+        if is_continuous(tensor) and (is_wide or coarse):
             generator = torch.Generator(tensor.device).manual_seed(rng.getrandbits(63))
             steps = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device)
-            changed.addcmul_(tensor, steps.to(tensor.dtype), value=torch.finfo(tensor.dtype).eps)
+            changed.addcmul_(
+                tensor, steps.to(tensor.dtype), value=_COARSE if coarse and is_wide else torch.finfo(tensor.dtype).eps
+            )
         out.append(changed)
     return out
 

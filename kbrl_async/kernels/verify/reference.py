@@ -195,8 +195,8 @@ class Reference:
             self.tick()
             draws.append(self._draw())
         self._attach_own(draws)
-        self.pool = Pool(draws, self.examples, self._rng)
-        maker = SetMaker(self, self.problem.problem_id, self._rng)
+        maker = SetMaker(self, self.problem.problem_id, self._rng, self.problem.source, self.tree)
+        self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
         self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases

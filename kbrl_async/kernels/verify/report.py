@@ -21,7 +21,7 @@ _HINTS = {
 }
 _RULE_HINTS = {
     "input_mutation": "Write results into a new tensor, never into the inputs.",
-    "output_overwritten": "Do not keep and reuse one output buffer.",
+    "output_overwritten": "Allocate the output in each call; a kept buffer passes where outputs are set to kept.",
     "tensor_subclass": "Return plain tensors.",
     "shape": "Allocate the output with the reference's shape.",
     "dtype": "Allocate the output with the reference's dtype.",

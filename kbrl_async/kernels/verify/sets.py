@@ -13,17 +13,25 @@ is replaced by a milder one and at last by a nominal one: the number of sets nev
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF
+
+_NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
+_FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
+_GROWTH, _DEGREE = 64.0, 4
+_LOOSE, _MORE = 0.1, 8.0
 
 
 class InputSet(msgspec.Struct, frozen=True):
@@ -57,8 +65,20 @@ class Oracle(Protocol):
 class SetMaker:
     """Makes the sets of one refresh; what it finds out about the reference stays here as attributes."""
 
-    def __init__(self, oracle: Oracle, problem_id: str, rng: random.Random) -> None:
+    def __init__(
+        self, oracle: Oracle, problem_id: str, rng: random.Random, source: str = "", inputs_tree: wire.Tree = None
+    ) -> None:
+        """`source`, the problem's: what it declares, and whether it computes in half precision inside."""
         self._oracle, self._problem_id, self._rng = oracle, problem_id, rng
+        found = declared(source, problem_id)
+        self._domains = {i: found.domains[place] for place in found.domains for i in tensors_of(inputs_tree, place)}
+        self.fixed = frozenset(i for place in found.fixed for i in tensors_of(inputs_tree, place))
+        self._declared = found.tolerances
+        self._is_narrow = bool(_NARROW.search(source))
+        self._nominal_inputs: list[float] = []
+        self._nominal_moves: list[float] = []
+        self.replaced: dict[str, str] = {}
+        """Sets that were left out for a milder one, and why."""
         self.sets: list[InputSet] = []
         self.reference_s = 0.0
         self.out_tree: wire.Tree = None
@@ -104,7 +124,8 @@ class SetMaker:
             self._pool.mix([blocks], self._rng)
             return blocks
         shaped = [like(block, example) for block, example in zip(draw, self._oracle.examples, strict=True)]
-        return [values.flat(tensor) for tensor in inputs.vary(shaped, kind, self._rng)]
+        made = inputs.vary(shaped, kind, self._rng, self._domains, self.fixed)
+        return [values.flat(tensor) for tensor in made]
 
     def _try(self, kind: inputs.Kind, blocks: list[torch.Tensor]) -> InputSet | None:
         """None where the reference does not accept these inputs, or its answer can't tell right from wrong."""
@@ -113,8 +134,10 @@ class SetMaker:
         except CandidateFault:
             if kind.name == "nominal":
                 raise
+            self._leave(kind, "the reference fails")
             return None
         if kind.name != "nominal" and not all(map(_is_finite, expected)):
+            self._leave(kind, "its answer is not finite")
             return None
         if kind.has_ties and not all(tensor.is_floating_point() for tensor in expected):
             return None
@@ -125,11 +148,48 @@ class SetMaker:
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
         tolerances = self._tolerances(kind, blocks, expected)
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
+            self._leave(kind, "rounding errors decide there")
+            return None
+        if reason := self._strays(blocks, expected):
+            self._leave(kind, reason)
             return None
         made = InputSet(kind.name, blocks, expected, tolerances, mutated, is_degenerate(blocks, expected, tolerances))
         if not self.sets:
             self._refuse_random(made)
         return made
+
+    def _leave(self, kind: inputs.Kind, reason: str) -> None:
+        self.replaced.setdefault(kind.name, reason)
+
+    def _strays(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+        """Why these inputs are outside of what the problem is for; empty where they are not.
+
+        The first nominal set is the measure, so it never strays: outputs grow at most as a polynomial of the inputs
+        does, and where half precision is at work, moving the inputs by its rounding errors moves outputs hardly more
+        than there. (A reference that casts inside is noise beyond that, and its fp64 run is the same noise.)
+        """
+        sizes = [compare.output_scale(block) for block in blocks]
+        moves = self._moves(blocks, expected)
+        if not self.sets:
+            self._nominal_inputs, self._nominal_moves = sizes, moves
+            return ""
+        ratios = [now / then for now, then in zip(sizes, self._nominal_inputs, strict=True) if then > 0]
+        most = _GROWTH * max([1.0, *ratios]) ** _DEGREE
+        scales = map(compare.output_scale, expected)
+        if any(now > most * then > 0 for now, then in zip(scales, self._nominal_scales, strict=True)):
+            return "its answer grows faster than its inputs by any power"
+        if any(now > max(_LOOSE, _MORE * then) for now, then in zip(moves, self._nominal_moves, strict=True)):
+            return "the reference does not agree with itself within rounding errors of half precision"
+        return ""
+
+    def _moves(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+        """How far each output moves with inputs that move by rounding errors of half precision, of its own scale."""
+        is_narrow = self._is_narrow or any(one.dtype in HALF for one in (*blocks, *expected))
+        moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng, coarse=True)) if is_narrow else None
+        if moved is None:
+            return [0.0] * len(expected)
+        pairs = zip(moved, expected, strict=True)
+        return [_distance(*pair) / max(compare.output_scale(pair[1]), 1e-30) for pair in pairs]
 
     def _learn(self, outcome: Outcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
@@ -144,6 +204,7 @@ class SetMaker:
     ) -> list[compare.Tolerance]:
         wide = self._answer(wire.OP_DOUBLE, blocks)
         moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng)) if _any_wide(blocks) else None
+        sums = self._sums(blocks)
         return [
             compare.tolerance(
                 tensor,
@@ -151,9 +212,19 @@ class SetMaker:
                 self._nominal_scales[i],
                 moved[i] if moved else None,
                 binary=kind.shape == "binary",
+                declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
+                sums=sums[i] if sums else 0.0,
             )
             for i, tensor in enumerate(expected)
         ]
+
+    def _sums(self, blocks: list[torch.Tensor]) -> list[float]:
+        """What fp8 products lose while they are added up, of the largest sum of magnitudes; empty without fp8."""
+        if not any(block.dtype in _FP8 for block in blocks):
+            return []
+        sizes = [block.float().abs().to(block.dtype) if block.is_floating_point() else block for block in blocks]
+        answer = self._answer(wire.OP_RUN, sizes)
+        return [FP8_SUM * compare.output_scale(tensor) for tensor in answer or []]
 
     def _answer(self, op: int, blocks: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """None where the reference has no fp64 version: then it has no honest error either."""
@@ -199,6 +270,26 @@ def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], toler
         if all(compare.difference(guess, expected, tolerance).wrong for guess in guesses):
             return False
     return True
+
+
+def tensors_of(tree: wire.Tree, place: int) -> list[int]:
+    """The numbers of the tensors in argument `place` of `get_inputs()`."""
+    items = tree[1] if tree is not None and tree[0] in ("L", "U") else []
+
+    def numbers(node: Any) -> list[int]:
+        kind, body = node
+        if kind == "T":
+            return [body]
+        inner = body.values() if kind == "D" else body if kind in ("L", "U") else ()
+        return [number for item in inner for number in numbers(item)]
+
+    return numbers(items[place]) if 0 <= place < len(items) else []
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not b.is_floating_point() or b.numel() == 0 or a.shape != b.shape:
+        return 0.0
+    return float(torch.nan_to_num((a.double() - b.double()).abs_(), nan=0.0, posinf=0.0).max())
 
 
 def _any_wide(blocks: list[torch.Tensor]) -> bool:

@@ -2,9 +2,9 @@
 
 The tolerance of an element is the largest of
 
-* a floor, KernelBench's figures (1e-4 in fp32 and fp64, 1e-2 in half precision) as relative part, and as an absolute
-  part that follows the scale of the outputs: tiny outputs get a tighter one (zeros must not pass), large inputs a
-  looser one;
+* what the problem declares for the dtype, else a floor: KernelBench's figures (1e-4 in fp32 and fp64, 1e-2 in half
+  precision; there two units in the last place, where they are more) as relative part, and as an absolute part that
+  follows the scale of the outputs: tiny outputs get a tighter one (zeros must not pass), large inputs a looser one;
 * four times the error of an honest implementation in the same dtype: how far the reference itself is from its fp64 run,
   and how far it moves when its inputs move by one rounding error (a sum in another order does as much).
 
@@ -19,6 +19,10 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
+_UNITS = 2.0
+"""In the last place of a narrow output: one rounding of the result, one of what it is made of."""
+FP8_SUM = 2.0**-13
+"""fp8 tensor cores keep about 14 bits while they add up: what is lost of a sum of magnitudes."""
 _ILL_SHARE = {True: 5e-2, False: 1e-2}
 """Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
 _SMALLEST_SHARE, _LARGEST_SHARE = 1e-2, 1e6
@@ -32,6 +36,8 @@ class Tolerance(msgspec.Struct, frozen=True):
     right from wrong."""
     exact: bool = False
     """Every element must be equal."""
+    is_declared: bool = False
+    """Its figures are the problem's own."""
     ill: bool = False
     """The honest error was cut: these inputs do not tell a right kernel from a wrong one."""
 
@@ -47,7 +53,12 @@ class Tolerance(msgspec.Struct, frozen=True):
         if self.relative == 0.0:
             return "equal"
         widest = f", at least 4 × an honest error = {self.honest:.2g}" if self.honest > self.absolute else ""
-        return f"{self.absolute:.2g} + {self.relative:.0e}·|expected|{widest}"
+        whose = ", as the problem declares" if self.is_declared else ""
+        return f"{self.absolute:.2g} + {_short(self.relative)}·|expected|{widest}{whose}"
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.1e}".replace(".0e", "e")
 
 
 def base(dtype: torch.dtype) -> float:
@@ -61,20 +72,27 @@ def tolerance(
     nominal_scale: float,
     moved: torch.Tensor | None = None,
     binary: bool = False,
+    declared: tuple[float, float] | None = None,
+    sums: float = 0.0,
 ) -> Tolerance:
     """For one expected output. `wide`: the same in fp64; `moved`: from inputs that were moved by a rounding error; each
     None where there is none. `nominal_scale`: of the output for nominal inputs. `binary`: the inputs were {0, 1}.
+    `declared`: relative and absolute, by the problem's author, in place of the floor. `sums`: an error that the inputs'
+    own dtypes imply, as of fp8 sums.
     """
     if not expected.is_floating_point() and not expected.is_complex():
         return Tolerance(0.0, 0.0)
-    floor = base(expected.dtype)
+    floor = base(expected.dtype) if declared is None else declared[0]
     scale, nominal = output_scale(expected), max(nominal_scale, 1e-30)
-    absolute = floor * min(1.0, nominal) * min(max(scale / nominal, _SMALLEST_SHARE), _LARGEST_SHARE)
-    if binary and wide is not None and is_confirmed_integer(expected, wide):
+    at_nominal = floor * min(1.0, nominal) if declared is None else declared[1]
+    absolute = at_nominal * min(max(scale / nominal, _SMALLEST_SHARE), _LARGEST_SHARE)
+    if binary and declared is None and wide is not None and is_confirmed_integer(expected, wide):
         return Tolerance(0.0, 0.0, 0.0, exact=True)
-    honest = HONEST_FACTOR * max(_largest_error(expected, wide), _largest_error(expected, moved))
+    honest = HONEST_FACTOR * max(_largest_error(expected, wide), _largest_error(expected, moved), sums)
     limit = max(_ILL_SHARE[floor > 1e-3] * scale, absolute)
-    return Tolerance(floor, absolute, min(honest, limit), ill=honest > limit)
+    units = _UNITS * torch.finfo(expected.dtype).eps if expected.dtype in HALF or expected.dtype.itemsize == 1 else 0.0
+    relative = max(floor, units) if declared is None else floor
+    return Tolerance(relative, absolute, min(honest, limit), ill=honest > limit, is_declared=declared is not None)
 
 
 def output_scale(tensor: torch.Tensor) -> float:

@@ -167,6 +167,12 @@ def test_strict_names_the_rule_the_line_and_the_cure(strict: Verifier, problem: 
     assert "--rules open" in told["also passes"]
 
 
+def test_a_kept_buffer_is_timed_too(free: Verifier, problem: Problem) -> None:
+    result = free.verify(problem, STYLES["one buffer"], timing=True)
+    assert result.ok, result.verdict
+    assert result.timing is not None
+
+
 def test_strict_wants_fresh_outputs(strict: Verifier, problem: Problem) -> None:
     verdict = strict.verify(problem, STYLES["one buffer"]).verdict
     assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "output_overwritten")

@@ -1,0 +1,123 @@
+"""Secret sets stay where a problem's reference means something: one-sided, declared, well-conditioned."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.verify import Bench, sets
+from kbrl_async.kernels.verify.inputs import KINDS, moved, vary
+from kbrl_async.kernels.verify.tolerance import tolerance
+from protocols.records import Candidate, Fault
+
+SIDES = {
+    "decays": -torch.rand(64, 8) - 0.01,
+    "variances": torch.rand(64, 8) + 0.5,
+    "probabilities": torch.rand(64, 8),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_what_has_one_side_keeps_it(name: str, kind: object) -> None:
+    given = SIDES[name]
+    made = vary([given], kind, random.Random(1))[0]  # type: ignore[arg-type]
+    assert bool((made * given.sign().flatten()[0] >= 0).all())
+
+
+def test_what_never_comes_near_zero_never_becomes_zero() -> None:
+    for kind in KINDS:
+        assert bool((vary([SIDES["variances"]], kind, random.Random(1))[0] != 0).all()), kind.name
+
+
+def test_a_declared_domain_is_kept_and_a_fixed_input_stays() -> None:
+    given = [torch.rand(64, 8), torch.randn(64, 8)]
+    for kind in KINDS:
+        first, second = vary(given, kind, random.Random(1), {0: (0.0, 1.0)}, {1})
+        assert float(first.min()) >= 0
+        assert float(first.max()) <= 1
+        assert torch.equal(second, given[1])
+
+
+def test_half_precision_moves_where_that_is_asked_for() -> None:
+    given = torch.randn(256).to(torch.bfloat16)
+    assert torch.equal(moved([given], random.Random(1))[0], given)
+    assert not torch.equal(moved([given], random.Random(1), coarse=True)[0], given)
+
+
+def test_two_units_in_the_last_place_of_bfloat16_are_no_error() -> None:
+    expected = torch.full((8,), 1000.0, dtype=torch.bfloat16)
+    allowed = tolerance(expected, expected.double(), 1000.0)
+    assert allowed.relative * 1000 + allowed.absolute >= 2 * 4.0
+    assert tolerance(expected, None, 1000.0, declared=(1e-3, 0.0)).relative == 1e-3
+
+
+# Chunked linear attention with decay, as far as it matters: a sum of decays inside of exp, cast to float inside.
+DECAY = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, decay):
+        total = decay.float().cumsum(-1)
+        return (x.float() * torch.exp(total)).cumsum(-1).to(x.dtype)
+
+def get_inputs():
+    return [torch.randn(8, 64).to(torch.bfloat16), (DECAYS).to(torch.bfloat16)]
+
+def get_init_inputs():
+    return []
+"""
+# Honest: the same in another order, and only the exponential's argument in half precision.
+OTHER = """
+class ModelNew(Model):
+    def forward(self, x, decay):
+        total = torch.cumsum(decay.double(), -1).to(torch.bfloat16).double()
+        return torch.cumsum(x.double() * torch.exp(total), -1).to(x.dtype)
+"""
+
+
+def _judged(watching: Bench, problem: str, candidate: str) -> Fault:
+    given = parse_problem(problem, "L1/01_decay")
+    return watching.evaluate(given, Candidate(given.source + candidate, "torch"), {}, timing=False).verdict.fault
+
+
+def test_an_honest_kernel_of_a_decay_passes(watching: Bench) -> None:
+    assert _judged(watching, DECAY.replace("DECAYS", "-torch.rand(8, 64) * 0.05"), OTHER) is Fault.OK
+
+
+def test_without_the_look_at_conditions_it_is_called_wrong(watching: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With decays of both signs nothing is one-sided, so only the reference itself shows where it is noise."""
+    problem = DECAY.replace("DECAYS", "torch.randn(8, 64) * 0.2 - 0.3")
+    assert _judged(watching, problem, OTHER) is Fault.OK
+    monkeypatch.setattr(sets.SetMaker, "_strays", lambda *_: "")
+    assert _judged(watching, problem + "\n", OTHER) is Fault.INCORRECT
+
+
+TOLD = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x) * 3
+
+def get_inputs():
+    return [torch.randn(16, 33)]
+
+def get_init_inputs():
+    return []
+"""
+NARROW = """
+class ModelNew(Model):
+    def forward(self, x):
+        return (torch.tanh(x).to(torch.bfloat16) * 3).float()
+"""
+
+
+def test_lowered_precision_is_found_unless_the_problem_declares_it(watching: Bench) -> None:
+    assert _judged(watching, TOLD, NARROW) is Fault.INCORRECT
+    assert _judged(watching, TOLD + 'TOLERANCES = {"float32": 2e-2}\n', NARROW) is Fault.OK
