@@ -153,7 +153,7 @@ async def _service_in(folder: Path) -> None:
             super().put(job)
 
     settings = Serve(port=0, keys=str(Path(folder) / "keys"))
-    journal = FillsUp(Path(folder) / FILE)
+    journal = FillsUp(Path(folder) / FILE, settings.keep)
 
     def fill() -> None:
         journal.full_until = time.monotonic() + FULL_S

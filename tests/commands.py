@@ -13,6 +13,11 @@ READING = ("config", "problems", "verify", "index", "prepare", "top", "logs", "s
 """Commands of kbrl that end in seconds and leave nothing but files."""
 
 NOT_RUN: Mapping[str, tuple[str, ...]] = {
+    "serves until it is stopped: tests/e2e/test_serving.py, tests/unit/lab/report/test_live.py": (
+        "kbrl serve",
+        "kbrl serve --broker processes.timing_bench=1",
+        "kbrl report default --live",
+    ),
     "installs into .venv: CI installs the same lists": (
         "make install",
         "make run",
@@ -20,6 +25,12 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "pip install 'kbrl-async[otel]'",
         "pip install 'kbrl-async[vllm]'",
         "pip install -e '.[triton,cuda-build]'",
+        "pip install 'kbrl-async[serve]'",
+        "pip install 'kbrl-async[verl]'",
+        "pip install 'kbrl-async[trl]'",
+        "pip install 'kbrl-async[areal]'",
+        "pip install 'kbrl-async[openrlhf]'",
+        "pip install 'kbrl-async[wandb,mlflow]'",
     ),
     "trains for minutes: tests/e2e/test_run.py has runs": (
         "kbrl train level=1 seed=1 name=level-1",
@@ -27,6 +38,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train seed=1 name=second",
         "kbrl train prompt.option=raicl prompt.index=index prompt.examples=3",
         "kbrl train metrics.prometheus_port=9464",
+        "kbrl train metrics.wandb_project=kernels",
+        "kbrl train metrics.mlflow_uri=sqlite:///mlflow.db",
         "kbrl train metrics.otlp_endpoint=http://127.0.0.1:4318/v1/traces",
         "kbrl train method=sft name=taught",
         "kbrl train method=sft demonstrations.files=chats.jsonl,more/,runs/default name=taught-by-files",

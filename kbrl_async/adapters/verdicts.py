@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from kbrl_async.errors import InfraError, KbrlError, ProblemError, UserError
+from kbrl_async.rollouts.settings import Reward
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import AsyncVerifier
@@ -35,6 +36,7 @@ SERVER, KEY, PRESET = "KBRL_SERVER", "KBRL_SERVER_KEY", "KBRL_SERVER_PRESET"
 WAIT_S = 20.0
 """Of one request; longer work is asked for again."""
 PAUSE_S = 0.5
+DEADLINE_S = 600.0
 log = logging.getLogger(__name__)
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 """Statuses after which the same question may be answered."""
@@ -50,7 +52,7 @@ class Options(msgspec.Struct, frozen=True):
     preset: str = ""
     timing: bool = True
     backend: str = ""
-    deadline_s: float = 600.0
+    deadline_s: float = DEADLINE_S
     """After so long without an answer the host is at fault."""
     workers: int = 1
     """Candidates at once, where this process verifies."""
@@ -61,7 +63,7 @@ class Options(msgspec.Struct, frozen=True):
             self,
             server=self.server or os.environ.get(SERVER, ""),
             key=self.key or os.environ.get(KEY, ""),
-            preset=self.preset or os.environ.get(PRESET, "stage3"),
+            preset=self.preset or os.environ.get(PRESET, "") or Reward().preset,
         )
 
 

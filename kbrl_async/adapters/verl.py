@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_of
+from kbrl_async.adapters.verdicts import DEADLINE_S, Options, reward_of
 
 
 async def compute_score(
@@ -28,7 +28,7 @@ async def compute_score(
     preset: str = "",
     timing: bool = True,
     backend: str = "",
-    deadline_s: float = 600.0,
+    deadline_s: float = DEADLINE_S,
     **_: Any,
 ) -> dict[str, float]:
     """`score`, which is trained on.

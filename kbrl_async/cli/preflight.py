@@ -147,6 +147,8 @@ def check_extras(config: Config) -> None:
     """Libraries that only some settings need."""
     wanted = {
         "bitsandbytes": ("learner.base_quantisation", config.learner.base_quantisation != "none", "bitsandbytes"),
+        "wandb": ("metrics.wandb_project", config.metrics.wandb_project is not None, "'kbrl-async[wandb]'"),
+        "mlflow": ("metrics.mlflow_uri", config.metrics.mlflow_uri is not None, "'kbrl-async[mlflow]'"),
         "opentelemetry": ("metrics.otlp_endpoint", config.metrics.otlp_endpoint is not None, "'kbrl-async[otel]'"),
     }
     for module, (key, is_wanted, package) in wanted.items():

@@ -144,5 +144,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """First port: every process serves /metrics on one of its own from there on; 0: any free ones; null: none."""
     prometheus_host: str = "127.0.0.1"
     """Address that these ports are bound to. Nothing is encrypted: other hosts only on a network that you trust."""
+    wandb_project: str | None = None
+    """Figures go to this project of Weights & Biases, too; WANDB_API_KEY or WANDB_MODE=offline. null: no."""
+    mlflow_uri: str | None = None
+    """Figures go to this MLflow server, too, such as http://127.0.0.1:5000 or sqlite:///mlflow.db; null: no."""
     otlp_endpoint: str | None = None
     """Traces of rollouts go here by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; null: none are made."""

@@ -32,8 +32,8 @@ Wait = Annotated[float, Meta(ge=0, le=3600)]
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a verdict is paid beyond the preset: settings `reward.observed_speedup` and `reward.unproven`."""
 
-    observed_speedup: Annotated[float, Meta(gt=0)] | None = 1.0
-    unproven: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    observed_speedup: Annotated[float, Meta(gt=0)] | None = Reward().observed_speedup
+    unproven: Annotated[float, Meta(ge=0, le=1)] = Reward().unproven
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

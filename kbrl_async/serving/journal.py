@@ -34,7 +34,7 @@ _EVERY = 64
 class Journal:
     """One process at a time; used from one thread."""
 
-    def __init__(self, path: Path, keep: int = 20_000, max_pages: int = 0) -> None:
+    def __init__(self, path: Path, keep: int, max_pages: int = 0) -> None:
         """:raises HostError: the file can't be used; `AddressTaken`: another process has it."""
         self.path, self._keep, self._since = path, keep, 0
         try:

@@ -12,6 +12,7 @@ import msgspec
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
+from kbrl_async.rollouts.settings import Reward
 
 FILE = "serve.json"
 PORT = 8470
@@ -32,7 +33,7 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True):
     """Candidates at once, of a service in one process."""
     over_broker: bool = False
     """The work is done by farms and benches of the folder's run."""
-    preset: str = "stage3"
+    preset: str = Reward().preset
     """For clients that can't say one (slime, OpenRLHF)."""
     wait_s: float = 60.0
     """How long an answer is waited for, before the job's id is given instead."""

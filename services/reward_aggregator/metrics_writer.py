@@ -20,6 +20,7 @@ from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import origins, summary
 from kbrl_async.runs.commands import Command
 from kbrl_async.runs.config import config_hash
+from kbrl_async.runs.config.keys import flat
 from kbrl_async.runs.demonstrations import dataset
 from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
@@ -29,8 +30,9 @@ from kbrl_async.runs.telemetry import by_version, system_metrics, training_metri
 from kbrl_async.runs.telemetry.by_version import Answers, Part
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.progress import Reporter
+from kbrl_async.runs.telemetry.sinks import open_board, open_sinks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
-from kbrl_async.runs.telemetry.tensorboard import Writer, event_folder
+from kbrl_async.runs.telemetry.tensorboard import event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
 from protocols.records import UpdateReport
 from protocols.rollout import Record
@@ -51,14 +53,15 @@ class MetricsWriter:
         self._service = service
         self._state = state
         settings = service.config.tensorboard
-        folder = event_folder(service.run_dir, settings.log_dir)
+        folder = event_folder(service.run_dir, settings.log_dir) if settings.enabled else None
+        self._sinks = open_sinks(service.config.metrics, service.run_dir, flat(service.config))
         without = ("Turns",) if service.config.mode == "single_turn" else ()
         self._traces = open_traces(service.run_dir.name, service.config.metrics.otlp_endpoint)
         self._begun: float | None = None
         # a continued run reads the broker's lines from their beginning; the first part has been written
         self._from = time.time() if state.clock else 0.0
-        self._training = Writer(folder / "training", without) if settings.enabled else None
-        self._system = Writer(folder / "system", without) if settings.enabled else None
+        self._training = open_board("training", folder, self._sinks, without)
+        self._system = open_board("system", folder, self._sinks, without)
         self._per_level = settings.per_level
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)
@@ -245,7 +248,7 @@ class MetricsWriter:
                 "versions": summary.versions(),
             },
         )
-        for writer in (self._training, self._system):
+        for writer in (self._training, self._system, self._sinks):
             if writer is not None:
                 writer.close()
         summary.write(self._service.run_dir / SUMMARY_FILE, content)

@@ -23,7 +23,7 @@ from protocols.rollout import Record
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel.result import Result
 
-DEFAULT = "stage3"
+DEFAULT = Reward().preset
 
 
 def reward(result: Result, preset: str = DEFAULT, *, source: str = "", response: str = "") -> float:

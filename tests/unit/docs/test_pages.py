@@ -34,7 +34,7 @@ OF_A_RUN = re.compile(
     r"(runs|RUN|DIR|NAME|~|keys|hub|evals|kernelbench|level\d)/.*"
     r"|(summary|evaluation|pass_at_k_results|eval_results|kbrl_results|baseline|audit|peaks|bench-resolution|index"
     r"|manifest|adapter_config|config|broker|keys)\.(json|toml)"
-    r"|(rollouts|aggregator|broker)\.sqlite|config\.yaml|system\.jsonl|metrics/.*|kernels/|logs/.*|tensorboard/"
+    r"|(rollouts|aggregator|broker|jobs)\.sqlite|config\.yaml|system\.jsonl|metrics/.*|kernels/|logs/.*|tensorboard/"
     r"|batches/|policies/|checkpoints/|report\.html|run\.html|compared\.html|optimized_NAME.*"
     r"|\.(?:env|venv|building|cache)/?.*"
 )

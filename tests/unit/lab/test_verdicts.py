@@ -50,7 +50,7 @@ def service_of(folder: Path) -> Path:
     from tests.unit.serving.making import result
 
     folder.mkdir()
-    journal = Journal(folder / JOBS)
+    journal = Journal(folder / JOBS, keep=100)
     for name, outcome in {
         "verified": Outcome(result()),
         "lost": Outcome(owner="host", trouble=Trouble("died")),

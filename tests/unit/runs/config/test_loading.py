@@ -124,7 +124,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: st
 
 
 UNRELATED = (
-    "wandb_project", "wandb_name", "weight_decay", "top_p", "timeout", "gpu_arch", "eval_mode", "verbose", "lora_alpha",
+    "wandb_name", "weight_decay", "top_p", "timeout", "gpu_arch", "eval_mode", "verbose", "lora_alpha",
     "num_correct_trials", "eval_batch_size", "max_prompt_length", "eval_size", "gradient_accumulation_steps",
 )  # fmt: skip
 
