@@ -82,7 +82,13 @@ async def main(stop: asyncio.Event) -> None:
         assert build is not None
         try:
             return judge.judge(
-                request.problem, candidate, build, timing=settings.timed, tick=tick, alive=worker.progress
+                request.problem,
+                candidate,
+                build,
+                timing=settings.timed,
+                tick=tick,
+                alive=worker.progress,
+                profile=service.config.turns.profile,
             )
         except ProblemError as error:
             raise InfraError(str(error)) from error
