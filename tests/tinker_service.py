@@ -1,4 +1,4 @@
-"""Tinker's service in a hundred lines, written from its client's own wire types: a policy of a few logits, which learns.
+"""Tinker's service, small, written from its client's own wire types: a policy of two logits, which learns.
 
 ::
 
