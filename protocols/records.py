@@ -186,6 +186,8 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """Instruction sets that the build may use, as the kernel names them; a bench without one of them can't judge it."""
     rules: str = ""
     """`strict` or `open`: what the candidate might hold; empty in reports of before there were two."""
+    remarks: tuple[str, ...] = ()
+    """What the compiler says of the loops, where a profile was asked for."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
@@ -296,6 +298,8 @@ class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     finished_at: float = 0.0
     stages: tuple[StageReport, ...] = ()
     """`reference`, `small_inputs`, `full_inputs` and `timing`, as far as it came."""
+    profile: str = ""
+    """What limits a correct kernel, where that was asked for: advice for the next turn, and no part of a reward."""
 
 
 class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):

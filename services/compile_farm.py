@@ -46,6 +46,9 @@ async def main(stop: asyncio.Event) -> None:
             assert record.candidate is not None, "the sampler sends only answers with a candidate here"
             report = await loop.run_in_executor(pool, builder.build, record.candidate, record.request.problem)
             report = msgspec.structs.replace(report, worker_id=service.worker_id)
+            if service.config.turns.profile and report.fault is Fault.OK:
+                remarks = await loop.run_in_executor(pool, builder.remarks, record.candidate)
+                report = msgspec.structs.replace(report, remarks=remarks)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
             next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE

@@ -89,6 +89,7 @@ async def main(stop: asyncio.Event) -> None:
                 strictness=request.strictness,
                 tick=tick,
                 alive=worker.progress,
+                profile=service.config.turns.profile,
             )
         except ProblemError as error:
             raise InfraError(str(error)) from error

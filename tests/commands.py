@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 READING = ("config", "problems", "verify", "index", "prepare", "top", "logs", "summary", "report", "compare", "inspect",
-           "replay", "export", "plan", "keys", "runs", "completion")  # fmt: skip
+           "replay", "export", "plan", "keys", "runs", "completion", "profile")  # fmt: skip
 """Commands of kbrl that end in seconds and leave nothing but files."""
 
 NOT_RUN: Mapping[str, tuple[str, ...]] = {
@@ -24,6 +24,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         ". .venv/bin/activate",
         "pip install 'kbrl-async[otel]'",
         "pip install 'kbrl-async[vllm]'",
+        "pip install 'kbrl-async[mcp]'",
+        "pip install './environments/kbrl_kernels[verifiers]'",
+        "pip install './environments/kbrl_kernels[inspect]'",
+        "pip install './environments/kbrl_kernels[openenv]'",
         "pip install -e '.[triton,cuda-build]'",
         "pip install 'kbrl-async[serve]'",
         "pip install 'kbrl-async[verl]'",
@@ -31,6 +35,16 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "pip install 'kbrl-async[areal]'",
         "pip install 'kbrl-async[openrlhf]'",
         "pip install 'kbrl-async[wandb,mlflow]'",
+    ),
+    "serves until its client goes: tests/unit/lab/test_mcp_server.py, tests/environments": (
+        "kbrl mcp",
+        "kbrl mcp --skill",
+        "kbrl mcp --http 8765",
+        "python -m kbrl_kernels.openenv_server --port 8000",
+    ),
+    "needs another library and a model: tests/environments": (
+        "vf-eval kbrl-kernels -n 4 -m MODEL --env.taskset.task.mode refine",
+        "inspect eval kbrl_kernels/kernels --model openai/MODEL -T mode=tools",
     ),
     "trains for minutes: tests/e2e/test_run.py has runs": (
         "kbrl train level=1 seed=1 name=level-1",

@@ -97,7 +97,8 @@ class RolloutManager:
     def taken(self, group_id: str, scored: ScoredTurn, stats: RolloutStats, record: Record, now: float) -> TurnTaken:
         """The entry that a turn leaves when another one follows."""
         request = record.request
-        feedback = feedback_of(record.verdict, record.timing, record.source, self._rules.backend)
+        profile = record.bench.profile if record.bench is not None else ""
+        feedback = feedback_of(record.verdict, record.timing, record.source, self._rules.backend, profile)
         refined = self._prompts.refined(request.problem, feedback)
         entry = TurnTaken(
             request.rollout_id, group_id, scored.sample, stats, scored.turn_score, refined, now, feedback.category

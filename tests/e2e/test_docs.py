@@ -252,10 +252,11 @@ def _check_kbrl(command: Command, words: list[str]) -> None:
 
 
 def _check_extras(command: Command, package: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.fullmatch(r"(?:kbrl-async|\.)\[([\w,-]+)\]", package)
+    named = re.fullmatch(r"(?:kbrl-async|\.|\./(environments/\w+))\[([\w,-]+)\]", package)
     assert named is not None, command
-    assert set(named[1].split(",")) <= set(extras), f"{command.where}: pyproject.toml has no such extra: {package}"
+    table = tomllib.loads((ROOT / (named[1] or ".") / "pyproject.toml").read_text())
+    extras = table["project"]["optional-dependencies"]
+    assert set(named[2].split(",")) <= set(extras), f"{command.where}: pyproject.toml has no such extra: {package}"
 
 
 def _check_procfile(command: Command, words: list[str]) -> None:

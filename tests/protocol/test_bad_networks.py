@@ -105,6 +105,7 @@ STAMPS = {
     "kbrl_async/lab/self_test.py": "when a benchmark was made",
     "kbrl_async/kernels/backends/building/store.py": "files have no other time than the host's; six hours of margin",
     "kbrl_async/cli/logs.py": "--since is a time of day",
+    "kbrl_async/lab/workbench.py": "when a kernel was verified, as an agent's history shows it",
     "kbrl_async/cli/runs.py": "how long ago a run began",
     "kbrl_async/cli/launch.py": "what is shown as left of a phase, by another process's stamp",
     "kbrl_async/runs/telemetry/progress.py": "when a phase's share was told, for other processes to show",

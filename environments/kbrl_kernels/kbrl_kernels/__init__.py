@@ -1,7 +1,8 @@
-"""Environments in which a model writes kernels: `taskset` (verifiers), `openenv_server`, `inspect_task`.
+"""Environments in which a model writes kernels: `taskset` (verifiers), `openenv_server`, `inspect_task`,
+`cookbook`.
 
 `KernelTaskset` and `KernelEnv` are what verifiers looks for; they are loaded when they are asked for, so that each of
-the three needs its own library only.
+them needs its own library only.
 """
 
 from typing import Any

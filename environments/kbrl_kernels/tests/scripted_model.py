@@ -1,4 +1,4 @@
-"""A model by script behind OpenAI's chat protocol: wrong first, right once it was told so; with tools, it asks `verify`.
+"""A model by script behind OpenAI's chat protocol: wrong first, right once it was told so; with tools it asks `verify`.
 
 `python scripted_model.py PORT` serves it, `ANSWERS` is the script.
 """

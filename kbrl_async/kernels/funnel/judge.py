@@ -27,6 +27,8 @@ from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer
 from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.funnel.result import judged
+from kbrl_async.kernels.profile import Profile
+from kbrl_async.kernels.profile.counters import Counts
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing.roofline import Peaks
@@ -86,14 +88,17 @@ class Judge:
         tick: Tick = no_tick,
         alive: Tick = no_tick,
         watch: Watch | None = None,
+        profile: bool = False,
     ) -> BenchReport:
         """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`
-        as in `Bench.evaluate`.
+        as in `Bench.evaluate`. `profile`: say in the report what limits a correct kernel.
 
         :raises ProblemError: the problem's reference fails.
         :raises InfraError: the host does, or what was built can't run on it.
         """
         paths = self._built(build)
+        counts = Counts()
+        watch = counts if profile and self._device == "cpu" else watch
         report = self.bench.evaluate(
             problem, candidate, paths, timing=timing, strictness=strictness, tick=tick, watch=watch
         )
@@ -104,6 +109,10 @@ class Judge:
             if self._names and report.timing is not None:
                 timed, _ = self.baselines.beside(problem, report.timing, self._names)
                 report = msgspec.structs.replace(report, timing=timed)
+        if profile and report.timing is not None:
+            evidence = report.verdict.evidence
+            found = Profile(report.timing, self._device, None, evidence, counts.counts, build.remarks)
+            report = msgspec.structs.replace(report, profile=found.text())
         return report
 
     def sanitize(self, problem: Problem, candidate: Candidate, build: BuildReport) -> Sanitized:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import msgspec
 
@@ -11,7 +10,8 @@ from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.funnel.reading import Reading, read_candidate
 from kbrl_async.kernels.funnel.result import Result
 from kbrl_async.kernels.funnel.verifier import Verifier
-from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, counters, gpu
+from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, gpu
+from kbrl_async.kernels.profile.counters import Counts
 from kbrl_async.kernels.timing import resolution, roofline
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from kbrl_async.kernels.timing.roofline import Work
@@ -43,16 +43,6 @@ def profile(
         return Profiled(result)
     tick()
     return Profiled(result, _profile(verifier, problem, reading.candidate, result, result.timing, seen.counts))
-
-
-class Counts:
-    """What `watch` saw; see `Bench.evaluate`."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, float] = {}
-
-    def __call__(self, pid: int, call: Callable[[], object]) -> None:
-        self.counts = counters.count(pid, call)
 
 
 def _profile(

@@ -61,6 +61,16 @@ def count(pid: int, call: Callable[[], object], calls: int = CALLS, open_: Open 
         return {name: (_read(file) - before[name]) / calls for name, file in events.items()}
 
 
+class Counts:
+    """What was counted of one candidate: a `Watch`, see `Bench.evaluate`."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, float] = {}
+
+    def __call__(self, pid: int, call: Callable[[], object]) -> None:
+        self.counts = count(pid, call)
+
+
 @contextlib.contextmanager
 def _opened(pid: int, open_: Open) -> Iterator[dict[str, int]]:
     with contextlib.ExitStack() as stack:

@@ -76,6 +76,8 @@ def _from_record(record: Record | None) -> dict[str, Any]:
     if (timing := record.timing) is not None:
         found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
         found |= {"baselines": timing.baselines, "pairs": timing.n}
+    if record.bench is not None:
+        found["profile"] = record.bench.profile
     return found
 
 

@@ -88,6 +88,8 @@ class BestKernel(msgspec.Struct, frozen=True):
     baselines: Mapping[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
     task_id: str = ""
     pairs: int | None = None
+    profile: str = ""
+    """What limits it, where the run asked (turns.profile)."""
 
 
 class SampledTurn(msgspec.Struct, frozen=True):

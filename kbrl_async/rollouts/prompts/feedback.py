@@ -6,7 +6,8 @@
 
 Invariants
 * Thoughts are dropped: only the extracted kernel goes on, whole or not at all.
-* A prompt that exceeds its budget loses examples first, then lines of the error, the kernel, all of the feedback.
+* A prompt that exceeds its budget loses examples first, then the profile, lines of the error, the kernel, all of the
+  feedback.
 * Error text is at most 800 characters and ten lines, and holds no frame of ours (the reports clean it).
 """
 
@@ -44,6 +45,8 @@ class Feedback(msgspec.Struct, frozen=True):
     """What limits a correct kernel, where the timing says so."""
     kernel: str = ""
     """The source that this is about; empty where none could be extracted."""
+    profile: str = ""
+    """What limits a correct kernel, see `kernels.profile`; empty where nobody asked."""
 
 
 CATEGORIES = {
@@ -71,7 +74,7 @@ _HINTS = {
 }
 
 
-def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: str) -> Feedback:
+def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: str, profile: str = "") -> Feedback:
     """Of a kernel that was verified, or failed before; never of what infrastructure lost."""
     category = CATEGORIES.get(verdict.fault) or ("fast" if timing is not None and timing.is_faster else "slow")
     return Feedback(
@@ -84,6 +87,7 @@ def feedback_of(verdict: Verdict, timing: Timing | None, kernel: str, backend: s
         timing.speedup if timing else None,
         _limits(timing),
         kernel,
+        profile,
     )
 
 
@@ -127,6 +131,10 @@ def _forms(firsts: Sequence[str], feedback: Feedback) -> Iterator[str]:
         for with_examples in firsts[:-1]:
             yield _told(with_examples, feedback, feedback.kernel, lines)
     kernels = [feedback.kernel] if len(feedback.kernel) <= KERNEL_CHARACTERS else []
+    if feedback.profile:
+        for kernel in kernels:
+            yield _told(first, feedback, kernel, lines)
+        feedback = msgspec.structs.replace(feedback, profile="")
     for kernel in [*kernels, *([""] if feedback.kernel else [])]:
         for kept in sorted({len(lines), len(lines) // 2, min(1, len(lines)), 0}, reverse=True):
             yield _told(first, feedback, kernel, lines[:kept])
@@ -147,6 +155,8 @@ def render_result(feedback: Feedback, error: Sequence[str] | None = None) -> str
     that there is room for."""
     lines = feedback.error.splitlines() if error is None else error
     parts = ["Its result:\n" + "\n".join(_status(feedback)) + "\n"]
+    if feedback.profile:
+        parts.append(f"What limits it:\n{feedback.profile}\n")
     if lines:
         parts.append("```\n" + "\n".join(lines) + "\n```\n")
     return "\n".join([*parts, f"{feedback.hint} Answer with the whole improved file.\n"])

@@ -122,7 +122,8 @@ def _source(kernel: BestKernel, *, is_open: bool) -> Markup:
         _side("kernel" + (f", in {kernel.file}" if kernel.file else ""), kernel.source),
         _side("reference", kernel.reference),
     ]
-    return element("details", head, element("div", *sides, class_="pair"), open=is_open)
+    limits = [element("h4", "what limits it"), element("pre", kernel.profile)] if kernel.profile else []
+    return element("details", head, *limits, element("div", *sides, class_="pair"), open=is_open)
 
 
 def _side(title: str, text: str) -> Markup:

@@ -52,6 +52,13 @@ def test_what_was_not_timed_and_what_nobody_asked_for_stays_as_it_is(
     assert made(monkeypatch, tmp_path, []).judge(PROBLEM, CANDIDATE, BUILT) == RIGHT
 
 
+def test_a_timed_kernel_is_profiled_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = msgspec.structs.replace(BUILT, remarks=("line 4: not vectorised",))
+    report = made(monkeypatch, tmp_path, []).judge(PROBLEM, CANDIDATE, built, profile=True)
+    assert "loop in line 4: not vectorised" in report.profile
+    assert made(monkeypatch, tmp_path, []).judge(PROBLEM, CANDIDATE, built).profile == ""
+
+
 def test_what_is_gone_from_the_store_or_is_for_another_processor_is_no_fault_of_the_candidate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -79,6 +79,16 @@ def test_a_correct_kernel_is_told_its_speed() -> None:
     assert "0.5 ms of PyTorch" in prompt
 
 
+def test_what_limits_a_kernel_is_told_where_there_is_room() -> None:
+    record = turn(WRITTEN, BUILT, result(Fault.OK, speedup=0.5))
+    limited = feedback_of(record.verdict, record.timing, "KERNEL", "c", "loop in line 4: not vectorised")
+    whole = render_turn("zero_shot", PROBLEM, limited)
+    assert "What limits it:\nloop in line 4: not vectorised" in whole
+    short = render_turn("zero_shot", PROBLEM, limited, budget=TokenBudget(len(whole) - 5, len))
+    assert "not vectorised" not in short
+    assert "KERNEL" in short
+
+
 def test_what_did_not_compile_is_told_so() -> None:
     failed = told(turn(WRITTEN, BuildReport(Fault.COMPILE_ERROR, message="x undeclared")), "c")
     assert "Compiled: no\nFailed as: compile error\n" in render_turn("zero_shot", PROBLEM, failed)
