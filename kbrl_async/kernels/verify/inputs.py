@@ -81,7 +81,7 @@ def is_continuous(tensor: torch.Tensor) -> bool:
 
 
 def vary(tensors: list[torch.Tensor], kind: Kind, rng: random.Random) -> list[torch.Tensor]:
-    """The inputs of a set, from one nominal draw. Tensors have the problem's
+    """The inputs of a set, from one nominal draw: what stays as it is shares its memory. Tensors have the problem's
     shapes, or are flat blocks where only their values are known.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
@@ -90,7 +90,7 @@ def vary(tensors: list[torch.Tensor], kind: Kind, rng: random.Random) -> list[to
     for tensor in tensors:
         is_kept = not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]) or (kind.shape and sums_to_one(tensor))
         if is_kept:
-            varied.append(tensor.clone())
+            varied.append(tensor)
         else:
             varied.append(_shaped(tensor, kind, seed).mul_(factor))
     return varied
@@ -154,5 +154,6 @@ def moved(tensors: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]
 
 
 def host_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of those that are not on a device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")
+    """Of those that are not on a device; memory that several share counts once."""
+    held = {tensor.data_ptr(): tensor for tensor in tensors if tensor.device.type == "cpu"}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
