@@ -12,6 +12,7 @@ an output shares their memory; which ones is secret.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -26,7 +27,7 @@ from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
-from kbrl_async.kernels.verify.cpu.replay import Refused
+from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
@@ -226,26 +227,31 @@ class Checker:
         self._refuse(proof.of_muted(trace, is_right))
 
     def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
-        """Of a replay: with its own kernels off, is it right, or does an operator's result hold the answer?"""
-        assert self.session is not None
-        session, limit_s = self.session, 2 * self.one_call_s
-        try:
-            session.call(wire.OP_POISON_ON, 0, self.one_call_s)
-            place(session, 0, input_set)
-            session.disarm(self._artifacts)
-            outcome = session.call(wire.OP_MUTED, 0, limit_s)
-            outputs, kept = self._parts(outcome)
-            if self.is_right(session, outputs, input_set):
-                return proof.of_muted(outcome.trace, True)
-            sizes = {tensor.numel() for tensor in input_set.expected}
-            for name, meta in kept.items():
-                if math.prod(meta.shape) in sizes:
-                    item = session.read(meta)
-                    if any(is_answer(item, wanted) for wanted in input_set.expected):
-                        return proof.passed_on(name.partition(" ")[2])
-        except CandidateFault as fault:
-            if fault.rule == FORGED:
-                self.accuse(fault)
+        """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
+        process in which they never were."""
+        assert isinstance(self.session, ReplaySession)
+        with contextlib.closing(self.session.muted()) as session:
+            self.reference.attach(session)
+            try:
+                return self._found_without(session, input_set)
+            except CandidateFault as fault:
+                if fault.rule == FORGED:
+                    self.accuse(fault)
+        return None
+
+    def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
+        session.call(wire.OP_POISON_ON, 0, self.one_call_s)
+        place(session, 0, input_set)
+        outcome = session.call(wire.OP_MUTED, 0, 2 * self.one_call_s)
+        outputs, kept = self._parts(outcome)
+        if self.is_right(session, outputs, input_set):
+            return proof.of_muted(outcome.trace, True)
+        sizes = {tensor.numel() for tensor in input_set.expected}
+        for name, meta in kept.items():
+            if math.prod(meta.shape) in sizes:
+                item = session.read(meta)
+                if any(is_answer(item, wanted) for wanted in input_set.expected):
+                    return proof.passed_on(name.partition(" ")[2])
         return None
 
     def _parts(self, outcome: Outcome) -> tuple[Outcome, dict[str, wire.TensorMeta]]:

@@ -75,8 +75,12 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
     if bool(passes.all()):
         worst = int(error.argmax())
         return Difference(0, total, float(error.flatten()[worst]), float(limit.flatten()[worst]))
+    if not bool(error.max().isnan()):  # neither has a NaN, nor two infinities at one place
+        return _difference(passes.logical_not_(), error, limit, got, expected)
     same = (got == expected) | (torch.isnan(got) & torch.isnan(expected))
-    return _difference(~(passes | same), error, limit, got, expected)
+    # A NaN is worse than any number: it is what the message should name.
+    nans = int(torch.isnan(got).sum())
+    return _difference(~(passes | same), torch.nan_to_num(error, nan=float("inf")), limit, got, expected, nans)
 
 
 def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,16 +89,18 @@ def _wide_enough(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(
-    wrong: torch.Tensor, error: torch.Tensor, limit: torch.Tensor, got: torch.Tensor, expected: torch.Tensor
+    wrong: torch.Tensor,
+    error: torch.Tensor,
+    limit: torch.Tensor,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    nans: int = 0,
 ) -> Difference:
     count = int(wrong.sum())
     if count == 0:
         return Difference(0, expected.numel(), 0.0, 0.0)
-    # A NaN is worse than any number: it is what the message should name.
-    excess = torch.where(wrong, torch.nan_to_num(error, nan=float("inf")), torch.full_like(error, -1.0)).flatten()
-    place = int(excess.argmax())
+    place = int(torch.where(wrong, error, -1.0).flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape))
-    nans = int(torch.isnan(got).sum()) if got.is_floating_point() else 0
     return Difference(
         count,
         expected.numel(),

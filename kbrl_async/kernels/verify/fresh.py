@@ -14,13 +14,14 @@ symmetric, sorted), only what keeps that is done.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
 
-from kbrl_async.kernels.verify.inputs import host_bytes, is_continuous, sums_to_one
+from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -81,8 +82,9 @@ class Weights:
         generator = torch.Generator(device).manual_seed(rng.getrandbits(63))
         self._numbers = {torch.float32: torch.rand(size, generator=generator, device=device)}
 
-    def host_bytes(self) -> int:
-        return host_bytes(list(self._numbers.values()))
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self._numbers.values())
 
     def window(self, size: int, dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
         if dtype not in self._numbers:
@@ -147,8 +149,9 @@ class Pool:
         self._weights = Weights(max((block.numel() for block in draws[0]), default=0), device, rng)
 
     @property
-    def host_bytes(self) -> int:
-        return sum(host_bytes(draw) for draw in self._draws) + self._weights.host_bytes()
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        return [*itertools.chain(*self._draws), *self._weights.tensors]
 
     def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
         """Write one fresh set into each of `outs`, as flat blocks: the same values in all of them."""

@@ -93,8 +93,8 @@ def vary(
     domains: Mapping[int, Domain] | None = None,
     fixed: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """The inputs of a set, from one nominal draw. Tensors have the problem's shapes, or are flat blocks where only
-    their values are known. `domains` and `fixed` go by their numbers: the ends that they stay between, and which stay
+    """The inputs of a set, from one nominal draw: what stays as it is shares its memory. Tensors have the
+    problem's shapes, or are flat blocks where only their values are known. `domains` and `fixed` go by their numbers: the ends that they stay between, and which stay
     as they were drawn.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
@@ -108,7 +108,7 @@ def vary(
             or (kind.shape and sums_to_one(tensor))
         )
         if is_kept:
-            varied.append(tensor.clone())
+            varied.append(tensor)
         else:
             made = _shaped(tensor, kind, seed).mul_(factor)
             varied.append(made.clamp_(*domains[number]) if domains and number in domains else made)
@@ -188,5 +188,6 @@ def moved(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False)
 
 
 def host_bytes(tensors: list[torch.Tensor]) -> int:
-    """Of those that are not on a device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cpu")
+    """Of those that are not on a device; memory that several share counts once."""
+    held = {tensor.data_ptr(): tensor for tensor in tensors if tensor.device.type == "cpu"}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())

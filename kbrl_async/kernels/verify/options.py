@@ -43,7 +43,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     reference_deadline_s: float = 60.0
     references: int = 8
     """Problems whose reference child is kept."""
-    reference_bytes: int = 256 * 2**20
+    reference_bytes: int = 320 * 2**20
     """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
     memory_share: float = 1.0
     """Of the GPU's memory, what this bench may plan with: a third where three benches are on it."""

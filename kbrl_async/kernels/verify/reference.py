@@ -72,7 +72,8 @@ class Reference:
     @property
     def host_bytes(self) -> int:
         """Host memory of its secrets: input sets with what is expected of them, and draws."""
-        return self.pool.host_bytes + sum(host_bytes([*one.blocks, *one.expected]) for one in self.sets)
+        sets = (*self.sets, *self._rehearsals)
+        return host_bytes([*self.pool.tensors, *(tensor for one in sets for tensor in (*one.blocks, *one.expected))])
 
     @property
     def device_bytes(self) -> int:
@@ -165,15 +166,13 @@ class Reference:
         if self.pool.needs_draws:
             self.pool.replace(self._draw(), self._rng)
 
-    def rehearsals(self) -> list[InputSet]:
+    def rehearsal(self, number: int) -> InputSet:
         """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
-        if not self._rehearsals:
-            for _ in range(3):
-                blocks = self._draw()
-                expected = self.ask(wire.OP_RUN, blocks)[1]
-                first = self.sets[0]
-                self._rehearsals.append(InputSet("rehearsal", blocks, expected, first.tolerances, first.mutated))
-        return self._rehearsals
+        while len(self._rehearsals) <= number:
+            blocks, first = self._draw(), self.sets[0]
+            expected = self.ask(wire.OP_RUN, blocks)[1]
+            self._rehearsals.append(InputSet("rehearsal", blocks, expected, first.tolerances, first.mutated))
+        return self._rehearsals[number]
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -36,7 +37,13 @@ def writable(data: bytes) -> list[tuple[int, int]] | None:
 def _segments(data: bytes) -> list[tuple[int, ...]]:
     header = _HEADER.unpack_from(data)
     program_at, program_count = header[5], header[10]
-    return [_SEGMENT.unpack_from(data, program_at + i * _SEGMENT.size) for i in range(program_count)]
+    return [_read(_SEGMENT, data, program_at + i * _SEGMENT.size) for i in range(program_count)]
+
+
+def _read(layout: struct.Struct, data: bytes, at: int) -> tuple[Any, ...]:
+    if at > len(data):
+        raise ValueError("it reaches beyond its file")
+    return layout.unpack_from(data, at)
 
 
 def functions(data: bytes) -> list[int]:
@@ -77,7 +84,7 @@ def _sections(data: bytes) -> Iterator[tuple[bytes, int, int]]:
         raise ValueError("no 64-bit little-endian ELF file")
     header = _HEADER.unpack_from(data)
     at, count, names = header[6], header[12], header[13]
-    sections = [_SECTION.unpack_from(data, at + i * _SECTION.size) for i in range(count)]
+    sections = [_read(_SECTION, data, at + i * _SECTION.size) for i in range(count)]
     if not names < count:
         return
     for section in sections:
@@ -91,13 +98,13 @@ def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:
     if not data.startswith(b"\x7fELF\x02\x01"):
         raise ValueError("no 64-bit little-endian ELF file")
     section_at, section_count = header[6], header[12]
-    sections = [_SECTION.unpack_from(data, section_at + i * _SECTION.size) for i in range(section_count)]
+    sections = [_read(_SECTION, data, section_at + i * _SECTION.size) for i in range(section_count)]
     for section in sections:
         if section[1] != _DYNSYM:
             continue
         names_at = sections[section[6]][4]
         for at in range(section[4], section[4] + section[5], _SYMBOL.size):
-            name_at, info, _, index, value, _ = _SYMBOL.unpack_from(data, at)
+            name_at, info, _, index, value, _ = _read(_SYMBOL, data, at)
             begin = names_at + name_at
             yield (
                 data[begin : data.index(b"\0", begin, begin + _MAX_NAME)].decode("ascii", "replace"),

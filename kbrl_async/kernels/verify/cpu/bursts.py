@@ -74,10 +74,12 @@ def most(checker: Checker, twin: Session, candidate_ns: float, order_ns: float, 
     count = forwards(_size((*reference.sets[0].blocks, *reference.sets[0].expected)), candidate_ns)
     if count < 2:
         return math.inf
-    for session in (twin, candidate):
-        session.attach(reference.tree, reference.examples, count, reference.copies)
-    rounds = [_round(checker, twin, candidate, rng) for _ in range(_ROUNDS)]
-    reference.attach(twin)
+    try:
+        for session in (twin, candidate):
+            session.attach(reference.tree, reference.examples, count, reference.copies)
+        rounds = [_round(checker, twin, candidate, rng) for _ in range(_ROUNDS)]
+    finally:
+        reference.attach(twin)  # whatever became of this candidate: it is kept for the next one
     if None in rounds:
         return 1.0
     step_ns, output_ns = _each_ns()

@@ -10,6 +10,8 @@ Whatever stands against it is a reason in words; the candidate then is judged in
 
 from __future__ import annotations
 
+import copy
+import functools
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from msgspec import structs
 
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
@@ -45,6 +48,7 @@ class Work:
 
     def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
         self.data, self.steps, self.is_compiled = data, len(work.steps), work.is_compiled
+        self._program = work
         self.places: list[tuple[int, int]] = []
         ends = [0, 0]
         for one in work.blocks:
@@ -59,6 +63,13 @@ class Work:
         self.fixed_fd = memory_file("blocks")
         _write(self.fixed_fd, kept[0])
         seal(self.fixed_fd)
+
+    def without_calls(self) -> Work:
+        """The same without a call of a built function, to be closed by itself."""
+        made = copy.copy(self)
+        steps = [step for step in self._program.steps if not isinstance(step, program.Call)]
+        made.data, made.fixed_fd = program.encode(structs.replace(self._program, steps=steps)), os.dup(self.fixed_fd)
+        return made
 
     def close(self) -> None:
         if self.fixed_fd >= 0:
@@ -76,16 +87,26 @@ class ReplaySession(Session):
     ) -> None:
         self._artifacts, self._work, self.steps = artifacts, work, work.steps
         self.own_share = 1.0 if work.is_compiled else None
+        self._muted: Work | None = None
         self._written = torch.empty(0, dtype=torch.uint8)
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}
         setup = wire.Setup("", "", 0, paths, program=work.data, blocks=work.places)
+        self._open = functools.partial(ReplaySession, zygote, limits=limits, deadline_s=deadline_s)
         written = memory_file("written")
         try:
             self._written = _mapped(written, work.written)
             super().__init__(zygote, setup, (work.fixed_fd, written), limits, deadline_s)
         finally:
             os.close(written)
+        if artifacts:
+            self._muted = work.without_calls()
+
+    def muted(self) -> ReplaySession:
+        """Another one, for `OP_MUTED`, in which no built code was ever loaded: what that does to its own process can't
+        make a difference there."""
+        assert self._muted is not None
+        return self._open(self._muted, {})
 
     def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
         super().attach(tree, tensors, slots, copies)
@@ -114,6 +135,8 @@ class ReplaySession(Session):
 
     def close(self) -> None:
         super().close()
+        if self._muted is not None:
+            self._muted.close()
         self._written = torch.empty(0, dtype=torch.uint8)
 
 
@@ -156,7 +179,7 @@ class Owner(Protocol):
     copies: bool
     session: Session
 
-    def rehearsals(self) -> list[InputSet]: ...
+    def rehearsal(self, number: int) -> InputSet: ...
     def attach(self, session: Session) -> None: ...
     def check(self, session: Session) -> bool: ...
 
@@ -185,15 +208,15 @@ class Replays:
             raise Refused("this host lets nobody read a child's memory")
         if reason := statics.refusal(artifacts):
             raise Refused(reason)
-        rehearsals = owner.rehearsals()
-        place(session, 0, rehearsals[0])
+        known = owner.rehearsal(0)
+        place(session, 0, known)
         first = session.record(0, judge.call_deadline())
-        if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), rehearsals[0]):
+        if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), known):
             raise Refused(WRONG)
         self._own_work(owner, zygote)
         work, last = self._recorded(owner, session, artifacts, first, judge.call_deadline)
         try:
-            return self._right(owner, zygote, work, artifacts, (rehearsals[last], rehearsals[0]), judge)
+            return self._right(owner, zygote, work, artifacts, (last, known), judge)
         finally:
             work.close()
 
@@ -247,7 +270,7 @@ class Replays:
     def _made(self, owner: Owner, zygote: Zygote) -> Work | str:
         session = owner.session
         try:
-            place(session, 0, owner.rehearsals()[0])
+            place(session, 0, owner.rehearsal(0))
             limit_s = self._options.reference_deadline_s
             work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
             replay, is_right = self._checked(owner, zygote, work)
@@ -274,13 +297,14 @@ class Replays:
         artifacts: Mapping[str, Path],
         first: wire.Taped,
         deadline_s: Callable[[], float],
-    ) -> tuple[Work, int]:
-        """What forward does again and again, and the number of the inputs that it was last seen doing it for."""
+    ) -> tuple[Work, InputSet]:
+        """What forward does again and again, and the inputs that it was last seen doing it for."""
         before = _program(session, first, artifacts)[0]
-        for number, rehearsal in enumerate(owner.rehearsals()[1:], 1):
+        for number in (1, 2):
+            rehearsal = owner.rehearsal(number)
             place(session, 0, rehearsal)
             work, data = _program(session, session.record(0, deadline_s()), artifacts)
             if work.shape == before.shape:
-                return Work(work, data, session.block), number
+                return Work(work, data, session.block), rehearsal
             before = work  # what the first run prepared for all others, the second does not do again
         raise Refused("forward does not do the same steps for other inputs")

@@ -20,7 +20,7 @@ def refusal(artifacts: Mapping[str, Path]) -> str:
     """Why the static memory of these can't be put back; empty where it can."""
     try:
         writable = [elf.writable(path.read_bytes()) for path in artifacts.values()]
-    except (struct.error, ValueError):
+    except (struct.error, ValueError, IndexError):
         return "what was built is no shared object"
     if any(found is None for found in writable):
         return "a kernel keeps memory of its own thread"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.cpu.device import PRELOAD
 from protocols.records import BenchReport, Candidate, Problem
-from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, PROBLEM, Run
+from tests.unit.kernels.verify.catalogue.exploits import C_SOURCE, LINEAR, MODEL, PROBLEM, Judge, Run
+
+BRIEF = Recipe.of(TimingBench(min_pairs=4, max_pairs=4, cap_s=0.01), warmup=0)
 
 
 def watching_options(**more: Any) -> BenchOptions:
@@ -67,4 +70,33 @@ def open_bench() -> Iterator[Bench]:
         Zygote(preload) as zygote,
         contextlib.closing(Bench(zygote, watching_options())) as made,
     ):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def replaying(zygote: Zygote) -> Iterator[Bench]:
+    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=BRIEF)
+    with contextlib.closing(Bench(zygote, options)) as made:
+        yield made
+
+
+@pytest.fixture
+def judge(replaying: Bench, compile_raw: Callable[[str], dict[str, Path]]) -> Judge:
+    """A candidate of a C source of its own, timed."""
+
+    def run(
+        c_source: str, forward: str, init: str = "pass", problem: str = LINEAR, on: Bench | None = None
+    ) -> BenchReport:
+        source = MODEL.format(
+            source=c_source, init=textwrap.indent(init, " " * 8), forward=textwrap.indent(forward, " " * 8)
+        )
+        one = Problem("L1/04_replayed", 1, "replayed", problem)
+        return (on or replaying).evaluate(one, Candidate(source, "c"), compile_raw(c_source))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def watched(zygote: Zygote) -> Iterator[Bench]:
+    with contextlib.closing(Bench(zygote, watching_options(recipe=BRIEF))) as made:
         yield made

@@ -5,109 +5,32 @@ As in the other files: an attack, and the same attack with exactly its defence g
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import Bench, bench_options, checks, reference
+from kbrl_async.kernels.verify import Bench, checks, reference
 from kbrl_async.kernels.verify.cpu import replay, stopwatch
 from kbrl_async.kernels.verify.cpu.statics import Statics
-from protocols.records import OBSERVED, REPLAYED, BenchReport, Candidate, Fault, Problem, Verdict
-from tests.unit.kernels.verify.catalogue.conftest import watching_options
-from tests.unit.kernels.verify.catalogue.exploits import PROBLEM, Patch, Run, candidate, caught, nothing, row
-
-Judge = Callable[..., BenchReport]
-BRIEF = Recipe.of(TimingBench(min_pairs=4, max_pairs=4, cap_s=0.01), warmup=0)
-
-
-@pytest.fixture(scope="module")
-def replaying(zygote: Zygote) -> Iterator[Bench]:
-    options = bench_options(TimingBench(deadline_s=10.0), call_floor_s=1.0, recipe=BRIEF)
-    with contextlib.closing(Bench(zygote, options)) as made:
-        yield made
-
-
-@pytest.fixture
-def judge(replaying: Bench, compile_raw: Callable[[str], dict[str, Path]]) -> Judge:
-    """A candidate of a C source of its own, timed."""
-
-    def run(
-        c_source: str, forward: str, init: str = "pass", problem: str = LINEAR, on: Bench | None = None
-    ) -> BenchReport:
-        source = MODEL.format(
-            source=c_source, init=textwrap.indent(init, " " * 8), forward=textwrap.indent(forward, " " * 8)
-        )
-        one = Problem("L1/04_replayed", 1, "replayed", problem)
-        return (on or replaying).evaluate(one, Candidate(source, "c"), compile_raw(c_source))
-
-    return run
-
-
-LINEAR = """
-import torch
-import torch.nn as nn
-
-class Model(nn.Module):
-    def __init__(self, n):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n, n))
-
-    def forward(self, x):
-        return x @ self.weight
-
-def get_inputs():
-    return [torch.randn(24, 64)]
-
-def get_init_inputs():
-    return [64]
-"""
-MODEL = """
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = {source!r}
-
-class ModelNew(nn.Module):
-    def __init__(self, n):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n, n))
-        self.f = c_kernel(SOURCE, "f")
-        self.calls = 0
-{init}
-
-    def forward(self, x):
-        self.calls += 1
-        y = torch.empty(x.shape[0], self.weight.shape[1])
-{forward}
-"""
-CALL = "self.f(x, self.weight, y, x.shape[0], x.shape[1], self.weight.shape[1])\nreturn y"
-F = """
-{before}
-void f(const float *x, {const} float *w, float *y, long n, long k, long m) {{
-  {first}
-  for (long i = 0; i < n; i++) for (long j = 0; j < m; j++) {{
-    float s = 0;
-    for (long l = 0; l < k; l++) s += x[i * k + l] * w[l * m + j];
-    y[i * m + j] = s;
-  }}
-}}
-"""
-
-
-def kernel(first: str = "", before: str = "", const: str = "const") -> str:
-    return F.format(first=first, before=before, const=const)
-
-
-def is_replayed(verdict: Verdict) -> bool:
-    return (verdict.fault, verdict.trust) == (Fault.OK, REPLAYED)
+from protocols.records import OBSERVED, Candidate, Fault, Problem, Verdict
+from tests.unit.kernels.verify.catalogue.exploits import (
+    CALL,
+    LINEAR,
+    MODEL,
+    PROBLEM,
+    Judge,
+    Patch,
+    Run,
+    candidate,
+    caught,
+    is_replayed,
+    kernel,
+    nothing,
+    row,
+)
 
 
 def test_an_honest_candidate_is_replayed_and_timed(judge: Judge) -> None:
@@ -329,12 +252,6 @@ def test_no_child_finds_a_word_of_another_in_the_weights_file(judge: Judge, monk
 
 
 # ---- what stays observed ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def watched(zygote: Zygote) -> Iterator[Bench]:
-    with contextlib.closing(Bench(zygote, watching_options(recipe=BRIEF))) as made:
-        yield made
 
 
 SQUARE = LINEAR.replace("x @ self.weight", "torch.tanh(x)")
