@@ -165,6 +165,11 @@ class CudaReference(Reference):
             os.close(fd)
             copied.close()
 
+    def capture_refused(self) -> str:
+        """Why it can't be timed as a graph, or an empty string: then what is replayed would have no equal."""
+        assert isinstance(self.session, CudaSession)
+        return self.session.capture(self.plan.batch, self._options.reference_deadline_s).refused
+
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)

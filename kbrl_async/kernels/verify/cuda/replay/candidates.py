@@ -55,6 +55,8 @@ class Replays:
 
         :raises Unreplayable: it has to be judged another way.
         """
+        if refused := reference.capture_refused():
+            raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
             built = images(map(Path, artifacts.values()))
         except Unloadable as refusal:
