@@ -111,6 +111,7 @@ def _one(args: argparse.Namespace) -> int:
         warmup=10,
         warmup_s=0.025,
         pairs_a_place=CAREFUL_PAIRS_A_PLACE,
+        enough_below=0.0,
     )
     careful = _as_asked(careful, args)
     options = VerifyOptions(cores=_cores(args, device), bench=_options(args, device, careful))

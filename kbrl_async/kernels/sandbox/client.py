@@ -282,6 +282,8 @@ class Child:
         self._status: int | None = None
 
     def signal(self, number: int) -> None:
+        if not self._is_open:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 

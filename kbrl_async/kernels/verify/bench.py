@@ -152,9 +152,18 @@ class Bench:
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock)
         if not checker.is_in_doubt(verdict.fault):
             return verdict, timed
+        is_repeated = False
+        if options.alone_share < 1:
+            paths = {key: str(path) for key, path in artifacts.items()}
+            is_repeated = self._device.is_repeated(reference, candidate, paths, options)
+        if is_repeated and self._rng.random() >= options.alone_share:
+            return verdict, timed
         clock.forget(known)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
-        return self._judge(checker, candidate, artifacts, timing, tick, clock, is_alone=True)
+        alone = self._judge(checker, candidate, artifacts, timing, tick, clock, is_alone=True)
+        if is_repeated and (alone[0].fault is Fault.OK) != (verdict.fault is Fault.OK):
+            self._device.contradict()
+        return alone
 
     def _judge(
         self,

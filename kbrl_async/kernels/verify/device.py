@@ -85,6 +85,15 @@ class Device:
         """
         return reference.open(zygote, candidate.source, "ModelNew", artifacts, options.deadline_s, candidate.backend)
 
+    def is_repeated(
+        self, reference: Reference, candidate: Candidate, artifacts: dict[str, str], options: BenchOptions
+    ) -> bool:
+        """Whether another process of another history makes the same of the last candidate as the one before it."""
+        return False
+
+    def contradict(self) -> None:
+        """What processes that serve many found of a candidate was wrong."""
+
     def room(self, options: BenchOptions) -> float:
         """Bytes of its own memory that all references together may take."""
         return 0.0

@@ -50,6 +50,11 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 3
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
+    alone_share: float = 1.0
+    """Of the verdicts that an earlier candidate may have spoilt, the share that a process decides which
+    has served nobody else. For the others it is enough that a second one, which has served others, writes down the
+    same.
+    """
     copy_outputs: bool = False
     """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
     a child.

@@ -55,6 +55,9 @@ class Timed(Judged, Protocol):
     is_proven: bool
     """Whether a timed run over all slots was found right, and need not be looked at again."""
 
+    forward_ns: float
+    """The shortest call so far by our clock, with what calling costs; infinite where none was timed."""
+
     def attach(
         self,
         tree: wire.Tree,
@@ -84,6 +87,7 @@ class CudaSession(Session):
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
     is_trusted = False
+    forward_ns = math.inf
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class CudaSession(Session):
         self._where = torch.device(setup.device)
         self.shared: DeviceArena | None = None
         self.captured: wire.Captured | None = None
+        self._captured_slots = 0
         self.is_proven = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
@@ -128,8 +133,9 @@ class CudaSession(Session):
                 os.close(fd)
 
     def close(self) -> None:
-        super().close()
-        self._outs = []
+        """Returns at once; who needs its memory waits for its end, see `CudaDevice.ended`."""
+        self._spares.dying.add(self._child)
+        self.slots, self._outs = [], []
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -224,8 +230,9 @@ class CudaSession(Session):
         return [_stacked(self.shared, meta, step, end)[first:] for meta, step in self._outs]
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
-        """Graphs of forward over the first `count` slots, made once for an arena."""
-        if self.captured is None:
+        """Graphs of forward over the first `count` slots, made once for an arena and as many."""
+        if self.captured is None or self._captured_slots != count:
+            self._captured_slots = count
             self.captured = self._timed_call(wire.Captured, wire.OP_CAPTURE, count, deadline_s)[1]
         return self.captured
 
