@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -32,6 +32,7 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import bench_options
+from kbrl_async.kernels.verify.options import ALONE_SHARE
 from kbrl_async.lab.small_policy.author import Author, Habits
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
@@ -71,6 +72,8 @@ class Asked(msgspec.Struct, frozen=True):
     """The options of `verdicts`."""
 
     lanes: tuple[int, ...]
+    shapes: str
+    alone_share: float
     gpus: int
     judged_on: str
     timed_on: str
@@ -90,6 +93,8 @@ def verdicts(
     lanes: Annotated[tuple[int, ...], "processes; several numbers: one after the other"] = (1, 4),
     groups: Annotated[int, "of 8 answers to one problem each, for each number of lanes"] = 24,
     levels: tuple[int, ...] = (1, 2),
+    shapes: Annotated[Literal["gpu", "cpu"], "sizes of the inputs: of our suite for GPUs, or its small ones"] = "gpu",
+    alone_share: Annotated[float, "of what is in doubt, decided by a process that served nobody else"] = ALONE_SHARE,
     judged_on: Annotated[str, "GPU of correctness"] = "cuda:0",
     timed_on: Annotated[str, "GPU of timing; empty: the same"] = "",
     gpus: Annotated[int, "lanes are spread over so many, each with all of its work on one"] = 1,
@@ -104,10 +109,10 @@ def verdicts(
     are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each group
     is the first that a lane sees of its problem, so references are made anew for it.
     """
-    asked = Asked(lanes, gpus, judged_on, timed_on, timing, references, profile)
+    asked = Asked(lanes, shapes, alone_share, gpus, judged_on, timed_on, timing, references, profile)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
-        made = _kept(folder, max(lanes) + groups * len(lanes), levels)
+        made = _kept(folder, max(lanes) + groups * len(lanes), levels, shapes)
         phases = _through_lanes(folder, made, asked, groups)
     found = {f"{number} lanes": summary(rows) for number, rows in zip(lanes, phases, strict=True)}
     return {**msgspec.structs.asdict(asked), **found}
@@ -148,19 +153,19 @@ def _spread(seconds: list[float]) -> list[float]:
 # ── what is verified ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _kept(folder: Path, count: int, levels: tuple[int, ...]) -> list[Group]:
-    path = folder / "answers.json"
+def _kept(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
+    path = folder / f"answers-{shapes}.json"
     if path.exists() and len(found := msgspec.json.decode(path.read_bytes(), type=list[Group])) >= count:
         return found[:count]
     folder.mkdir(parents=True, exist_ok=True)
-    made = _built(folder, count, levels)
+    made = _built(folder, count, levels, shapes)
     path.write_bytes(msgspec.json.encode(made))
     return made
 
 
-def _built(folder: Path, count: int, levels: tuple[int, ...]) -> list[Group]:
+def _built(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
     rng = random.Random(_SEED)
-    problems = [p for p in load_suite(levels=levels, shapes="gpu") if p.problem_id in SPECS.keys() - HELDOUT]
+    problems = [p for p in load_suite(levels=levels, shapes=shapes) if p.problem_id in SPECS.keys() - HELDOUT]
     order = [problem for _ in range(-(-count // len(problems))) for problem in rng.sample(problems, len(problems))]
     farm = sections.CompileFarm(deadline_s=60.0)
     with Builder(ArtifactStore(folder), farm) as builder, ThreadPoolExecutor(len(CORES)) as pool:
@@ -235,7 +240,9 @@ def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any
     windows = _Windows(turns)
     share = asked.gpus / max(asked.lanes)
     settings = sections.TimingBench(deadline_s=10)
-    options = bench_options(settings, device, memory_share=share, references=asked.references)
+    options = bench_options(
+        settings, device, memory_share=share, references=asked.references, alone_share=asked.alone_share
+    )
     judge = Judge(ArtifactStore(folder), options, backend=BACKEND, quiet=windows.open)
     with judge, contextlib.closing(turns):
         ready()

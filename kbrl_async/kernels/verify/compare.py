@@ -72,8 +72,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
 def _in_chunks(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     """The same, with intermediate results of a chunk in memory and not of all."""
     begins = range(0, expected.numel(), CHUNK)
-    pairs = zip(got.view(-1).split(CHUNK), expected.view(-1).split(CHUNK), strict=True)
-    found = [_of_all(one, other, allowed) for one, other in pairs]
+    one, other = got.view(-1), expected.view(-1)
+    found = [_of_all(one[begin : begin + CHUNK], other[begin : begin + CHUNK], allowed) for begin in begins]
     begin, worst = max(zip(begins, found, strict=True), key=lambda part: _badness(part[1]))
     place = torch.unravel_index(torch.tensor(begin + worst.where[0]), expected.shape) if worst.where else ()
     return msgspec.structs.replace(

@@ -16,6 +16,8 @@ Tick = Callable[[], None]
 """Called between two steps of what takes long."""
 
 _INTERPRETER_S = 60.0
+ALONE_SHARE = 0.125
+"""In training, of `BenchOptions.alone_share`."""
 
 
 def no_tick() -> None:
