@@ -202,8 +202,7 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
     for process in processes:
         process.start()
     for _ in processes:
-        _taken(done, processes)
-    say("lanes are warm")
+        say(_taken(done, processes))
     phases = []
     for place, (number, work) in enumerate(zip(asked.lanes, works, strict=True)):
         chosen = made[most + place * groups :][:groups]
@@ -212,7 +211,7 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
         for _ in range(number):
             work.put(None)
         phases.append([_taken(done, processes) for _ in range(sum(len(items) for _, items in chosen))])
-        say(number, "lanes:", len(phases[-1]), "verdicts")
+        say(f"{number} lanes:", summary(phases[-1]))
     for process in processes:
         process.join(30)
         process.kill()
@@ -247,9 +246,9 @@ def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any
     with judge, contextlib.closing(turns):
         ready()
         with turns.working():
-            for item in first[1][:3]:
+            for item in first[1][:2]:
                 judge.judge(first[0], item.candidate, item.build, timing=asked.timing, tick=turns.breathe)
-        done.put("ready")
+        done.put(f"lane {number} is warm")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
             meter.enable()

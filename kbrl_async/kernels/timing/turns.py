@@ -18,12 +18,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+_LOOK_S = 0.002
+
+
+class Stands(Protocol):
+    """A child that can be stopped and go on."""
+
+    def freeze(self) -> bool: ...
+    def thaw(self) -> None: ...
 
 
 class Turns:
     """Of one process, on the device that `path` stands for; the file is made where it is missing."""
+
+    _at_work: list[Turns] = []  # noqa: RUF012 - of the process: whoever waits in it for a child looks here
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,9 +54,11 @@ class Turns:
     def working(self) -> Iterator[None]:
         """Around work that disturbs whoever times."""
         self._enter()
+        self._at_work.append(self)
         try:
             yield
         finally:
+            self._at_work.remove(self)
             self._leave()
 
     @property
@@ -76,6 +93,32 @@ class Turns:
             else:
                 fcntl.flock(self._inside, fcntl.LOCK_UN)
             fcntl.flock(self._gate, fcntl.LOCK_UN)
+
+    @classmethod
+    def answers(cls, channel: socket.socket, deadline_s: float, child: Stands | None) -> bool:
+        """Whether there is something to read within this time, which stands still with `child` while another process
+        times. `child` None: what it does disturbs nobody.
+        """
+        end = time.monotonic() + deadline_s
+        while (left := end - time.monotonic()) > 0:
+            inside = [turns for turns in cls._at_work if turns._is_inside]
+            if not inside:
+                return bool(select.select([channel], [], [], left)[0])
+            if select.select([channel], [], [], min(left, _LOOK_S))[0]:
+                return True
+            if inside[0].is_wanted:
+                end += inside[0]._stand_aside(child)
+        return bool(select.select([channel], [], [], 0)[0])
+
+    def _stand_aside(self, child: Stands | None) -> float:
+        """Seconds that it took."""
+        begun = time.monotonic()
+        is_frozen = child is not None and child.freeze()
+        self._leave()
+        self._enter()
+        if child is not None and is_frozen:
+            child.thaw()
+        return time.monotonic() - begun
 
     def _enter(self) -> None:
         if not self._is_inside:

@@ -290,7 +290,6 @@ class Bench:
                 with clock.part("imports"):
                     ready()  # not in the window, nor what follows: others stand still in it
                 with clock.part("until all is quiet"):
-                    self.settle()
                     window.enter_context(self.quiet())
                 with clock.part("measuring"):
                     return stopwatch.run()

@@ -21,6 +21,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
@@ -104,6 +105,7 @@ class CudaSession(Session):
         self.captured: wire.Captured | None = None
         self._captured_slots = 0
         self.is_proven = False
+        self._is_confined = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
@@ -118,6 +120,7 @@ class CudaSession(Session):
 
     def _confined(self) -> wire.Confined:
         confined = super()._confined()
+        self._is_confined = True
         if self._orders is not None:
             self._send_orders(*self._orders)
         return confined
@@ -139,6 +142,10 @@ class CudaSession(Session):
         if self.shared is not None:
             self.shared.close()
             self.shared = None
+
+    def _readable(self, deadline_s: float) -> bool:
+        """A child that is starting makes its context, which disturbs nobody who times."""
+        return Turns.answers(self._child.channel, deadline_s, self._child if self._is_confined else None)
 
     def _starved(self, deadline_s: float, used_before_ns: int = 0) -> bool:
         """A GPU that clears away a fault answers nobody for seconds, us neither; then the child's answer still comes.

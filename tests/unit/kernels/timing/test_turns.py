@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -47,6 +48,42 @@ def _time(turns: Turns, seen: list[str]) -> None:
         seen.append("alone")
         time.sleep(0.05)
         seen.append("no more")
+
+
+class Child:
+    """Says what was asked of it."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def freeze(self) -> bool:
+        self.seen.append("frozen")
+        return True
+
+    def thaw(self) -> None:
+        self.seen.append("thawed")
+
+
+def test_who_waits_for_a_child_lets_another_time_and_the_child_stands_still(two: tuple[Turns, Turns]) -> None:
+    one, other = two
+    seen: list[str] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs, one.working():
+        timing = threading.Thread(target=lambda: (_time(other, seen), theirs.send(b"done")))
+        timing.start()
+        assert Turns.answers(ours, 0.04, Child(seen)), "its time stands still, too"
+        timing.join()
+    assert seen == ["frozen", "alone", "no more", "thawed"]
+
+
+def test_a_child_that_is_silent_is_waited_for_as_long_as_was_said(two: tuple[Turns, Turns]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        begun = time.monotonic()
+        assert not Turns.answers(ours, 0.05, None)
+        with two[0].working():
+            assert not Turns.answers(ours, 0.05, None)
+        assert 0.1 <= time.monotonic() - begun < 1.0
 
 
 def _until(is_true: object) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Callable
 
@@ -23,6 +22,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
@@ -51,7 +51,7 @@ class Recorders:
         self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
         self._child: Child | None = None
         self._dying = Dying()
-        self._is_used = False
+        self._is_used = self._is_begun = False
         self._served = 0
         self.isolation = Isolation("none", ("no recorder was started",))
 
@@ -146,6 +146,7 @@ class Recorders:
             self.arena = DeviceArena.new(size, torch.device(self._device))
 
     def _begin(self) -> None:
+        self._is_begun = False
         confined = self._answer(_CONFINED_S)
         if isinstance(confined, wire.Confined):
             self.isolation = Isolation(confined.level, confined.missing)
@@ -157,6 +158,7 @@ class Recorders:
             finally:
                 os.close(fd)
             if isinstance(self._answer(_MAP_S), wire.Ready):
+                self._is_begun = True
                 return
         self._end()
         raise InfraError("a recorder did not start in its sandbox", _CURE)
@@ -165,7 +167,7 @@ class Recorders:
         """None where none came in time. `OSError` where it has ended, or says what no recorder says."""
         assert self._child is not None
         channel = self._child.channel
-        if not select.select([channel], [], [], deadline_s)[0]:
+        if not Turns.answers(channel, deadline_s, self._child if self._is_begun else None):
             return None
         data = channel.recv(wire.MAX_REPLY)
         try:

@@ -20,6 +20,7 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
@@ -81,7 +82,8 @@ class Player:
         return self._receive(kind, deadline_s)
 
     def _receive(self, kind: type[_Expected], deadline_s: float) -> _Expected:
-        if not select.select([self.child.channel], [], [], deadline_s)[0] and not self._answers_late():
+        waits_for = None if self._isolation is None else self.child
+        if not Turns.answers(self.child.channel, deadline_s, waits_for) and not self._answers_late():
             raise CandidateFault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
         data = b""
         with contextlib.suppress(ConnectionError):
