@@ -197,7 +197,8 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
     context, most = mp.get_context("spawn"), max(asked.lanes)
     works, done = [context.Queue() for _ in asked.lanes], context.Queue()
     processes = [
-        context.Process(target=_lane, args=(folder, number, asked, made[number], works, done)) for number in range(most)
+        context.Process(target=_lane, args=(folder, number, asked, made[number], works, done), daemon=True)
+        for number in range(most)
     ]
     for process in processes:
         process.start()
@@ -223,9 +224,9 @@ def _taken(done: Any, processes: list[Any]) -> Any:
     for _ in range(_PATIENCE_S):
         with contextlib.suppress(queue.Empty):
             return done.get(timeout=1.0)
-        if not all(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
             break
-    raise RuntimeError("a lane has ended, or gives no verdict")
+    raise RuntimeError("a lane has failed, or gives no verdict")
 
 
 def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any], done: Any) -> None:
@@ -238,9 +239,12 @@ def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any
     turns = Turns(folder / f"turns-{device.replace(':', '')}")
     windows = _Windows(turns)
     share = asked.gpus / max(asked.lanes)
-    settings = sections.TimingBench(deadline_s=10)
     options = bench_options(
-        settings, device, memory_share=share, references=asked.references, alone_share=asked.alone_share
+        sections.TimingBench(deadline_s=10),
+        device,
+        memory_share=share,
+        references=asked.references,
+        alone_share=asked.alone_share,
     )
     judge = Judge(ArtifactStore(folder), options, backend=BACKEND, quiet=windows.open)
     with judge, contextlib.closing(turns):
