@@ -278,7 +278,7 @@ class Checker:
             self._refuse_mutation(places, input_set.blocks)
             self._refuse_overwriting(slot)
             if overwrite and not self.reference.aliases:
-                self._refuse_aliasing(slot, outcome, got)
+                self.refuse_aliasing(slot, outcome, got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
         self._earlier = list(zip(outcome.tensors, got, strict=True))
         if input_set.name == "nominal":
@@ -342,7 +342,11 @@ class Checker:
                 text = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
                 raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
 
-    def _refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
+    def refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
+        """Before its next call.
+
+        :raises CandidateFault: an output lies in an input's memory.
+        """
         assert self.session is not None
         if follows_inputs(self.session, slot, outcome, got):
             text = "an output shares memory with an input: it changes when the input is overwritten after the call"

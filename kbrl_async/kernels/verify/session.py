@@ -84,6 +84,9 @@ class Outcome(msgspec.Struct, frozen=True):
     tree: wire.Tree
     tensors: list[wire.TensorMeta]
     trace: wire.Trace | None = None
+    worked_ns: int = 0
+    """CPU time of the child from before the order until it stood still: work that it does before its order came, or
+    after its answer, is in here and not in `elapsed_ns`."""
 
     def parts(self) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
         """Of a replay with own kernels off: its outputs, and what operators computed by number and name.
@@ -179,15 +182,15 @@ class Session:
     def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         """One call; the child is frozen afterwards until the next one, so that its outputs stand still."""
         nonce = secrets.randbits(64)
-        elapsed, waited, used, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
+        elapsed, waited, used, worked, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
         if not isinstance(done, wire.Done) or done.nonce != nonce or (done.trace is not None) != (op in _TOLD):
             raise self.forged()
-        return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace)
+        return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace, worked)
 
     def record(self, slot: int, deadline_s: float) -> wire.Taped:
         """One run, written down. What it says is a proposal."""
         nonce = secrets.randbits(64)
-        recorded = self._exchange(wire.GO.pack(wire.OP_RECORD, slot, nonce), deadline_s)[3]
+        recorded = self._exchange(wire.GO.pack(wire.OP_RECORD, slot, nonce), deadline_s)[-1]
         if not isinstance(recorded, wire.Taped) or recorded.nonce != nonce:
             raise self.forged()
         return recorded
@@ -210,8 +213,8 @@ class Session:
 
     def _exchange(
         self, order: bytes, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
-    ) -> tuple[int, int, int, wire.Reply]:
-        """Wall time, what the meter says, and the answer; the child is frozen."""
+    ) -> tuple[int, int, int, int, wire.Reply]:
+        """Wall time, what the meter says, the child's CPU time, and the answer; the child is frozen."""
         waited, used = meter()
         used_before = process_time_ns(self.host_pid)
         self.thaw()
@@ -225,7 +228,8 @@ class Session:
         done = self._take()
         self._took_ns = time.perf_counter_ns() - begin
         self._frozen = self._child.freeze()
-        return elapsed, waited_after - waited, used_after - used, done
+        worked = process_time_ns(self.host_pid) - used_before
+        return elapsed, waited_after - waited, used_after - used, worked, done
 
     def thaw(self) -> None:
         if self._frozen:

@@ -59,9 +59,19 @@ def restore(tree: Tree, tensors: list[torch.Tensor]) -> Any:
     return {key: restore(item, tensors) for key, item in body.items()}
 
 
+_DTYPES = frozenset(
+    [
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    ]
+)
+"""Not the quantised ones: torch itself ends where it is to see memory as one of them."""
+
+
 def dtype_of(name: str) -> torch.dtype:
-    """`ValueError` for a name that is no dtype of torch."""
-    dtype = getattr(torch, name, None)
+    """`ValueError` for a name that is no dtype of plain tensors."""
+    dtype = getattr(torch, name, None) if name in _DTYPES else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return dtype
@@ -109,17 +119,15 @@ def padded(size: int, alignment: int = _ALIGNMENT) -> int:
 def view(buffer: Any, meta: TensorMeta) -> torch.Tensor:
     """The tensor that `meta` places in `buffer`, sharing memory. `buffer`: bytes, or a tensor of bytes anywhere."""
     dtype = dtype_of(meta.dtype)
-    count = 1
-    for size in meta.shape:
-        count *= size
+    if 0 in meta.shape:
+        return torch.empty(meta.shape, dtype=dtype, device=buffer.device if isinstance(buffer, torch.Tensor) else None)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True))
     if isinstance(buffer, torch.Tensor):
-        size = count * dtype.itemsize
+        size = extent * dtype.itemsize
         if not 0 <= meta.place <= buffer.numel() - size:
             raise ValueError("a tensor lies outside of its arena")
         return buffer[meta.place : meta.place + size].view(dtype).as_strided(meta.shape, meta.strides)
-    if count == 0:
-        return torch.empty(meta.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=meta.place).as_strided(meta.shape, meta.strides)
+    return torch.frombuffer(buffer, dtype=dtype, count=extent, offset=meta.place).as_strided(meta.shape, meta.strides)
 
 
 def save(fd: int, tensors: list[torch.Tensor]) -> list[TensorMeta]:

@@ -22,6 +22,8 @@ OP_TRACE, OP_MUTED, OP_HELD = 16, 17, 18
 """One recorded run; one with the candidate's own kernels switched off; the outputs of the run before the last again."""
 OP_RECORD = 19
 """One run, written down as data: see `Taped`."""
+OP_BURST = 20
+"""One run over each slot; the answer is a list of what they returned."""
 OP_CAPTURE, OP_REPLAY, OP_EVENT, OP_FREE, OP_EVENTS = 32, 33, 34, 35, 36
 """On a GPU: make a graph of one forward over each of `slot` slots; time them `slot` times over; time one ordinary
 forward; give back memory that is needed no more; time `slot` ordinary forwards, one after the other."""

@@ -14,6 +14,8 @@ _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _DYNSYM, _LOAD, _THREAD_LOCAL, _FUNCTION = 11, 1, 7, 2
 _RELOCATED, _WRITABLE = 0x6474E552, 2
+_MAX_NAME = 1 << 16
+"""Of a symbol: many that end in one place would take for ever to read."""
 _FATBIN = struct.Struct("<IHHQ")
 _FATBIN_SECTION, _FATBIN_MAGIC, _FATBIN_ALIGNMENT = b".nv_fatbin", 0xBA55ED50, 8
 
@@ -97,4 +99,9 @@ def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:
         for at in range(section[4], section[4] + section[5], _SYMBOL.size):
             name_at, info, _, index, value, _ = _SYMBOL.unpack_from(data, at)
             begin = names_at + name_at
-            yield data[begin : data.index(b"\0", begin)].decode("ascii", "replace"), info, index, value
+            yield (
+                data[begin : data.index(b"\0", begin, begin + _MAX_NAME)].decode("ascii", "replace"),
+                info,
+                index,
+                value,
+            )

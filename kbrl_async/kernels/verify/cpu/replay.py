@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -28,10 +28,11 @@ from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
 from kbrl_async.kernels.verify.sets import InputSet, place
 
-_RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED)
+_RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED, wire.OP_BURST)
 _MOST_WRITTEN = 256 << 20
 _ALIGNMENT = 64
 WRONG = "its first answer is wrong"
+_Found = TypeVar("_Found")
 
 
 class Refused(Exception):  # noqa: N818 - a reason, not an error
@@ -43,7 +44,7 @@ class Work:
     sealed file that all replays share, the rest as bytes that each replay gets a copy of."""
 
     def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
-        self.data = data
+        self.data, self.steps = data, len(work.steps)
         self.places: list[tuple[int, int]] = []
         ends = [0, 0]
         for one in work.blocks:
@@ -73,7 +74,7 @@ class ReplaySession(Session):
     def __init__(
         self, zygote: Zygote, work: Work, artifacts: Mapping[str, Path], limits: Limits, deadline_s: float
     ) -> None:
-        self._artifacts, self._work = artifacts, work
+        self._artifacts, self._work, self.steps = artifacts, work, work.steps
         self._written = torch.empty(0, dtype=torch.uint8)
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}
@@ -88,7 +89,7 @@ class ReplaySession(Session):
     def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
         super().attach(tree, tensors, slots, copies)
         if self._statics is None:
-            self._statics = statics.Statics(self.host_pid, self._artifacts)
+            self._statics = self._guarded(lambda: statics.Statics(self.host_pid, self._artifacts))
 
     def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
         if op in _RUNS:
@@ -97,14 +98,18 @@ class ReplaySession(Session):
 
     def _put_back(self) -> None:
         assert self._statics is not None
+        self._guarded(self._statics.restore)
+        if not torch.equal(self._written, self._work.written):
+            self._written.copy_(self._work.written)
+
+    def _guarded(self, look: Callable[[], _Found]) -> _Found:
+        """What can't be found where it was loaded is the work of what was loaded."""
         try:
-            self._statics.restore()
+            return look()
         except OSError as error:
             if self._child.has_ended():
                 self._ended()
             raise self.forged(f"{error}") from error
-        if not torch.equal(self._written, self._work.written):
-            self._written.copy_(self._work.written)
 
     def close(self) -> None:
         super().close()

@@ -147,6 +147,9 @@ class Runner:
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
             self.last = self.model(*self.slots[slot])
+        elif op == wire.OP_BURST:
+            self.last = None
+            self.last = [self.model(*inputs) for inputs in self.slots]
         elif op == wire.OP_DOUBLE:
             self.last = self._double(slot)
         elif op in (wire.OP_TRACE, wire.OP_MUTED):

@@ -4,6 +4,7 @@ what a kernel leaves there is not found by the next call.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +18,10 @@ MAX_BYTES = 32 << 20
 
 def refusal(artifacts: Mapping[str, Path]) -> str:
     """Why the static memory of these can't be put back; empty where it can."""
-    writable = [elf.writable(path.read_bytes()) for path in artifacts.values()]
+    try:
+        writable = [elf.writable(path.read_bytes()) for path in artifacts.values()]
+    except (struct.error, ValueError):
+        return "what was built is no shared object"
     if any(found is None for found in writable):
         return "a kernel keeps memory of its own thread"
     if sum(size for found in writable for _, size in found or ()) > MAX_BYTES:
@@ -26,7 +30,10 @@ def refusal(artifacts: Mapping[str, Path]) -> str:
 
 
 class Statics:
-    """Of one stopped process, as it is when this is made: before the first call of any kernel."""
+    """Of one stopped process, as it is when this is made: before the first call of any kernel.
+
+    :raises OSError: the process is gone, or has taken that memory away.
+    """
 
     def __init__(self, pid: int, artifacts: Mapping[str, Path]) -> None:
         self._pid = pid
@@ -59,5 +66,8 @@ def _mapped(pid: int, artifacts: Mapping[str, Path]) -> Iterator[tuple[int, int]
             if int(offset, 16) == 0:
                 bases.setdefault(int(inode), int(span.partition("-")[0], 16))
     for path in artifacts.values():
+        base = bases.get(path.stat().st_ino)
+        if base is None:
+            raise OSError("a shared object is not where it was loaded")
         for address, size in elf.writable(path.read_bytes()) or ():
-            yield bases[path.stat().st_ino] + address, size
+            yield base + address, size

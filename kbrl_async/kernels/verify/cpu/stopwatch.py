@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections import deque
 
 import msgspec
 
@@ -35,13 +36,18 @@ from kbrl_async.kernels.timing.load import Snapshot, Watch, snapshot
 from kbrl_async.kernels.timing.statistics import Interval
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu import bursts
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
 from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
 from protocols.records import Fault, Timing
 
 _EMPTY_CALLS = 11
+_HELD = 2
+"""Outputs of so many earlier calls are alive in a runner while it makes the next: nothing new can lie there."""
 _FLOOR_NS = 200.0
+_LOOKED_AT = 0.25
+"""Of the timed calls: whether an output shares memory with an input."""
 _POLLUTED_SHARE = 0.1
 _POLLUTED_NS = 5_000
 
@@ -58,7 +64,7 @@ class Stopwatch:
         self._flush = Flush(options.recipe.flush_bytes)
         self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
         self._slot = 0
-        self._places: tuple[set[int], set[int]] = set(), set()
+        self._places: deque[tuple[set[int], set[int]]] = deque(maxlen=_HELD)
         nominal = checker.reference.sets[0]
         self._tolerances = nominal.tolerances
 
@@ -69,8 +75,8 @@ class Stopwatch:
     def run(self) -> Timing | None:
         try:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output
-            # One overhead for both: two noisy ones would turn into a speedup for short calls.
-            self._empty = min(self._empty_ns(s) for s in (self._reference, self._candidate))
+            # One overhead for both, the trusted side's: two would turn into a speedup for short calls.
+            self._empty, self._idle = self._empty_ns(self._reference)
             children = (self._reference.host_pid, self._candidate.host_pid)
             self._watch = Watch(
                 functools.partial(_snapshot, self._options.cores, children),
@@ -78,14 +84,15 @@ class Stopwatch:
                 patience_s=self._options.recipe.patience_s,
             )
             measured = measure(self._pair_of_times, self._options.recipe, self._watch.clock)
+            return self._timing(self._held_against_it(measured))
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
-        return self._timing(self._held_against_it(measured))
 
-    def _empty_ns(self, session: Session) -> float:
+    def _empty_ns(self, session: Session) -> tuple[float, float]:
+        """Wall time of a call without any work, and CPU time of the child."""
         calls = [session.call(wire.OP_EMPTY, 0, self._checker.one_call_s) for _ in range(_EMPTY_CALLS)]
-        return statistics.median(call.elapsed_ns for call in calls)
+        return statistics.median(c.elapsed_ns for c in calls), statistics.median(c.worked_ns for c in calls)
 
     def _pair_of_times(self) -> Pair:
         """Both orders, one after the other: whoever comes second finds other caches, and that must not look
@@ -104,7 +111,8 @@ class Stopwatch:
         return Pair(reference, candidate, share, is_polluted)
 
     def _net_ns(self, sample: Outcome) -> float:
-        return max(_FLOOR_NS, sample.elapsed_ns - self._empty)
+        """What a child works before its order or after its answer counts as time, too."""
+        return max(_FLOOR_NS, sample.elapsed_ns - self._empty, sample.worked_ns - self._idle)
 
     def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
         self._slot = (self._slot + 1) % self._options.slots
@@ -135,27 +143,32 @@ class Stopwatch:
             raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
 
     def _refuse_in_place(self, reference: Outcome, candidate: Outcome) -> None:
-        """As in checked calls: inputs stay as they were, and no output lies where the one before it still is."""
+        """As in checked calls: inputs stay as they were, and no output lies where one of those before it still is."""
         if not self._checker.reference.sets[0].mutated:
             both = zip(self._candidate.slots[self._slot], self._reference.slots[self._slot], strict=True)
             if not all(compare.same_values(*two) for two in both):
                 raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
+        if self._rng.random() < _LOOKED_AT and not self._checker.reference.aliases:
+            self._checker.refuse_aliasing(self._slot, candidate, self._checker.outputs(candidate))
         places = _places(reference), _places(candidate)
-        reference_does, does = (bool(now & before) for now, before in zip(places, self._places, strict=True))
-        self._places = places
+        reference_does, does = (any(now & one[side] for one in self._places) for side, now in enumerate(places))
+        self._places.append(places)
         if does and not reference_does and not self._candidate.copies:
-            text = "a timed call wrote its output over the one before it: allocate a new output in each call"
+            text = "a timed call wrote its output over one of the two before it: allocate a new output in each call"
             raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
 
     def _held_against_it(self, measured: Measured) -> Measured:
         """A process that runs its candidate's own Python may answer with less to do than an empty call: the lower end
-        holds even if it answered in no time at all. A replay has the reference's own overhead."""
-        if self._checker.is_replayed or not self._checker.is_untrusted:
+        holds even if it answered in no time at all. That of a replay holds in bursts, too."""
+        if not self._checker.is_untrusted:
             return measured
-        share = self._empty / (measured.candidate_ms * 1e6)
-        interval = measured.interval
-        lower = Interval(interval.median, interval.lo / (1 + share), interval.hi)
-        return msgspec.structs.replace(measured, interval=lower)
+        interval, candidate_ns = measured.interval, measured.candidate_ms * 1e6
+        if self._checker.is_replayed:
+            most = bursts.most(self._checker, self._reference, candidate_ns, self._idle, self._rng)
+            lo = min(interval.lo, most * (1 + measured.share))
+        else:
+            lo = interval.lo / (1 + self._empty / candidate_ns)
+        return msgspec.structs.replace(measured, interval=Interval(interval.median, lo, interval.hi))
 
     def _timing(self, measured: Measured) -> Timing:
         cores, overhead = self._options.cores, self._empty / 1000

@@ -277,7 +277,7 @@ class CudaSession(Session):
     def _answered(self, kind: type[_Answer], order: bytes, nonce: int, deadline_s: float) -> tuple[int, _Answer]:
         """Wall time and the answer. What it claims of times lies within the call, as our own clock saw it."""
         torch.cuda.synchronize()
-        elapsed, _, _, reply = self._exchange(order, deadline_s)
+        elapsed, *_, reply = self._exchange(order, deadline_s)
         if not isinstance(reply, kind) or reply.nonce != nonce:
             raise self.forged()
         if isinstance(reply, wire.Timed):
