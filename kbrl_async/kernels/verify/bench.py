@@ -143,26 +143,31 @@ class Bench:
         tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
-        """What may be the work of an earlier candidate is found out once more, without any."""
+        """What may be the work of an earlier candidate is found out once more, without any: in training by two
+        processes that write down the same, and a share by one that has served nobody else.
+        """
         options = self._options
         if backend(candidate.backend).is_interpreted(options.device):
             options = options_for_interpreter(options)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock)
-        if not checker.is_in_doubt(verdict.fault):
+        is_right = verdict.fault is Fault.OK
+        is_in_doubt = checker.is_in_doubt(verdict.fault)
+        is_sampled = self._rng.random() < options.alone_share
+        if not is_in_doubt and not (options.alone_share < 1 and checker.is_shared and is_sampled):
             return verdict, timed
         is_repeated = False
         if options.alone_share < 1:
             paths = {key: str(path) for key, path in artifacts.items()}
-            is_repeated = self._device.is_repeated(reference, candidate, paths, options)
-        if is_repeated and self._rng.random() >= options.alone_share:
+            is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
+        if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
         alone = self._judge(checker, candidate, artifacts, timing, tick, clock, is_alone=True)
-        if is_repeated and (alone[0].fault is Fault.OK) != (verdict.fault is Fault.OK):
-            self._device.contradict()
+        if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
+            self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone
 
     def _judge(

@@ -109,15 +109,20 @@ class CudaDevice(Device):
             return watched
 
     def is_repeated(
-        self, reference: Reference, candidate: Candidate, artifacts: dict[str, str], options: BenchOptions
+        self,
+        reference: Reference,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        is_right: bool,
     ) -> bool:
         assert isinstance(reference, CudaReference)
         given = candidate.source, candidate.backend, artifacts
-        return self._replays is not None and self._replays.is_repeated(reference, *given, options.deadline_s)
+        return self._replays is not None and self._replays.is_repeated(reference, *given, options.deadline_s, is_right)
 
-    def contradict(self) -> None:
+    def contradict(self, is_right: bool) -> None:
         if self._replays is not None:
-            self._replays.contradict()
+            self._replays.contradict(is_right)
 
     def _replays_for(self, zygote: Zygote, options: BenchOptions) -> Replays:
         if self._replays is None:

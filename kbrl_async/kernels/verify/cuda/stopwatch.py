@@ -383,8 +383,9 @@ class CudaStopwatch:
         count = one.numel()
         if count <= _STRETCH or not (one.is_contiguous() and other.is_contiguous()):
             return one, other
-        begin = self._rng.randrange(count - _STRETCH)
-        return one.view(-1)[begin : begin + _STRETCH], other.view(-1)[begin : begin + _STRETCH]
+        begin = self._rng.randrange(1 - _STRETCH, count)  # beyond both ends, so that they are as likely as the middle
+        part = slice(max(0, begin), begin + _STRETCH)
+        return one.view(-1)[part], other.view(-1)[part]
 
     def _agree(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return all(map(compare.agrees, got, expected, self._nominal.tolerances))

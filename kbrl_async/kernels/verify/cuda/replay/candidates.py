@@ -22,7 +22,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
-from kbrl_async.kernels.verify.recording import Recording
+from kbrl_async.kernels.verify.recording import Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault
 
@@ -45,6 +45,15 @@ class _Written(msgspec.Struct, frozen=True):
     recording: Recording
 
 
+def outline(content: bytes) -> list[list[str]] | None:
+    """What the forwards of a recording consist of; None where it can't be read."""
+    try:
+        forwards = decode(content).forwards
+    except (ValueError, TypeError):
+        return None
+    return [[getattr(node, "name", type(node).__name__) for node in forward.nodes] for forward in forwards]
+
+
 class Replays:
     """Recorders and players of one bench on its GPU."""
 
@@ -56,6 +65,8 @@ class Replays:
         self._seconds: Recorders | None = None
         self._generation = -1
         self._last: _Written | None = None
+        self._first: _Written | None = None
+        """Before it was recorded alone."""
         self._repeated: _Written | None = None
         """By the second recorder."""
         self._is_spoilt = False
@@ -70,11 +81,11 @@ class Replays:
         rng: random.Random,
         is_alone: bool,
     ) -> ReplaySession:
-        """`is_alone`: recorded by a process that has served nobody else.
+        """`is_alone`: recorded and replayed by processes that have served nobody else.
 
         :raises Unreplayable: it has to be judged another way.
         """
-        self._last = None
+        self._first, self._last = self._last if is_alone else None, None
         if refused := reference.capture_refused():
             raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
@@ -86,6 +97,7 @@ class Replays:
         recorders = self._recorders_for(start + _TIMES * reference.slot_bytes * slots + reference.weights_bytes)
         if is_alone:
             recorders.forget()
+            self._host.renew()
         content = reference.record(recorders, source, artifacts, backend, placed, start, deadline_s)
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
@@ -111,10 +123,17 @@ class Replays:
         return session
 
     def is_repeated(
-        self, reference: CudaReference, source: str, backend: str, artifacts: dict[str, str], deadline_s: float
+        self,
+        reference: CudaReference,
+        source: str,
+        backend: str,
+        artifacts: dict[str, str],
+        deadline_s: float,
+        is_right: bool,
     ) -> bool:
         """Whether a second process, which has served other candidates than the first, writes down of the last one
-        what the first wrote, and keeps the same in memory that lasts. Then what was found of its replay holds.
+        what the first wrote, and keeps the same in memory that lasts. Then what was found of its replay holds. Of what
+        is right only the kind of its steps is compared: a tuned kernel is launched in several ways.
         """
         last, first = self._last, self._recorders
         if last is None or first is None or self._is_spoilt:
@@ -125,6 +144,8 @@ class Replays:
         content = reference.record(second, source, artifacts, backend, last.placed, last.start, deadline_s)
         second.refill()
         self._repeated = _Written(content, last.placed, last.start, last.recording)
+        if is_right:
+            return outline(content) == outline(last.content)
         return self._agrees(last.content, first)
 
     def _agrees(self, content: bytes, first: Recorders) -> bool:
@@ -135,11 +156,12 @@ class Replays:
         ours, theirs = first.arena.raw, second.arena.raw
         return all(torch.equal(ours[begin:end], theirs[begin:end]) for begin, end in written.recording.image)
 
-    def contradict(self) -> None:
-        """A process that served nobody else leads to another verdict. Where it has written the same, the candidate is
-        once right and once wrong by itself; else from now on only such processes decide.
+    def contradict(self, is_right: bool) -> None:
+        """A process that served nobody else leads to another verdict, or may lead to other work. Where it has written
+        the same as the first, that is the candidate's own doing; else from now on only such processes decide.
         """
-        if self._last is not None and self._recorders is not None and self._agrees(self._last.content, self._recorders):
+        seen = outline if is_right else bytes
+        if self._first is not None and self._last is not None and seen(self._first.content) == seen(self._last.content):
             return
         self._is_spoilt = True
         self._give_back_second()

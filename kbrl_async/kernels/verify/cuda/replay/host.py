@@ -214,9 +214,18 @@ class ReplayHost:
     def _ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
         try:
             return self._mapped().ask(kind, order, deadline_s, fd)
-        except (CandidateFault, InfraError):
+        except CandidateFault:
             self._drop()
             raise
+        except InfraError as error:
+            self._drop()
+            if self._loaded is None:
+                raise
+            raise Unreplayable("the process that replays it ended") from error
+
+    def renew(self) -> None:
+        """What kernels of earlier candidates may have left in the player is no part of what comes."""
+        self._drop()
 
     def _mapped(self) -> Player:
         """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
