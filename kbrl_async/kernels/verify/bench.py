@@ -143,8 +143,8 @@ class Bench:
         tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
-        """What may be the work of an earlier candidate is found out once more, without any: in training by two
-        processes that write down the same, and a share by one that has served nobody else.
+        """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
+        the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
         """
         options = self._options
         if backend(candidate.backend).is_interpreted(options.device):
@@ -155,10 +155,10 @@ class Bench:
         is_right = verdict.fault is Fault.OK
         is_in_doubt = checker.is_in_doubt(verdict.fault)
         is_sampled = self._rng.random() < options.alone_share
-        if not is_in_doubt and not (options.alone_share < 1 and checker.is_shared and is_sampled):
+        if not is_in_doubt and not (checker.is_shared and is_sampled):
             return verdict, timed
         is_repeated = False
-        if options.alone_share < 1:
+        if options.alone_share < 1 or not is_in_doubt:
             paths = {key: str(path) for key, path in artifacts.items()}
             is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
         if is_repeated and not (is_in_doubt and is_sampled):

@@ -53,9 +53,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
     alone_share: float = 1.0
-    """Of the verdicts that an earlier candidate may have spoilt, the share that a process decides which
-    has served nobody else. For the others it is enough that a second one, which has served others, writes down the
-    same.
+    """Where an earlier candidate may have spoilt the process that wrote a candidate's work down: the share of those
+    with something against them that a process decides which has served nobody else (for the others it is enough that a
+    second one writes down the same), and of right ones the share that a second one writes down, too.
     """
     copy_outputs: bool = False
     """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read

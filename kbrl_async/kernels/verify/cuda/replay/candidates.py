@@ -17,7 +17,7 @@ import torch
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.verify import validation, values, wire
-from kbrl_async.kernels.verify.cuda.record.session import Recorders
+from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
@@ -69,7 +69,7 @@ class Replays:
         """Before it was recorded alone."""
         self._repeated: _Written | None = None
         """By the second recorder."""
-        self._is_spoilt = False
+        self._most_served = MAX_SERVED
 
     def open(
         self,
@@ -136,7 +136,7 @@ class Replays:
         is right only the kind of its steps is compared: a tuned kernel is launched in several ways.
         """
         last, first = self._last, self._recorders
-        if last is None or first is None or self._is_spoilt:
+        if last is None or first is None:
             return False
         second = self._second(first.arena.size)
         if second is None:
@@ -158,15 +158,13 @@ class Replays:
 
     def contradict(self, is_right: bool) -> None:
         """A process that served nobody else leads to another verdict, or may lead to other work. Where it has written
-        the same as the first, that is the candidate's own doing; else from now on only such processes decide.
+        the same as the first, that is the candidate's own doing; else from now on each process serves one candidate.
         """
         seen = outline if is_right else bytes
         if self._first is not None and self._last is not None and seen(self._first.content) == seen(self._last.content):
             return
-        self._is_spoilt = True
-        self._give_back_second()
-        if self._recorders is not None:
-            self._recorders.forget()
+        self._most_served = 1
+        self.give_back()
 
     def _second(self, size: int) -> Recorders | None:
         """None where there is no memory for one."""
@@ -203,7 +201,7 @@ class Replays:
         try:
             if known is None or self._generation != self._zygote.generation:
                 self.give_back()
-                known = Recorders(self._zygote, self._limits, self._device, wanted)
+                known = Recorders(self._zygote, self._limits, self._device, wanted, self._most_served)
             else:
                 known.grow(wanted)
         except CudaError as error:
