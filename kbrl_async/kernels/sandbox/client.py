@@ -288,7 +288,7 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        return bool(select.select([self._pidfd], [], [], within_s)[0])
+        return not self._is_open or bool(select.select([self._pidfd], [], [], within_s)[0])
 
     def freeze(self, deadline_s: float = 1.0) -> bool:
         """Stop every thread and wait until they have stopped; False where the child has died instead."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.verify import validation, values, wire
@@ -187,7 +188,10 @@ class Replays:
     def _try(self, session: ReplaySession, reference: CudaReference, deadline_s: float, rng: random.Random) -> None:
         """What libraries do at their first call, and what can't be captured here, shows now."""
         reference.pool.mix([session.slots[0]], rng)
-        session.run(0, deadline_s)
+        try:
+            session.run(0, deadline_s)
+        except InfraError as error:
+            raise Unreplayable("the process that replays it ended") from error
 
     def _recorders_for(self, size: int) -> Recorders:
         """:raises Unreplayable: so much memory is not to be had."""

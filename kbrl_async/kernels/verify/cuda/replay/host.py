@@ -154,7 +154,10 @@ class ReplayHost:
         self._loaded = images, plan
         with _file(images, plan) as (fd, length):
             order = orders.Load([(image.digest, list(map(len, image.parts))) for image in images], length)
-            answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
+            try:
+                answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
+            except InfraError as error:
+                raise Unreplayable("a process that replays ended when it loaded it") from error
         if answer.refused:
             raise Unreplayable(answer.refused)
         return answer.has_operators
@@ -214,14 +217,9 @@ class ReplayHost:
     def _ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
         try:
             return self._mapped().ask(kind, order, deadline_s, fd)
-        except CandidateFault:
+        except (CandidateFault, InfraError):
             self._drop()
             raise
-        except InfraError as error:
-            self._drop()
-            if self._loaded is None:
-                raise
-            raise Unreplayable("the process that replays it ended") from error
 
     def renew(self) -> None:
         """What kernels of earlier candidates may have left in the player is no part of what comes."""
