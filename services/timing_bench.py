@@ -10,20 +10,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
-
-if TYPE_CHECKING:
-    from kbrl_async.kernels.verify import Bench
-    from services.runtime.quiet import Gate
-
-
-def stand_aside(gate: Gate, bench: Bench) -> None:
-    """Where another bench times, what was started for the next candidate has to end before this one stands still."""
-    if not gate.is_open:
-        bench.settle()
 
 
 async def main(stop: asyncio.Event) -> None:
@@ -38,9 +28,11 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.kernels.timing import Recipe, resolution, roofline
     from kbrl_async.kernels.timing.cpu.host import hardware_of
     from kbrl_async.kernels.timing.cuda import clocks
+    from kbrl_async.kernels.timing.turns import Turns
     from kbrl_async.kernels.verify import bench_options
+    from kbrl_async.kernels.verify.options import ALONE_SHARE
     from kbrl_async.runs.telemetry.logs import bound
-    from protocols.messages import HARDWARE, SHARES, Stage, Task
+    from protocols.messages import HARDWARE, Stage, Task
     from protocols.prefetch import Prefetch
     from protocols.records import BenchReport
     from protocols.rollout import Record
@@ -54,26 +46,36 @@ async def main(stop: asyncio.Event) -> None:
     core = service.layout.bench[service.instance % len(service.layout.bench)]
     cache = resolution.cache_folder(service.config.cache_path)
     device = bench_device(settings.device, service.config.backend, service.instance)
-    shares = {SHARES: shared_resources(device)[0]} if "timing_bench" in settings.shares_with else {}
+    resource, others = shared_resources(device)[0], set(settings.shares_with) - {"timing_bench"}
+    turns = None
+    if "timing_bench" in settings.shares_with:
+        turns = Turns(service.run_dir / "locks" / resource.replace("/", "-"))
     hardware = hardware_of(device)
     options = bench_options(
         settings,
         device,
         (core,),
         recipe=Recipe.of(settings, resolved=resolution.for_run(cache, service.run_dir, hardware)),
-        memory_share=1 / service.config.processes.timing_bench if shares else 1.0,
+        memory_share=1.0 if turns is None else 1 / service.config.processes.timing_bench,
+        alone_share=ALONE_SHARE,
     )
     store = ArtifactStore(service.artifacts, service.config.compile_farm.store_max_bytes)
     loop = asyncio.get_running_loop()
 
     def tick() -> None:
         """Other benches of this device may be timing."""
-        if shares:
-            stand_aside(worker.gate, judge.bench)
+        if turns is not None:
+            turns.breathe()
         worker.breathe()
 
-    def quiet() -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if windows is None else windows.insist(2 * settings.cap_s + 1.0)
+    @contextlib.contextmanager
+    def quiet() -> Iterator[None]:
+        with contextlib.ExitStack() as alone:
+            if turns is not None:
+                alone.enter_context(turns.alone())
+            if windows is not None:
+                alone.enter_context(windows.insist(2 * settings.cap_s + 1.0))
+            yield
 
     def evaluate(frames: list[bytes]) -> BenchReport:
         record = Record.decode(frames)
@@ -81,16 +83,17 @@ async def main(stop: asyncio.Event) -> None:
         assert candidate is not None
         assert build is not None
         try:
-            return judge.judge(
-                request.problem,
-                candidate,
-                build,
-                timing=settings.timed,
-                strictness=request.strictness,
-                tick=tick,
-                alive=worker.progress,
-                profile=service.config.turns.profile,
-            )
+            with contextlib.nullcontext() if turns is None else turns.working():
+                return judge.judge(
+                    request.problem,
+                    candidate,
+                    build,
+                    timing=settings.timed,
+                    strictness=request.strictness,
+                    tick=tick,
+                    alive=worker.progress,
+                    profile=service.config.turns.profile,
+                )
         except ProblemError as error:
             raise InfraError(str(error)) from error
 
@@ -131,14 +134,14 @@ async def main(stop: asyncio.Event) -> None:
             bench,
             concurrency=1,
             wedge_s=60.0,
-            caps={**bench_caps(device, service.config.backend), HARDWARE: hardware, **shares},
+            caps={**bench_caps(device, service.config.backend), HARDWARE: hardware},
             keys=service.keys,
             prefetch=Prefetch(1),
             before=fetch if service.is_apart else None,
             differs=service.differs if service.is_apart else None,
         )
         service.watch(worker.meter)
-        windows = worker.quiet_windows(shared_resources(device)[0]) if settings.shares_with else None
+        windows = worker.quiet_windows(resource) if others else None
         service.log.info("ready", core=core, device=device, **said(judge.zygote.isolation))
         await worker.run(stop)
 

@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemCreate": [_p, _size, _p, _u64],
     "cuMemRelease": [_u64],
     "cuMemAlloc_v2": [_p, _size],
+    "cuMemFree_v2": [_u64],
     "cuMemExportToShareableHandle": [_p, _u64, _int, _u64],
     "cuMemImportFromShareableHandle": [_p, _p, _int],
     "cuMemAddressReserve": [_p, _size, _size, _u64, _u64],
@@ -78,6 +79,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuStreamEndCapture": [_p, _p],
     "cuModuleLoadData": [_p, ctypes.c_char_p],
     "cuModuleGetFunction": [_p, _p, ctypes.c_char_p],
+    "cuModuleGetGlobal_v2": [_p, _p, _p, ctypes.c_char_p],
     "cuFuncGetAttribute": [_p, _int, _p],
     "cuFuncSetAttribute": [_p, _int, _int],
     "cuDeviceGetAttribute": [_p, _int, _int],
@@ -260,6 +262,12 @@ class Driver:
 
     def function(self, module: int, name: str) -> int:
         return int(self._out("cuModuleGetFunction", _p, module, name.encode()) or 0)
+
+    def variable(self, module: int, name: str) -> tuple[int, int]:
+        """Address and bytes of a variable of the device."""
+        address, size = _u64(), _size()
+        self.call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), module, name.encode())
+        return address.value, size.value
 
     def _attribute(self, of: int, which: int) -> int:
         return int(self._out("cuFuncGetAttribute", _int, which, of))

@@ -55,6 +55,7 @@ class Careful(msgspec.Struct, frozen=True):
             warmup=10,
             warmup_s=0.025,
             pairs_a_place=CAREFUL_PAIRS_A_PLACE if self.pairs_a_place is None else self.pairs_a_place,
+            enough_below=0.0,
         )
 
 

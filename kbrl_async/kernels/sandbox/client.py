@@ -290,11 +290,13 @@ class Child:
         self._status: int | None = None
 
     def signal(self, number: int) -> None:
+        if not self._is_open:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        return bool(select.select([self._pidfd], [], [], within_s)[0])
+        return not self._is_open or bool(select.select([self._pidfd], [], [], within_s)[0])
 
     def freeze(self, deadline_s: float = 10.0) -> bool:
         """Stop every thread and wait until they have stopped; False where the child has died instead."""

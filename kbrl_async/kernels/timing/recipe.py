@@ -3,7 +3,7 @@
 ::
 
     sample() ─▶ Pair ─▶ polluted? set aside ─▶ every `looks` pairs: interval (all looks hold together), widened by what
-                        the bench can't resolve at this length ─▶ resolved · decided · cap ─▶ Measured
+                        the bench can't resolve at this length ─▶ resolved · decided · slower · cap ─▶ Measured
 
 The same for CPU and GPU: the sampler knows how a pair is taken, the clock says what is spent (wall or GPU seconds).
 
@@ -25,10 +25,11 @@ from typing import Any
 import msgspec
 
 from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.timing.statistics import Interval, Sequential, stop_reason, widened
+from kbrl_async.kernels.timing.statistics import Interval, Sequential, few, stop_reason, widened
 from protocols.records import DISTURBED, TIMING_CONFIDENCE
 
 PLACEMENT = 0.02
+SLOWER, _ENOUGH_PAIRS = "slower", 4
 CAREFUL_PAIRS_A_PLACE = 4
 """`Recipe.pairs_a_place` of a careful measurement: a move costs about as much as a pair or two."""
 
@@ -57,6 +58,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Stop when the interval's relative half width is at most this."""
     margin: float = 0.05
     """… or when the interval is this far away from 1 and at most three times as wide."""
+    enough_below: float = 0.8
+    """Four pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing. 0:
+    never.
+    """
     confidence: float = TIMING_CONFIDENCE
     placement: float = PLACEMENT
     """What two processes of the same code differ by, because of where their memory lies, where `resolved` is empty."""
@@ -163,10 +168,20 @@ class _Run:
         n = len(self._kept)
         if self._is_over(n, spent):
             self._interval, self.stopped = self._look(is_last=True), "cap"
+        elif not pair.polluted and n == _ENOUGH_PAIRS and (slow := self._clearly_slower()) is not None:
+            self._interval, self.stopped = slow, SLOWER
         elif not pair.polluted and n >= self._recipe.min_pairs and n % self._recipe.looks == 0:
             self._interval = self._look()
             if self._interval is not None:
                 self.stopped = self._reason(self._interval, n)
+
+    def _clearly_slower(self) -> Interval | None:
+        """The interval of a few pairs, by Student's t with half of the error, where all of it is low enough."""
+        ratios = [_ratio(pair) for pair in self._kept]
+        if max(ratios) >= self._recipe.enough_below:
+            return None
+        interval = few(ratios, (1 + self._recipe.confidence) / 2)
+        return interval if widened(interval, self._share()).hi < self._recipe.enough_below else None
 
     def _is_over(self, n: int, spent: float) -> bool:
         recipe = self._recipe

@@ -156,15 +156,29 @@ class Bench:
         clock: StageClock,
         watch: Watch | None,
     ) -> tuple[Verdict, Timing | None]:
-        """What may be the work of an earlier candidate is found out once more, without any."""
+        """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
+        the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
+        """
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
-        if not checker.is_in_doubt(verdict.fault):
+        is_right = verdict.fault is Fault.OK
+        is_in_doubt = checker.is_in_doubt(verdict.fault)
+        is_sampled = self._rng.random() < options.alone_share
+        if not is_in_doubt and not (checker.is_shared and is_sampled):
+            return verdict, timed
+        is_repeated = False
+        if options.alone_share < 1 or not is_in_doubt:
+            paths = {key: str(path) for key, path in artifacts.items()}
+            is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
+        if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
         checker = Checker(self._zygote, reference, options, self._rng, self._device)
-        return self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
+        alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
+        if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
+            self._device.contradict(is_right and alone[0].fault is Fault.OK)
+        return alone
 
     def _judge(
         self,
@@ -295,7 +309,6 @@ class Bench:
                 with clock.part("imports"):
                     ready()  # not in the window, nor what follows: others stand still in it
                 with clock.part("until all is quiet"):
-                    self.settle()
                     window.enter_context(self.quiet())
                 with clock.part("measuring"):
                     return stopwatch.run()

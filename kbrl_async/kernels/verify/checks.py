@@ -73,7 +73,7 @@ class Checker:
         self.carries_state = False
         """The same inputs were answered rightly once and wrongly another time."""
         self.evidence = ""
-        self.trust, self.trust_reason, self._is_shared = OBSERVED, "", False
+        self.trust, self.trust_reason, self.is_shared = OBSERVED, "", False
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
@@ -111,7 +111,7 @@ class Checker:
             self.session = self._device.judged(reference, self._zygote, candidate, paths, options, self._rng, is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
-            self._is_shared = self.session.is_shared
+            self.is_shared = self.session.is_shared
             reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
@@ -163,7 +163,7 @@ class Checker:
         """Whether this verdict may be the work of others, who were in a process before it: what speaks against it, or
         that it could not be replayed though it is right.
         """
-        return self._is_shared and (fault is Fault.OK) == (self.trust == OBSERVED)
+        return self.is_shared and (fault is Fault.OK) == (self.trust == OBSERVED)
 
     def restart(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
         """A fresh process for a second measurement."""

@@ -5,12 +5,17 @@ What is allowed is in `tolerance.py`. NaN fails unless the reference has it at t
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import torch
 
 from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_scale, tolerance
 
 __all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
+
+CHUNK = 1 << 24
+"""Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -59,6 +64,33 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
     total = expected.numel()
     if total == 0:
         return Difference(0, 0, 0.0, 0.0)
+    if total > CHUNK and got.is_contiguous() and expected.is_contiguous():
+        return _in_chunks(got, expected, allowed)
+    return _of_all(got, expected, allowed)
+
+
+def _in_chunks(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
+    """The same, with intermediate results of a chunk in memory and not of all."""
+    begins = range(0, expected.numel(), CHUNK)
+    one, other = got.view(-1), expected.view(-1)
+    found = [_of_all(one[begin : begin + CHUNK], other[begin : begin + CHUNK], allowed) for begin in begins]
+    begin, worst = max(zip(begins, found, strict=True), key=lambda part: _badness(part[1]))
+    place = torch.unravel_index(torch.tensor(begin + worst.where[0]), expected.shape) if worst.where else ()
+    return msgspec.structs.replace(
+        worst,
+        wrong=sum(part.wrong for part in found),
+        total=expected.numel(),
+        where=tuple(map(int, place)),
+        nans=sum(part.nans for part in found),
+    )
+
+
+def _badness(found: Difference) -> tuple[bool, int, float]:
+    return found.wrong > 0, found.nans, math.inf if math.isnan(found.worst) else found.worst
+
+
+def _of_all(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
+    total = expected.numel()
     if expected.is_complex():
         got, expected = torch.view_as_real(got), torch.view_as_real(expected)
     if not expected.is_floating_point():

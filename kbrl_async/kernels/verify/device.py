@@ -85,6 +85,22 @@ class Device:
         """
         return reference.open(zygote, candidate.source, "ModelNew", artifacts, options.deadline_s, candidate.backend)
 
+    def is_repeated(
+        self,
+        reference: Reference,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        is_right: bool,
+    ) -> bool:
+        """Whether a process of another history makes the same of the last candidate as the one before it."""
+        return False
+
+    def contradict(self, is_right: bool) -> None:
+        """A process that has served nobody else came to another verdict on the last candidate; or, where `is_right`, a
+        second one to other work.
+        """
+
     def room(self, options: BenchOptions) -> float:
         """Bytes of its own memory that all references together may take."""
         return 0.0

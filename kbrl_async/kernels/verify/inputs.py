@@ -94,8 +94,8 @@ def vary(
     fixed: Collection[int] = (),
 ) -> list[torch.Tensor]:
     """The inputs of a set, from one nominal draw: what stays as it is shares its memory. Tensors have the
-    problem's shapes, or are flat blocks where only their values are known. `domains` and `fixed` go by their numbers: the ends that they stay between, and which stay
-    as they were drawn.
+    problem's shapes, or are flat blocks where only their values are known. `domains` and `fixed` go by their numbers:
+    the ends that they stay between, and which stay as they were drawn.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
     seed = rng.getrandbits(63)

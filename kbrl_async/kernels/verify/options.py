@@ -20,6 +20,8 @@ Watch = Callable[[int, Callable[[], object]], object]
 """Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
 
 _INTERPRETER_S = 60.0
+ALONE_SHARE = 0.125
+"""In training, of `BenchOptions.alone_share`."""
 
 
 def no_tick() -> None:
@@ -56,6 +58,11 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As `TimingBench.outputs`."""
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
+    alone_share: float = 1.0
+    """Where an earlier candidate may have spoilt the process that wrote a candidate's work down: the share of those
+    with something against them that a process decides which has served nobody else (for the others it is enough that a
+    second one writes down the same), and of right ones the share that a second one writes down, too.
+    """
     copy_outputs: bool = False
     """Children copy outputs into their arena inside each call. Set by itself where the host lets nobody read
     a child.

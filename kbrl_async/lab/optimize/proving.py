@@ -37,6 +37,7 @@ CAREFUL = Recipe.of(
     pairs_a_place=CAREFUL_PAIRS_A_PLACE,
     patience_s=5.0,
     reject_cap=8,
+    enough_below=0.0,
 )
 
 

@@ -13,7 +13,8 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_DYNSYM, _LOAD, _THREAD_LOCAL, _FUNCTION = 11, 1, 7, 2
+_SYMTAB, _DYNSYM, _LOAD, _THREAD_LOCAL, _OBJECT, _FUNCTION = 2, 11, 1, 7, 1, 2
+_GLOBAL = b".nv.global"
 _RELOCATED, _WRITABLE = 0x6474E552, 2
 _MAX_NAME = 1 << 16
 """Of a symbol: many that end in one place would take for ever to read."""
@@ -78,6 +79,15 @@ def fatbins(data: bytes) -> list[bytes]:
     return found
 
 
+def variables(data: bytes) -> list[str]:
+    """Names of the variables that kernels of a cubin can write to, and that last. Raises as `functions`."""
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        raise ValueError("no 64-bit little-endian ELF file")
+    lasting = {number for number, (name, *_) in enumerate(_sections(data)) if name.startswith(_GLOBAL)}
+    found = _symbols(data, _SYMTAB)
+    return sorted({name for name, info, index, _ in found if info & 15 == _OBJECT and index in lasting and name})
+
+
 def _sections(data: bytes) -> Iterator[tuple[bytes, int, int]]:
     """Name, offset and size of each."""
     if not data.startswith(b"\x7fELF\x02\x01"):
@@ -93,14 +103,18 @@ def _sections(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _dynamic_symbols(data: bytes) -> Iterator[tuple[str, int, int, int]]:
-    """Name, info, section index and address of each."""
+    return _symbols(data, _DYNSYM)
+
+
+def _symbols(data: bytes, kind: int) -> Iterator[tuple[str, int, int, int]]:
+    """Name, info, section index and address of each in tables of this kind."""
     header = _HEADER.unpack_from(data)
     if not data.startswith(b"\x7fELF\x02\x01"):
         raise ValueError("no 64-bit little-endian ELF file")
     section_at, section_count = header[6], header[12]
     sections = [_read(_SECTION, data, section_at + i * _SECTION.size) for i in range(section_count)]
     for section in sections:
-        if section[1] != _DYNSYM:
+        if section[1] != kind:
             continue
         names_at = sections[section[6]][4]
         for at in range(section[4], section[4] + section[5], _SYMBOL.size):

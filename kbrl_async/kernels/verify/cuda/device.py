@@ -81,9 +81,9 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Reference],
         tick: Tick,
     ) -> Reference:
-        make_room(kept, options)
         if self._spares is None:
             self._spares = Spares(zygote, options.limits, options.device)
+        make_room(kept, options, self._spares.dying)
         return CudaReference(zygote, problem, options, rng, self._spares, tick)
 
     def judged(
@@ -108,9 +108,25 @@ class CudaDevice(Device):
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
             return watched
 
+    def is_repeated(
+        self,
+        reference: Reference,
+        candidate: Candidate,
+        artifacts: dict[str, str],
+        options: BenchOptions,
+        is_right: bool,
+    ) -> bool:
+        assert isinstance(reference, CudaReference)
+        given = candidate.source, candidate.backend, artifacts
+        return self._replays is not None and self._replays.is_repeated(reference, *given, options.deadline_s, is_right)
+
+    def contradict(self, is_right: bool) -> None:
+        if self._replays is not None:
+            self._replays.contradict(is_right)
+
     def _replays_for(self, zygote: Zygote, options: BenchOptions) -> Replays:
         if self._replays is None:
-            self._replays = Replays(zygote, options.limits, options.device)
+            self._replays = Replays(zygote, options.limits, options.device, options.memory_share)
         return self._replays
 
     def room(self, options: BenchOptions) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.memory import memory_file, seal
 
 ENTRY = "kbrl_async.kernels.verify.cuda.runner:main"
@@ -29,6 +30,7 @@ class Spares:
         self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
         self._child: Child | None = None
         self._generation = -1
+        self.dying = Dying()
 
     def take(self) -> Child:
         self._forget_the_dead()
@@ -47,6 +49,10 @@ class Spares:
             select.select([self._child.channel], [], [], _SETTLE_S)
 
     def close(self) -> None:
+        self._drop()
+        self.dying.close()
+
+    def _drop(self) -> None:
         if self._child is not None:
             self._child.close()
             self._child = None
@@ -54,7 +60,7 @@ class Spares:
     def _forget_the_dead(self) -> None:
         """It dies with its zygote, too."""
         if self._child is not None and (self._generation != self._zygote.generation or self._child.has_ended()):
-            self.close()
+            self._drop()
 
     def _spawn(self) -> Child:
         return self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)

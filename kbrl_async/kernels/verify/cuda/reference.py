@@ -21,6 +21,7 @@ from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
@@ -78,7 +79,7 @@ class CudaReference(Reference):
         self._weights: DeviceArena | None = None
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
-        self.plan = Plan(options.slots, 1)
+        self.plan, self.forward_ns = Plan(options.slots, 1), 0.0
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
@@ -165,6 +166,12 @@ class CudaReference(Reference):
             os.close(fd)
             copied.close()
 
+    def capture_refused(self) -> str:
+        """Why it can't be timed as a graph, or an empty string: then what is replayed would have no equal."""
+        assert isinstance(self.session, CudaSession)
+        known = self.session.captured or self.session.capture(self.plan.batch, self._options.reference_deadline_s)
+        return known.refused
+
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
@@ -210,6 +217,7 @@ class CudaReference(Reference):
         for place, block in zip(session.slots[0], draws[0], strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
+        self.forward_ns = elapsed
         self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
         self.attach(session)
 
@@ -240,7 +248,7 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, dying: Dying) -> None:
     """Close the references used longest ago until the GPU has room for another."""
     while kept:
         torch.cuda.empty_cache()
@@ -248,6 +256,7 @@ def make_room(kept: OrderedDict[str, Reference], options: BenchOptions) -> None:
         if free >= _ROOM_SHARE * memory_of(options):
             return
         kept.popitem(last=False)[1].close()
+        dying.close()  # until then the driver has its memory
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

@@ -21,6 +21,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
@@ -55,6 +56,9 @@ class Timed(Judged, Protocol):
     is_proven: bool
     """Whether a timed run over all slots was found right, and need not be looked at again."""
 
+    forward_ns: float
+    """The shortest call so far by our clock, with what calling costs; infinite where none was timed."""
+
     def attach(
         self,
         tree: wire.Tree,
@@ -84,6 +88,7 @@ class CudaSession(Session):
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
     is_trusted = False
+    forward_ns = math.inf
 
     def __init__(
         self,
@@ -98,7 +103,9 @@ class CudaSession(Session):
         self._where = torch.device(setup.device)
         self.shared: DeviceArena | None = None
         self.captured: wire.Captured | None = None
+        self._captured_slots = 0
         self.is_proven = False
+        self._is_confined = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
@@ -113,6 +120,7 @@ class CudaSession(Session):
 
     def _confined(self) -> wire.Confined:
         confined = super()._confined()
+        self._is_confined = True
         if self._orders is not None:
             self._send_orders(*self._orders)
         return confined
@@ -128,11 +136,16 @@ class CudaSession(Session):
                 os.close(fd)
 
     def close(self) -> None:
-        super().close()
-        self._outs = []
+        """Returns at once; who needs its memory waits for its end, see `CudaDevice.ended`."""
+        self._spares.dying.add(self._child)
+        self.slots, self._outs = [], []
         if self.shared is not None:
             self.shared.close()
             self.shared = None
+
+    def _readable(self, deadline_s: float) -> bool:
+        """A child that is starting makes its context, which disturbs nobody who times."""
+        return Turns.answers(self._child.channel, deadline_s, self._child if self._is_confined else None)
 
     def _starved(self, deadline_s: float, used_before_ns: int = 0) -> bool:
         """A GPU that clears away a fault answers nobody for seconds, us neither; then the child's answer still comes.
@@ -224,8 +237,9 @@ class CudaSession(Session):
         return [_stacked(self.shared, meta, step, end)[first:] for meta, step in self._outs]
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
-        """Graphs of forward over the first `count` slots, made once for an arena."""
-        if self.captured is None:
+        """Graphs of forward over the first `count` slots, made once for an arena and as many."""
+        if self.captured is None or self._captured_slots != count:
+            self._captured_slots = count
             self.captured = self._timed_call(wire.Captured, wire.OP_CAPTURE, count, deadline_s)[1]
         return self.captured
 

@@ -40,7 +40,7 @@ from kbrl_async.kernels.verify import compare, proof, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
-from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, Plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Sample, Timed
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -49,6 +49,8 @@ from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Session
 from protocols.records import Candidate, Fault, Timing
 
 _FLOOR_NS = 50.0
+_SLOW, _SHORT_NS, _SLOW_BATCH_NS = 2.0, 150_000.0, 2_400_000.0
+"""A forward shorter than the second is not told from a slow one by the time of a call."""
 _AUDIT_NS = 5e6
 _LONG_NS = 1_500_000.0
 """A batch this long is audited well enough by the calls that timed it."""
@@ -86,6 +88,19 @@ RESOLVED = (
 """What A against A could not resolve by length, on two H200s; `kbrl bench --aa` measures a host's own."""
 
 
+def batch_for(plan: Plan, reference_ns: float, candidate_ns: float) -> int:
+    """Forwards in one timed run. Of a candidate that is clearly slower than its reference fewer, a power of two: how
+    much slower it is needs no precision.
+
+    >>> batch_for(Plan(16, 16), 40_000.0, 60_000.0), batch_for(Plan(16, 16), 40_000.0, 1_000_000.0)
+    (16, 4)
+    """
+    if candidate_ns < _SLOW * max(reference_ns, _SHORT_NS) or not math.isfinite(candidate_ns):
+        return plan.batch
+    enough = math.ceil(_SLOW_BATCH_NS / candidate_ns)
+    return min(plan.batch, 1 << (enough - 1).bit_length())
+
+
 class CudaStopwatch:
     """`run` gives None and sets `checker.fault` where a timed call fails, is wrong or contradicts our clock."""
 
@@ -109,6 +124,7 @@ class CudaStopwatch:
         self._reference: Timed = twin
         self._candidate: Timed = checker.session
         self._limit_s = checker.one_call_s
+        self._batch = batch_for(self._plan, checker.reference.forward_ns, checker.session.forward_ns)
         self._extra: list[float] = []
         self._claims: list[float] = []
         self._slot = self._pairs = 0
@@ -153,7 +169,7 @@ class CudaStopwatch:
         return self._timing(_with_hidden(measured, self._hidden))
 
     def _capture(self) -> wire.Captured:
-        count, limit = self._plan.batch, _CAPTURE_S + self._limit_s
+        count, limit = self._batch, _CAPTURE_S + self._limit_s
         reference = self._reference.capture(count, max(limit, 60.0))
         captured = self._candidate.capture(count, limit)
         refused = captured.refused or (f"the reference: {reference.refused}" if reference.refused else "")
@@ -170,7 +186,7 @@ class CudaStopwatch:
 
     def _replays_rightly(self) -> bool:
         """Whether a replay does what a call does: kernels launched on another stream are no part of the graph."""
-        count = self._plan.batch
+        count = self._batch
         self._fill(list(range(count)))
         self._candidate.poison()
         for session in (self._reference, self._candidate):
@@ -273,9 +289,9 @@ class CudaStopwatch:
             self._move()
         self._pairs += 1
         if self._rng.random() < _LEFT_OUT:
-            self._fill(list(range(self._plan.batch)))
+            self._fill(list(range(self._batch)))
             self._candidate.leaves_out(self._limit_s)
-        count = 1 if self._refused else self._plan.batch
+        count = 1 if self._refused else self._batch
         self._slot = (self._slot + 1) % self._plan.slots if self._refused else 0
         slots = list(range(self._slot, self._slot + count))
         self._fill(slots)
@@ -301,7 +317,7 @@ class CudaStopwatch:
         self._checker.reference.attach(self._moved)
         if self._refused:
             return
-        captured = self._moved.capture(self._plan.batch, _CAPTURE_S + self._limit_s)
+        captured = self._moved.capture(self._batch, _CAPTURE_S + self._limit_s)
         if self._moved is self._candidate and (captured.refused or captured.kernels != self._kernels):
             self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
             raise CandidateFault(Fault.CHEATING, _ELSEWHERE, "phase")
@@ -367,8 +383,9 @@ class CudaStopwatch:
         count = one.numel()
         if count <= _STRETCH or not (one.is_contiguous() and other.is_contiguous()):
             return one, other
-        begin = self._rng.randrange(count - _STRETCH)
-        return one.view(-1)[begin : begin + _STRETCH], other.view(-1)[begin : begin + _STRETCH]
+        begin = self._rng.randrange(1 - _STRETCH, count)  # beyond both ends, so that they are as likely as the middle
+        part = slice(max(0, begin), begin + _STRETCH)
+        return one.view(-1)[part], other.view(-1)[part]
 
     def _agree(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return all(map(compare.agrees, got, expected, self._nominal.tolerances))
@@ -434,7 +451,7 @@ class CudaStopwatch:
         if self._refused:
             way = f"events around an ordinary forward ({self._refused}), {self._hidden / 1000:.0f} µs outside of them"
         else:
-            way = f"CUDA graph of {self._plan.batch} forward{'s' if self._plan.batch > 1 else ''}"
+            way = f"CUDA graph of {self._batch} forward{'s' if self._batch > 1 else ''}"
         reasons = "".join(f", {count} {reason}" for reason, count in sorted(self._faults.items()) if count)
         method = f"paired, cold L2, {way}, {empty}, {measured.rejected} rejected{reasons}"
         chip = torch.cuda.get_device_name(torch.device(self._options.device))

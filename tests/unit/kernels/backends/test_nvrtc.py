@@ -10,7 +10,7 @@ import pytest
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.building import answers
-from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch import bundle, elf
 from kbrl_async.kernels.backends.nvrtc import build
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
@@ -174,3 +174,13 @@ def test_a_child_that_blames_its_host_is_held_against_a_source_of_ours(
     monkeypatch.setattr(build, "_works", lambda arch, context: False)
     with pytest.raises(InfraError):
         build._report(told, "key", builder._context, "sm_90")
+
+
+@needs_nvrtc
+def test_variables_of_a_cubin_are_those_that_last() -> None:
+    source = "__device__ int calls = 3; __constant__ float two[2] = {1, 2}; extern __shared__ int most[];"
+    source += 'extern "C" __global__ void f(float *x) { most[0] = calls++; x[0] = most[0] + two[threadIdx.x % 2]; }'
+    assert elf.variables(nvrtc.compile_source(source, ["f"], "sm_90").cubin) == ["calls"]
+    assert elf.variables(nvrtc.compile_source(GOOD, ["f"], "sm_90").cubin) == []
+    with pytest.raises(ValueError, match="ELF"):
+        elf.variables(b"nonsense")

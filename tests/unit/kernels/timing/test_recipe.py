@@ -30,6 +30,29 @@ def test_a_quiet_measurement_is_resolved_early() -> None:
     assert found.interval.median == pytest.approx(2.0, rel=0.01)
 
 
+def test_what_is_clearly_slower_takes_four_pairs_and_the_truth_is_inside() -> None:
+    found = measure(noisy(0.5, 0.02), Recipe.of(TimingBench()), ticking(0.0))
+    assert (found.stopped, found.n) == ("slower", 4)
+    assert found.interval.lo < 0.5 < found.interval.hi < 0.8
+    assert measure(noisy(0.5, 0.02), Recipe.of(TimingBench(), enough_below=0.0), ticking(0.0)).n > 4
+
+
+@pytest.mark.parametrize(("speedup", "noise"), [(0.81, 0.01), (0.5, 0.5), (2.0, 0.01), (1.0, 0.02)])
+def test_what_is_not_clearly_slower_is_measured_on(speedup: float, noise: float) -> None:
+    for seed in range(50):
+        found = measure(noisy(speedup, noise, seed), Recipe.of(TimingBench()), ticking(0.0))
+        assert found.stopped != "slower" or found.interval.hi < 0.8
+        assert found.n > 4 or noise == 0.5
+
+
+def test_stopping_early_for_the_slow_keeps_the_truth_inside() -> None:
+    misses = 0
+    for seed in range(400):
+        found = measure(noisy(0.6, 0.05, seed), Recipe.of(TimingBench(), placement=0.0), ticking(0.0))
+        misses += not found.interval.lo <= 0.6 <= found.interval.hi
+    assert misses <= 0.02 * 400 + 4
+
+
 def test_a_noisy_measurement_ends_at_the_cap_of_pairs() -> None:
     found = measure(noisy(1.0, 0.5), Recipe.of(TimingBench()), ticking(0.0))
     assert (found.stopped, found.n) == ("cap", 30)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kbrl_async.kernels.verify import compare
 from kbrl_async.kernels.verify.compare import Tolerance, difference, kernelbench, output_scale, same_values, tolerance
 from kbrl_async.kernels.verify.inputs import KINDS, Kind, attempts, is_continuous, kinds_for, moved, vary
 
@@ -189,3 +190,21 @@ def test_same_values_means_same_bits() -> None:
     assert same_values(nan, nan.clone())
     assert not same_values(nan, torch.tensor([2.0, 1.0]))
     assert not same_values(torch.ones(2), torch.ones(2).double())
+
+
+@pytest.mark.parametrize("wrong", [(), (3,), (70, 71, 149), (149,)])
+@pytest.mark.parametrize("bad", [9.0, float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_a_large_output_is_compared_by_parts_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...], bad: float, dtype: torch.dtype
+) -> None:
+    expected = torch.arange(150).reshape(5, 30).to(dtype)
+    got = expected.clone()
+    for number, place in enumerate(wrong):
+        got.view(-1)[place] += 7 + number if dtype is torch.int64 or bad == bad else bad
+    whole = difference(got, expected, STRICT)
+    monkeypatch.setattr(compare, "CHUNK", 40)
+    parts = difference(got, expected, STRICT)
+    same = ("wrong", "total", "nans", "where") if wrong else ("wrong", "total", "nans")
+    assert [getattr(parts, name) for name in same] == [getattr(whole, name) for name in same]
+    assert parts.worst == whole.worst or whole.worst != whole.worst

@@ -49,6 +49,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if op.namespace not in _NAMESPACES:  # the candidate's own, or a wrapper: what it calls is seen by itself
             with self:
                 return op.redispatch(_keys_of(args), *args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(op, args, kwargs or {}):
+            raise Refused(f"{op.name()} draws random numbers")  # before torch finds its generator in the wrong state
         first, self._heap.log = self._count(), []
         try:
             result = op(*args, **(kwargs or {}))
@@ -63,8 +65,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self, first: int, last: int, op: Any, args: Any, kwargs: Any, result: Any, log: list[tuple[int, int]]
     ) -> Step:
         name = op.name()
-        if torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(op, args, kwargs):
-            raise Refused(f"{name} draws random numbers")
         if not allowed.is_allowed(name):
             raise Refused(f"{name} is none of the operators that are done again")
         given: list[torch.Tensor] = []

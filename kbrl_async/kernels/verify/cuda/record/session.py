@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import socket
 from collections.abc import Callable
 
@@ -24,14 +22,16 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares, as_files
 from kbrl_async.kernels.verify.memory import memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
 _CONFINED_S, _MAP_S = 30.0, 10.0
-_MAX_SERVED = 64
+MAX_SERVED = 64
 _MAX_LEFT = 256 << 20
 _LIFE_S = 24 * 3600
 _MAX_BYTES = 16 << 20
@@ -43,20 +43,21 @@ class Recorders:
     that is being killed may still write into its own for seconds.
     """
 
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int) -> None:
-        self._device = device
+    def __init__(
+        self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int, most_served: int = MAX_SERVED
+    ) -> None:
+        self._device, self._most_served = device, most_served
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
         self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
         self._child: Child | None = None
-        self._dying: list[Child] = []
-        self._is_used = False
+        self._dying = Dying()
+        self._is_used = self._is_begun = False
         self._served = 0
         self.isolation = Isolation("none", ("no recorder was started",))
 
     def close(self) -> None:
         self._end()
-        for child in self._dying:
-            child.close()
+        self._dying.close()
         self._spares.close()
         self.arena.close()
 
@@ -108,7 +109,7 @@ class Recorders:
         finally:
             for fd in (file, *files):
                 os.close(fd)
-        if told.is_over or told.left > _MAX_LEFT or self._served >= _MAX_SERVED:
+        if told.is_over or told.left > _MAX_LEFT or self._served >= self._most_served:
             self._retire()
         return content
 
@@ -141,11 +142,11 @@ class Recorders:
         try:
             self.arena = DeviceArena.new(size, torch.device(self._device))
         except CudaError:  # it is still theirs
-            while self._dying:
-                self._dying.pop().close()
+            self._dying.close()
             self.arena = DeviceArena.new(size, torch.device(self._device))
 
     def _begin(self) -> None:
+        self._is_begun = False
         confined = self._answer(_CONFINED_S)
         if isinstance(confined, wire.Confined):
             self.isolation = Isolation(confined.level, confined.missing)
@@ -157,6 +158,7 @@ class Recorders:
             finally:
                 os.close(fd)
             if isinstance(self._answer(_MAP_S), wire.Ready):
+                self._is_begun = True
                 return
         self._end()
         raise InfraError("a recorder did not start in its sandbox", _CURE)
@@ -165,7 +167,7 @@ class Recorders:
         """None where none came in time. `OSError` where it has ended, or says what no recorder says."""
         assert self._child is not None
         channel = self._child.channel
-        if not select.select([channel], [], [], deadline_s)[0]:
+        if not Turns.answers(channel, deadline_s, self._child if self._is_begun else None):
             return None
         data = channel.recv(wire.MAX_REPLY)
         try:
@@ -175,10 +177,6 @@ class Recorders:
 
     def _end(self) -> None:
         if self._child is not None:
-            self._child.signal(signal.SIGKILL)
-            self._dying.append(self._child)
+            self._dying.add(self._child)
             self._child = None
         self._served = 0
-        for child in [child for child in self._dying if child.has_ended()]:
-            self._dying.remove(child)
-            child.close()

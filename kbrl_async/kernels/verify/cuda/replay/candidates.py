@@ -11,35 +11,66 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.verify import validation, values
-from kbrl_async.kernels.verify.cuda.record.session import Recorders
+from kbrl_async.kernels.verify import validation, values, wire
+from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.recording import Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault
 
-_LEAST_BYTES = 2 << 30
+_LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
+_SECONDS = 8
+"""Candidates that the second recorder serves: only those with something against them come to it."""
 _TIMES = 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs."""
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """What a recorder wrote of a candidate, and where its inputs were."""
+
+    content: bytes
+    placed: list[list[wire.TensorMeta]]
+    start: int
+    recording: Recording
+
+
+def outline(content: bytes) -> list[list[str]] | None:
+    """What the forwards of a recording consist of; None where it can't be read."""
+    try:
+        forwards = decode(content).forwards
+    except (ValueError, TypeError):
+        return None
+    return [[getattr(node, "name", type(node).__name__) for node in forward.nodes] for forward in forwards]
 
 
 class Replays:
     """Recorders and players of one bench on its GPU."""
 
-    def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float = 1.0) -> None:
         self._zygote, self._limits, self._device = zygote, limits, device
+        self._memory_share = memory_share
         self._host = ReplayHost(zygote, limits, device)
         self._recorders: Recorders | None = None
+        self._seconds: Recorders | None = None
         self._generation = -1
+        self._last: _Written | None = None
+        self._first: _Written | None = None
+        """Before it was recorded alone."""
+        self._repeated: _Written | None = None
+        """By the second recorder."""
+        self._most_served = MAX_SERVED
 
     def open(
         self,
@@ -51,10 +82,13 @@ class Replays:
         rng: random.Random,
         is_alone: bool,
     ) -> ReplaySession:
-        """`is_alone`: recorded by a process that has served nobody else.
+        """`is_alone`: recorded and replayed by processes that have served nobody else.
 
         :raises Unreplayable: it has to be judged another way.
         """
+        self._first, self._last = self._last if is_alone else None, None
+        if refused := reference.capture_refused():
+            raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
             built = images(map(Path, artifacts.values()))
         except Unloadable as refusal:
@@ -64,12 +98,14 @@ class Replays:
         recorders = self._recorders_for(start + _TIMES * reference.slot_bytes * slots + reference.weights_bytes)
         if is_alone:
             recorders.forget()
+            self._host.renew()
         content = reference.record(recorders, source, artifacts, backend, placed, start, deadline_s)
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
         except Malformed as error:
             raise Unreplayable(f"its recording says what can't be ({error})") from error
+        self._last = _Written(content, placed, start, recording)
         if recording.refused:
             raise Unreplayable(recording.refused)
         try:
@@ -87,15 +123,80 @@ class Replays:
         self._host.refill()
         return session
 
+    def is_repeated(
+        self,
+        reference: CudaReference,
+        source: str,
+        backend: str,
+        artifacts: dict[str, str],
+        deadline_s: float,
+        is_right: bool,
+    ) -> bool:
+        """Whether a second process, which has served other candidates than the first, writes down of the last one
+        what the first wrote, and keeps the same in memory that lasts. Then what was found of its replay holds. Of what
+        is right only the kind of its steps is compared: a tuned kernel is launched in several ways.
+        """
+        last, first = self._last, self._recorders
+        if last is None or first is None:
+            return False
+        second = self._second(first.arena.size)
+        if second is None:
+            return False
+        content = reference.record(second, source, artifacts, backend, last.placed, last.start, deadline_s)
+        second.refill()
+        self._repeated = _Written(content, last.placed, last.start, last.recording)
+        if is_right:
+            return outline(content) == outline(last.content)
+        return self._agrees(last.content, first)
+
+    def _agrees(self, content: bytes, first: Recorders) -> bool:
+        """Whether this, in that arena, is what the second process wrote, in its own."""
+        written, second = self._repeated, self._seconds
+        if written is None or second is None or content != written.content:
+            return False
+        ours, theirs = first.arena.raw, second.arena.raw
+        return all(torch.equal(ours[begin:end], theirs[begin:end]) for begin, end in written.recording.image)
+
+    def contradict(self, is_right: bool) -> None:
+        """A process that served nobody else leads to another verdict, or may lead to other work. Where it has written
+        the same as the first, that is the candidate's own doing; else from now on each process serves one candidate.
+        """
+        seen = outline if is_right else bytes
+        if self._first is not None and self._last is not None and seen(self._first.content) == seen(self._last.content):
+            return
+        self._most_served = 1
+        self.give_back()
+
+    def _second(self, size: int) -> Recorders | None:
+        """None where there is no memory for one."""
+        known = self._seconds
+        try:
+            if known is None:
+                self._seconds = known = Recorders(self._zygote, self._limits, self._device, size, _SECONDS)
+            elif known.arena.size != size:
+                known.grow(size)
+        except CudaError:
+            self._give_back_second()
+            return None
+        return known
+
+    def _give_back_second(self) -> None:
+        if self._seconds is not None:
+            self._seconds.close()
+            self._seconds = None
+
     def _try(self, session: ReplaySession, reference: CudaReference, deadline_s: float, rng: random.Random) -> None:
         """What libraries do at their first call, and what can't be captured here, shows now."""
         reference.pool.mix([session.slots[0]], rng)
-        session.run(0, deadline_s)
+        try:
+            session.run(0, deadline_s)
+        except InfraError as error:
+            raise Unreplayable("the process that replays it ended") from error
 
     def _recorders_for(self, size: int) -> Recorders:
         """:raises Unreplayable: so much memory is not to be had."""
         wanted = max(_LEAST_BYTES, values.padded(size + _BESIDE, _LEAST_BYTES))
-        total = torch.cuda.get_device_properties(torch.device(self._device)).total_memory
+        total = self._memory_share * torch.cuda.get_device_properties(torch.device(self._device)).total_memory
         if wanted > _MOST_SHARE * total and wanted > _LEAST_BYTES:
             raise Unreplayable("its inputs take too much memory to be held twice more")
         known = self._recorders
@@ -104,7 +205,7 @@ class Replays:
         try:
             if known is None or self._generation != self._zygote.generation:
                 self.give_back()
-                known = Recorders(self._zygote, self._limits, self._device, wanted)
+                known = Recorders(self._zygote, self._limits, self._device, wanted, self._most_served)
             else:
                 known.grow(wanted)
         except CudaError as error:
@@ -121,11 +222,13 @@ class Replays:
     def settle(self) -> None:
         """Returns when nothing that was started for later candidates is still starting."""
         self._host.settle()
-        if self._recorders is not None:
-            self._recorders.settle()
+        for recorders in (self._recorders, self._seconds):
+            if recorders is not None:
+                recorders.settle()
 
     def give_back(self) -> None:
         """What memory can be had again; who needs it next makes it anew."""
+        self._give_back_second()
         if self._recorders is not None:
             self._recorders.close()
             self._recorders = None

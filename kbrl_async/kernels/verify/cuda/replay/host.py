@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 from collections.abc import Iterator
 from typing import TypeVar
@@ -21,8 +20,10 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.images import Image
 from kbrl_async.kernels.verify.memory import memory_file, seal
@@ -50,7 +51,7 @@ class Player:
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
         limits = msgspec.structs.replace(limits, cpu_s=_CPU_S)
-        self._child: Child = zygote.spawn(ENTRY, device.encode(), (), limits)
+        self.child: Child = zygote.spawn(ENTRY, device.encode(), (), limits)
         self._isolation: Isolation | None = None
         self.mapped: DeviceArena | None = None
         self.first_ns = 0.0
@@ -66,18 +67,7 @@ class Player:
     def settle(self) -> None:
         """Until it has its context."""
         if self._isolation is None:
-            select.select([self._child.channel], [], [], _START_S)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._child.has_ended()
-
-    def close(self) -> None:
-        self._child.close()
-
-    def kill(self) -> None:
-        """Returns at once: the driver may take seconds to clear away what ran there."""
-        self._child.signal(signal.SIGKILL)
+            select.select([self.child.channel], [], [], _START_S)
 
     def ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
         """:raises CandidateFault: what runs there faults, or does not end in time: the process is of no use any more.
@@ -86,17 +76,18 @@ class Player:
         assert self.isolation is not None
         data = orders.encode(order)
         try:
-            socket.send_fds(self._child.channel, [data], [] if fd is None else [fd])
+            socket.send_fds(self.child.channel, [data], [] if fd is None else [fd])
         except ConnectionError as error:
             raise InfraError("a process that replays is gone", _CURE) from error
         return self._receive(kind, deadline_s)
 
     def _receive(self, kind: type[_Expected], deadline_s: float) -> _Expected:
-        if not select.select([self._child.channel], [], [], deadline_s)[0] and not self._answers_late():
+        waits_for = None if self._isolation is None else self.child
+        if not Turns.answers(self.child.channel, deadline_s, waits_for) and not self._answers_late():
             raise CandidateFault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
         data = b""
         with contextlib.suppress(ConnectionError):
-            data = self._child.channel.recv(orders.MAX_MESSAGE)
+            data = self.child.channel.recv(orders.MAX_MESSAGE)
         if not data:
             raise InfraError("a process that replays has ended", _CURE)
         try:
@@ -114,7 +105,7 @@ class Player:
     def _answers_late(self) -> bool:
         """While the driver clears away a fault of another process, nobody's work goes on."""
         torch.cuda.synchronize()
-        return bool(select.select([self._child.channel], [], [], 0.0)[0])
+        return bool(select.select([self.child.channel], [], [], 0.0)[0])
 
 
 class ReplayHost:
@@ -124,7 +115,7 @@ class ReplayHost:
         self._zygote, self._limits, self._device = zygote, limits, device
         self._player: Player | None = None
         self._spare: Player | None = None
-        self._dying: list[Player] = []
+        self._dying = Dying()
         self._generation = -1
         self._arena: DeviceArena | None = None
         self._is_spoilt = False
@@ -163,7 +154,10 @@ class ReplayHost:
         self._loaded = images, plan
         with _file(images, plan) as (fd, length):
             order = orders.Load([(image.digest, list(map(len, image.parts))) for image in images], length)
-            answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
+            try:
+                answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
+            except InfraError as error:
+                raise Unreplayable("a process that replays ended when it loaded it") from error
         if answer.refused:
             raise Unreplayable(answer.refused)
         return answer.has_operators
@@ -211,10 +205,11 @@ class ReplayHost:
                 player.settle()
 
     def close(self) -> None:
-        for player in (self._player, self._spare, *self._dying):
+        for player in (self._player, self._spare):
             if player is not None:
-                player.close()
-        self._player, self._spare, self._dying = None, None, []
+                player.child.close()
+        self._player, self._spare = None, None
+        self._dying.close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -225,6 +220,10 @@ class ReplayHost:
         except (CandidateFault, InfraError):
             self._drop()
             raise
+
+    def renew(self) -> None:
+        """What kernels of earlier candidates may have left in the player is no part of what comes."""
+        self._drop()
 
     def _mapped(self) -> Player:
         """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
@@ -262,19 +261,15 @@ class ReplayHost:
 
     def _drop(self) -> None:
         if self._player is not None:
-            self._player.kill()
-            self._dying.append(self._player)
+            self._dying.add(self._player.child)
             self._player, self._is_spoilt = None, True
-        for player in [player for player in self._dying if player.has_ended]:
-            self._dying.remove(player)
-            player.close()
 
     def _forget_the_dead(self) -> None:
         """They die with their zygote, too."""
         for name in ("_player", "_spare"):
             player = getattr(self, name)
-            if player is not None and (self._generation != self._zygote.generation or player.has_ended):
-                player.close()
+            if player is not None and (self._generation != self._zygote.generation or player.child.has_ended()):
+                player.child.close()
                 setattr(self, name, None)
 
 

@@ -11,11 +11,13 @@ say, because here they share one workspace.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from kbrl_async.kernels.backends.launch import elf
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
@@ -34,6 +36,7 @@ from kbrl_async.kernels.verify.cuda.replay.steps import (
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Node, Operator, Recording
 
 _EMPTY_RUNS = 5
+_ELF = b"\x7fELF"
 
 
 class Program:
@@ -46,6 +49,8 @@ class Program:
         self._events = driver.event(), driver.event()
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         self._modules: dict[str, list[int]] = {}
+        self._variables: list[tuple[int, int, int]] = []
+        """Address, address of the value at first, bytes."""
         self._functions: dict[tuple[str, str], int] = {}
         self._graphs: dict[tuple[int, bool], int] = {}
         self._chains: dict[tuple[tuple[int, ...], bool], int] = {}
@@ -60,9 +65,28 @@ class Program:
 
     def _load(self, part: bytes) -> int:
         try:
-            return self._driver.load_module(part)
-        except CudaError as error:
+            module = self._driver.load_module(part)
+            self._keep_variables(module, part)
+        except (CudaError, ValueError, struct.error) as error:
             raise Refused(f"what was built can't be loaded alone ({error})") from error
+        return module
+
+    def _keep_variables(self, module: int, part: bytes) -> None:
+        """As they are before any kernel has run; but for static ones, and those in packed containers of extensions."""
+        if not part.startswith(_ELF):
+            return
+        for name in elf.variables(part):
+            try:
+                address, size = self._driver.variable(module, name)
+            except CudaError:  # static, so that nobody can find it
+                continue
+            kept = self._driver.allocate(size)
+            self._variables.append((address, kept, size))
+            self._driver.call("cuMemcpyDtoDAsync_v2", kept, address, size, self._stream.cuda_stream)
+
+    def _restore_variables(self) -> None:
+        for address, kept, size in self._variables:
+            self._driver.call("cuMemcpyDtoDAsync_v2", address, kept, size, self._stream.cuda_stream)
 
     def _steps(self, forward: Forward) -> list[Step]:
         return [self._step(node, forward.nodes) for node in forward.nodes]
@@ -104,6 +128,7 @@ class Program:
         key = slot, is_muted
         if key not in self._runs:
             self._runs[key] = self._driver.instantiate(self._graph(slot, is_muted))
+        self._restore_variables()
         self._driver.call("cuGraphLaunch", self._runs[key], self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
 
@@ -112,6 +137,7 @@ class Program:
         key = slots, is_muted
         if key not in self._chains:
             self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+        self._restore_variables()
         self._driver.call("cuCtxResetPersistingL2Cache")
         self._driver.call("cuGraphLaunch", self._chains[key], self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
@@ -177,5 +203,7 @@ class Program:
             driver.call("cuGraphDestroy", graph)
         for event in self._events:
             driver.call("cuEventDestroy_v2", event)
+        for _, kept, _ in self._variables:
+            driver.call("cuMemFree_v2", kept)
         driver.unload_modules()
-        self._runs, self._chains, self._graphs, self._modules = {}, {}, {}, {}
+        self._runs, self._chains, self._graphs, self._modules, self._variables = {}, {}, {}, {}, []

@@ -15,6 +15,7 @@ calls.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import time
 from collections import Counter
@@ -103,6 +104,7 @@ class ReplaySession:
         self._spare_order: tuple[int, ...] = ()
         self._is_new = True
         self.is_proven = False
+        self.forward_ns = math.inf
         self._arena = host.reserve(recording.used)
         self._see()
         self._has_operators = host.load(images, recording)
@@ -185,7 +187,10 @@ class ReplaySession:
         torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         self._host.done(orders.Run(slot, is_muted), deadline_s)
-        return time.perf_counter_ns() - begin
+        elapsed = time.perf_counter_ns() - begin
+        if not is_muted:
+            self.forward_ns = min(self.forward_ns, elapsed)
+        return elapsed
 
     def _refuse_batching(self, others: list[int]) -> None:
         for other in self._rng.sample(others, min(_WITNESSES, len(others))):

@@ -96,16 +96,16 @@ class Arena:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], tuple[Recorders, Zygote]]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recorders, Zygote]]]:
     monkeypatch.setattr(session, "DeviceArena", Arena)
     monkeypatch.setattr(session.torch.cuda, "synchronize", lambda: None)
     made: list[Recorders] = []
     zygotes: list[Zygote] = []
 
-    def begin(answer: Answer) -> tuple[Recorders, Zygote]:
+    def begin(answer: Answer, most_served: int = 64) -> tuple[Recorders, Zygote]:
         zygote = Zygote(answer)
         zygotes.append(zygote)
-        made.append(Recorders(cast(Any, zygote), Limits(), "cuda:0", 1 << 20))
+        made.append(Recorders(cast(Any, zygote), Limits(), "cuda:0", 1 << 20, most_served))
         return made[-1], zygote
 
     yield begin
@@ -119,7 +119,7 @@ def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.Record = O
     return found
 
 
-Start = Callable[[Answer], tuple[Recorders, Zygote]]
+Start = Callable[..., tuple[Recorders, Zygote]]
 
 
 def test_one_process_serves_many_candidates(start: Start) -> None:
@@ -186,9 +186,8 @@ def test_whoever_asks_for_it_is_recorded_by_a_fresh_process(start: Start) -> Non
     assert [process.served for process in zygote.processes] == [1, 1]
 
 
-def test_a_process_retires_after_many_candidates(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_MAX_SERVED", 2)
-    recorders, zygote = start(lambda process: RIGHT)
+def test_a_process_retires_after_many_candidates(start: Start) -> None:
+    recorders, zygote = start(lambda process: RIGHT, 2)
     for _ in range(5):
         record(recorders)
     assert [process.served for process in zygote.processes] == [2, 2, 1]

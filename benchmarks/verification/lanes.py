@@ -1,0 +1,301 @@
+"""Verdicts a second on GPUs, over what a policy in training writes.
+
+::
+
+    answers of the small policy's author, groups of 8, built beforehand ─▶ queue of groups ─▶ lanes (processes) ─▶ rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import multiprocessing as mp
+import os
+import queue
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from benchmarks.harness import CORES, Result, percentiles, say
+from kbrl_async.kernels import settings as sections
+from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.funnel import Builder, Judge
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.timing import ready
+from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.verify import bench_options
+from kbrl_async.kernels.verify.options import ALONE_SHARE
+from kbrl_async.lab.small_policy.author import Author, Habits
+from kbrl_async.lab.small_policy.languages import respond
+from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
+from kbrl_async.rollouts.prompts import extract
+from protocols.records import OBSERVED, BuildReport, Candidate, Fault, Problem
+
+BACKEND = "cuda-nvrtc"
+GROUP = 8
+PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdict(Habits()).items()})
+"""Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
+_SEED, _PATIENCE_S = 11, 60
+
+
+class Item(msgspec.Struct, frozen=True):
+    candidate: Candidate
+    build: BuildReport
+    slips: tuple[str, ...]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One verdict."""
+
+    problem: str
+    fault: str
+    rule: str
+    trust: str
+    reason: str
+    slips: tuple[str, ...]
+    begun: float
+    ended: float
+    stages: dict[str, float]
+    measured: tuple[float, float, float] | None
+    """Speedup with its interval."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The options of `verdicts`."""
+
+    lanes: tuple[int, ...]
+    shapes: str
+    alone_share: float
+    gpus: int
+    judged_on: str
+    timed_on: str
+    timing: bool
+    references: int
+    profile: str
+
+    def devices(self, lane: int) -> tuple[str, str]:
+        """Of a lane: where it judges, and where it times if that is another."""
+        return (f"cuda:{lane % self.gpus}", "") if self.gpus > 1 else (self.judged_on, self.timed_on)
+
+
+Group = tuple[Problem, list[Item]]
+
+
+def verdicts(
+    lanes: Annotated[tuple[int, ...], "processes; several numbers: one after the other"] = (1, 4),
+    groups: Annotated[int, "of 8 answers to one problem each, for each number of lanes"] = 24,
+    levels: tuple[int, ...] = (1, 2),
+    shapes: Annotated[Literal["gpu", "cpu"], "sizes of the inputs: of our suite for GPUs, or its small ones"] = "gpu",
+    alone_share: Annotated[float, "of what is in doubt, decided by a process that served nobody else"] = ALONE_SHARE,
+    judged_on: Annotated[str, "GPU of correctness"] = "cuda:0",
+    timed_on: Annotated[str, "GPU of timing; empty: the same"] = "",
+    gpus: Annotated[int, "lanes are spread over so many, each with all of its work on one"] = 1,
+    timing: bool = True,
+    references: int = 2,
+    profile: Annotated[str, "folder for a profile of each lane"] = "",
+    built: Annotated[str, "folder that keeps what was built for the next time"] = "",
+) -> Result:
+    """Verdicts a second, with timing, over what a policy in training writes.
+
+    Answers in CUDA by the author whom the small policy imitates, slips and all, of problems at their GPU shapes. They
+    are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each group
+    is the first that a lane sees of its problem, so references are made anew for it.
+    """
+    asked = Asked(lanes, shapes, alone_share, gpus, judged_on, timed_on, timing, references, profile)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(built or scratch)
+        made = _kept(folder, max(lanes) + groups * len(lanes), levels, shapes)
+        phases = _through_lanes(folder, made, asked, groups)
+    found = {f"{number} lanes": summary(rows) for number, rows in zip(lanes, phases, strict=True)}
+    return {**msgspec.structs.asdict(asked), **found}
+
+
+def summary(rows: list[Row]) -> Result:
+    """Of all verdicts between the first begun and the last ended."""
+    wall = max(row.ended for row in rows) - min(row.begun for row in rows)
+    right = [row for row in rows if row.fault == Fault.OK]
+    stages: dict[str, list[float]] = {}
+    for row in rows:
+        for stage, seconds in row.stages.items():
+            stages.setdefault(f"{'right' if row.fault == Fault.OK else 'wrong'}: {stage}", []).append(seconds)
+    exclusive = [row.stages["alone"] for row in right if "alone" in row.stages]
+    accused = [row for row in rows if row.fault == Fault.CHEATING]
+    return {
+        "verdicts": len(rows),
+        "a_second": len(rows) / wall,
+        "faults": Counter(row.fault for row in rows),
+        "observed": Counter(row.reason[:90] for row in rows if row.trust == OBSERVED),
+        "right_s": _spread([row.ended - row.begun for row in right]),
+        "wrong_s": _spread([row.ended - row.begun for row in rows if row.fault != Fault.OK]),
+        "exclusive_s": _spread(exclusive),
+        "stages_mean_s": {stage: [len(found), mean(found)] for stage, found in sorted(stages.items())},
+        "right_though_slipped": sum(bool(row.slips) for row in right),
+        "wrong_without_a_slip": [
+            (row.problem, row.fault, row.rule) for row in rows if row.fault != Fault.OK and not row.slips
+        ][:8],
+        "accused": [(row.problem, row.rule, row.slips) for row in accused][:8],
+    }  # fmt: skip
+
+
+def _spread(seconds: list[float]) -> list[float]:
+    """10th percentile, median, 90th percentile, mean."""
+    return [*percentiles(seconds, 10, 50, 90), mean(seconds)] if seconds else []
+
+
+# ── what is verified ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _kept(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
+    path = folder / f"answers-{shapes}.json"
+    if path.exists() and len(found := msgspec.json.decode(path.read_bytes(), type=list[Group])) >= count:
+        return found[:count]
+    folder.mkdir(parents=True, exist_ok=True)
+    made = _built(folder, count, levels, shapes)
+    path.write_bytes(msgspec.json.encode(made))
+    return made
+
+
+def _built(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
+    rng = random.Random(_SEED)
+    problems = [p for p in load_suite(levels=levels, shapes=shapes) if p.problem_id in SPECS.keys() - HELDOUT]
+    order = [problem for _ in range(-(-count // len(problems))) for problem in rng.sample(problems, len(problems))]
+    farm = sections.CompileFarm(deadline_s=60.0)
+    with Builder(ArtifactStore(folder), farm) as builder, ThreadPoolExecutor(len(CORES)) as pool:
+        found = list(pool.map(lambda pair: _group(builder, *pair), enumerate(order[:count])))
+    say(f"{sum(len(items) for _, items in found)} answers in {len(found)} groups are built")
+    return found
+
+
+def _group(builder: Builder, number: int, problem: Problem) -> Group:
+    """Eight answers that compile; a comment makes each another one."""
+    rng, items = random.Random(_SEED + number), list[Item]()
+    while len(items) < GROUP:
+        author = Author(rng, PRACTISED)
+        read = extract(respond(SPECS[problem.problem_id], author, BACKEND))
+        if read.problem:
+            continue
+        candidate = Candidate(f"{read.source}\n# {number} {len(items)}\n", BACKEND)
+        report = builder.build(candidate, problem)
+        if report.fault is Fault.OK:
+            items.append(Item(candidate, report, tuple(author.slips)))
+    return problem, items
+
+
+# ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -> list[list[Row]]:
+    """The rows of each number of lanes. All lanes are warm from the beginning; some have nothing to do at first."""
+    context, most = mp.get_context("spawn"), max(asked.lanes)
+    works, done = [context.Queue() for _ in asked.lanes], context.Queue()
+    processes = [
+        context.Process(target=_lane, args=(folder, number, asked, made[number], works, done), daemon=True)
+        for number in range(most)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        say(_taken(done, processes))
+    phases = []
+    for place, (number, work) in enumerate(zip(asked.lanes, works, strict=True)):
+        chosen = made[most + place * groups :][:groups]
+        for group in chosen:
+            work.put(group)
+        for _ in range(number):
+            work.put(None)
+        phases.append([_taken(done, processes) for _ in range(sum(len(items) for _, items in chosen))])
+        say(f"{number} lanes:", summary(phases[-1]))
+    for process in processes:
+        process.join(30)
+        process.kill()
+    return phases
+
+
+def _taken(done: Any, processes: list[Any]) -> Any:
+    """What a lane says next."""
+    for _ in range(_PATIENCE_S):
+        with contextlib.suppress(queue.Empty):
+            return done.get(timeout=1.0)
+        if any(process.exitcode for process in processes):
+            break
+    raise RuntimeError("a lane has failed, or gives no verdict")
+
+
+def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any], done: Any) -> None:
+    """Takes one group after the other."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    device, _timed_on = asked.devices(number)
+    turns = Turns(folder / f"turns-{device.replace(':', '')}")
+    windows = _Windows(turns)
+    share = asked.gpus / max(asked.lanes)
+    options = bench_options(
+        sections.TimingBench(deadline_s=10),
+        device,
+        memory_share=share,
+        references=asked.references,
+        alone_share=asked.alone_share,
+    )
+    judge = Judge(ArtifactStore(folder), options, backend=BACKEND, quiet=windows.open)
+    with judge, contextlib.closing(turns):
+        ready()
+        with turns.working():
+            for item in first[1][:2]:
+                judge.judge(first[0], item.candidate, item.build, timing=asked.timing, tick=turns.breathe)
+        done.put(f"lane {number} is warm")
+        meter = cProfile.Profile() if asked.profile else None
+        if meter is not None:
+            meter.enable()
+        for work in (work for lanes, work in zip(asked.lanes, works, strict=True) if number < lanes):
+            while (group := work.get()) is not None:
+                for item in group[1]:
+                    with turns.working():
+                        done.put(_judged(judge, group[0], item, asked.timing, windows))
+        if meter is not None:
+            meter.dump_stats(Path(asked.profile) / f"lane{number}.prof")
+
+
+class _Windows:
+    """Seconds that a lane waited to be alone on the GPU, and was."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.seconds = dict[str, float]()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        asked = time.perf_counter()
+        with self.turns.alone():
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._add("until alone", begun - asked)
+                self._add("alone", time.perf_counter() - begun)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def _judged(judge: Judge, problem: Problem, item: Item, timing: bool, windows: _Windows) -> Row:
+    begun = time.time()
+    windows.seconds.clear()
+    report = judge.judge(problem, item.candidate, item.build, timing=timing, tick=windows.turns.breathe)
+    ended, verdict, timed = time.time(), report.verdict, report.timing
+    parts = dict(windows.seconds)
+    for stage in report.stages:
+        parts[stage.name] = parts.get(stage.name, 0.0) + stage.seconds
+    return Row(
+        problem.problem_id, verdict.fault, verdict.rule, verdict.trust, verdict.trust_reason, item.slips, begun, ended,
+        parts, None if timed is None else (timed.speedup, timed.lo, timed.hi),
+    )  # fmt: skip
