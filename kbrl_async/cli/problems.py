@@ -148,11 +148,11 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs, between = args.jobs or len(os.sched_getaffinity(0)), _between(args.difficulty)
+        jobs = args.jobs or len(os.sched_getaffinity(0))
         avoid = known() + _avoided(args)
-        drawn = list(
-            generate(count, args.seed, difficulty=between, fits=_fits(args), avoid=avoid, jobs=jobs, told=told)
-        )
+        between = _between(args.difficulty)
+        fits = _fits(args)
+        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=jobs, told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -165,6 +165,16 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     a_minute = count / (time.monotonic() - began) * 60
     print(f"written: {out}, {heldout} of them held out; {a_minute:.0f} a minute. Train on them: problems={out}")
     return 0
+
+
+def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
+    """Whether a problem is at the edge of what the policy of `--near` solves."""
+    if not args.near:
+        return lambda _drawn: ""
+    from kbrl_async.lab.edge import Edge, outcomes_of
+
+    edge = Edge(outcomes_of([find(run) for run in args.near]))
+    return lambda drawn: edge.refusal(drawn.chain)
 
 
 def _import(args: argparse.Namespace, place: str) -> int:
@@ -203,16 +213,6 @@ def _avoided(args: argparse.Namespace) -> list[Problem]:
 def _cause(reason: str) -> str:
     """Reasons that quote the row's own words, as one."""
     return re.sub(r"^(cannot_run: \w+).*", r"\1", reason)
-
-
-def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
-    """Whether a problem is at the edge of what the policy of `--near` solves."""
-    if not args.near:
-        return lambda _drawn: ""
-    from kbrl_async.lab.edge import Edge, outcomes_of
-
-    edge = Edge(outcomes_of([find(run) for run in args.near]))
-    return lambda drawn: edge.refusal(drawn.chain)
 
 
 def _kind(reason: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,16 +34,19 @@ Outcome = tuple[tuple[str, ...], float]
 class Edge:
     """Expected share of correct answers by the operations of a problem: a logistic regression."""
 
-    def __init__(self, outcomes: Iterable[Outcome]) -> None:
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self._model = Logistic(SIZE)
         nothing = np.empty(0, np.int64)
         self._model.fit([(_features(chain), nothing, share) for chain, share in outcomes], PASSES)
+        self._solved = {operation for chain, share in outcomes if share > 0 for operation in chain}
 
     def expected(self, chain: Sequence[str]) -> float:
         return self._model.chance(_features(chain))
 
     def refusal(self, chain: Sequence[str]) -> str:
         """Why a problem with these operations is left out; empty where it is at the edge."""
+        if not self._solved.issuperset(chain):
+            return "an operation of which nothing was solved yet"
         expected = self.expected(chain)
         if LOW <= expected <= HIGH:
             return ""

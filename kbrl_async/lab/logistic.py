@@ -25,9 +25,9 @@ class Logistic:
     def chance(self, features: Features) -> float:
         return float(1.0 / (1.0 + np.exp(-np.clip(self.score(features), -30, 30))))
 
-    def fit(self, examples: Sequence[tuple[Features, Features, float]], passes: int = 5, seed: int = 0) -> None:
+    def fit(self, examples: Sequence[tuple[Features, Features, float]], passes: int = 5) -> None:
         """Each example is features that speak for it, features that speak against, and its share of successes."""
-        order = np.random.default_rng(seed)
+        order = np.random.default_rng(0)
         for _ in range(passes):
             for place in order.permutation(len(examples)):
                 self._step(*examples[place])

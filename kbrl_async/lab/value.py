@@ -50,9 +50,9 @@ class ValueModel:
         self._model = Logistic(SIZE)
         self.pairs = 0
 
-    def fit(self, kernels: Iterable[Judged], seed: int = 0) -> ValueModel:
+    def fit(self, kernels: Iterable[Judged]) -> ValueModel:
         """:raises UserError: there are too few pairs to learn from."""
-        examples = [(self._of(a), self._of(b), 1.0) for a, b in pairs_of(kernels, seed)]
+        examples = [(self._of(a), self._of(b), 1.0) for a, b in pairs_of(kernels)]
         self.pairs = len(examples)
         if self.pairs < LEAST_PAIRS:
             cause = f"a value model needs {LEAST_PAIRS} pairs of better and worse kernels, and there are {self.pairs}"
@@ -84,7 +84,7 @@ def _chain(module: str) -> frozenset[str]:
         return frozenset()
 
 
-def pairs_of(kernels: Iterable[Judged], seed: int = 0) -> list[tuple[Judged, Judged]]:
+def pairs_of(kernels: Iterable[Judged]) -> list[tuple[Judged, Judged]]:
     """(better, worse) of one problem each, at most so many a problem; equal ones are no pair."""
     by_module: Mapping[str, list[Judged]] = defaultdict(list)
     for one in {(k.module, k.kernel): k for k in kernels}.values():
@@ -92,7 +92,7 @@ def pairs_of(kernels: Iterable[Judged], seed: int = 0) -> list[tuple[Judged, Jud
     found: list[tuple[Judged, Judged]] = []
     for module, mine in sorted(by_module.items()):
         every = [(a, b) for a, b in itertools.permutations(mine, 2) if a.worth > b.worth]
-        found += random.Random(f"{seed}{len(module)}").sample(every, min(MOST_PAIRS, len(every)))
+        found += random.Random(len(module)).sample(every, min(MOST_PAIRS, len(every)))
     return found
 
 

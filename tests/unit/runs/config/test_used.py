@@ -54,6 +54,7 @@ OTHERWISE: Mapping[str, str] = {
     "median_speedup.seed": SEED,
     "bootstrap_interval.seed": SEED,
     "Task.seed": SEED,
+    "generate.seed": SEED,
     "SmallPolicyOptions.seed": SEED,
     "__init__.seed": "a transformers engine outside of a run; a run passes that of the process",
     "Task.device": DEVICE,
@@ -169,7 +170,10 @@ def test_every_exception_is_one() -> None:
 
 BY_PROPERTY = {
     **{name: "Broker.leases" for name in KEYS if name.startswith("broker.lease_")},
-    **{f"reward.{part}_weight": "Reward.weights" for part in ("format", "compile", "correctness", "speed")},
+    **{
+        f"reward.{part}_weight": "Reward.weights"
+        for part in ("format", "compile", "correctness", "speed", "coverage", "above_1")
+    },
 }
 """Read by a property of their section, under a composed name."""
 ONLY_CHECKED = {"broker.allow_remote"}
