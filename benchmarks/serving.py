@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
+
 from benchmarks.harness import Commands, Result, percentiles
 
 commands = Commands("serving", __doc__)
@@ -56,6 +58,8 @@ async def clients(
         "alone_p50_ms": before[0],
         "alone_p99_ms": before[1],
         "answers_per_s": len(beside.own_ms) / seconds,
+        "processor_ms_an_answer": 1000 * beside.cpu_s / max(1, len(beside.own_ms)),
+        "alone_processor_ms_an_answer": 1000 * alone.cpu_s / max(1, len(alone.own_ms)),
         "asked_again_while_full": beside.full,
         "honest_asked": beside.asked,
         "honest_answered": beside.right,
@@ -70,6 +74,7 @@ class Found:
         self.bad: dict[str, int] = Counter()
         self.asked = self.right = self.full = 0
         self.unclear: list[str] = []
+        self.cpu_s = 0.0
 
 
 async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Found:
@@ -79,11 +84,14 @@ async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Fo
         others = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
         assert others.stdout is not None
         await others.stdout.readline()
-        until = time.monotonic() + seconds
+        process = psutil.Process(server.pid)
+        until, began = time.monotonic() + seconds, process.cpu_times()
         group = [_honest(found, port, key, until, pause_s, number) for number in range(honest)]
         full = asyncio.get_running_loop().call_later(seconds / 2, server.send_signal, signal.SIGUSR1)
         await asyncio.gather(*group)
         full.cancel()
+        ended = process.cpu_times()
+        found.cpu_s = ended.user + ended.system - began.user - began.system
         met = json.loads((await others.communicate())[0])
         found.bad, found.unclear = met["answers"], [*found.unclear, *met["unclear"]]
     return found

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kbrl_async.serving.documents import Answer, Ask, Priority
+from kbrl_async.serving.documents import Answer, Ask, ClassName, Priority
 
 # ── KernelGYM ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -42,7 +42,7 @@ class Evaluate(msgspec.Struct, frozen=True):
     timeout: Annotated[float, Meta(ge=1, le=3600)] = 300
     priority: Priority = "normal"
     force_refresh: bool = False
-    entry_point: str = "Model"
+    entry_point: ClassName = "Model"
     run_performance: bool | None = None
     measure_performance: bool | None = None
 

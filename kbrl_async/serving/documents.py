@@ -26,6 +26,7 @@ PRESETS = tuple(name for name in REWARD_PRESETS.ours if name != "auto")
 Owner = Literal["candidate", "problem", "host"]
 Priority = Literal["high", "normal", "low"]
 Status = Literal["queued", "running", "done", "failed"]
+ClassName = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*$", max_length=100)]
 Wait = Annotated[float, Meta(ge=0, le=3600)]
 
 
@@ -45,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """As `GET /v1/problems` names it."""
     reference: str = ""
     """Source in KernelBench's contract."""
-    entry_point: Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*$", max_length=100)] = "Model"
+    entry_point: ClassName = "Model"
     """The reference's class; the candidate's has `New` behind it."""
     backend: str = ""
     """Empty: guessed from what the candidate imports and calls."""

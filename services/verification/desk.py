@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
+import msgspec
 import structlog
 
 from kbrl_async.errors import HostError, KbrlError, UserError
@@ -151,8 +152,9 @@ class Desk:
             if outcome.owner != "host" or job.tries >= TRIES:
                 break
             await asyncio.sleep(AGAIN_S * 2 ** (job.tries - 1))
-        job.finished_at, job.outcome = self._clock(), outcome
-        await self._keep(job)
+        ended = msgspec.structs.replace(job, finished_at=self._clock(), outcome=outcome)
+        await self._keep(ended)
+        job.finished_at, job.outcome = ended.finished_at, ended.outcome
         self.done += 1
         del self._live[job.id]
         self._tell(job)

@@ -42,7 +42,7 @@ def run_of(folder: Path, records: Sequence[Record]) -> Path:
 def run(tmp_path: Path) -> Path:
     right, wrong = record(bench=RIGHT), record(bench=WRONG)
     ours = replace(right.request, problem=SUITE[0])
-    lost = Record(right.request, status="worker_lost")
+    lost = replace(right, status="worker_lost")
     return run_of(tmp_path / "one", [right, wrong, replace(right, request=ours), lost])
 
 

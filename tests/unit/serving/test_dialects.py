@@ -106,6 +106,8 @@ def test_a_poll_while_it_runs_says_so_and_an_unknown_task_is_not_there(tmp_path:
             gate.set()
             assert (await posting).json()["status"] == "completed"
             assert (await client.get("/results/nobody")).status_code == 404
+            named = await client.post("/evaluate", json={**TASK, "entry_point": "Model\nimport os"})
+            assert named.status_code == 400
 
     run(play())
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kbrl_async.errors import DiskFull, InfraError, ProblemError
-from kbrl_async.serving.documents import Job, Outcome
+from kbrl_async.serving.documents import Ask, Job, Outcome
 from kbrl_async.serving.journal import Journal
 from kbrl_async.serving.settings import Keys, Serve
 from protocols.records import Fault
@@ -252,7 +252,10 @@ def test_a_full_disk_accepts_nothing_and_loses_nothing(tmp_path: Path, monkeypat
                 await asyncio.sleep(0.001)
             refused = await client.post("/v1/verify", json=ask(2))
             assert (refused.status_code, refused.json()["error"]["cause"]) == (507, "no space left")
+            await asyncio.sleep(0.05)
             assert not waiting.done()  # an outcome that is not on disk is told to nobody
+            job = Ask(candidate=str(ask(1)["candidate"]), problem="L1/13").id
+            assert (await client.get(f"/v1/jobs/{job}")).json()["status"] == "running"
             is_full[0] = False
             assert (await waiting).json()["ok"] is True
 
