@@ -86,7 +86,10 @@ def memory_format_of(name: str) -> torch.memory_format:
 
 
 def describe(tensor: torch.Tensor, place: int) -> TensorMeta:
+    """:raises TypeError: its type is none of those that can be told of."""
     name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"a tensor of {name} can't be handed over")
     return TensorMeta(name, tuple(tensor.shape), tensor.stride(), place, type(tensor).__name__)
 
 

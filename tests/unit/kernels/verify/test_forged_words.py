@@ -159,7 +159,7 @@ ELSEWHERE = "\nreturn self.done(nonce, trace=dict() if op in (TRACE, MUTED) else
     ["self.channel.shutdown(socket.SHUT_RDWR); time.sleep(60)", "return self.done(nonce, ['T', 9])", "return b'x'"],
 )
 def test_words_in_a_timed_call_are_not_the_references(evaluate: Evaluate, what: str) -> None:
-    report = evaluate(candidate(f"if op == RUN and len(self.kept) > 16:\n    {what}{ELSEWHERE}"), timing=True)
+    report = evaluate(candidate(f"if op == RUN and len(self.kept) > 12:\n    {what}{ELSEWHERE}"), timing=True)
     assert is_forged(report.verdict)
     assert report.timing is None
 

@@ -11,6 +11,7 @@ from kbrl_async.kernels.verify import Bench
 from protocols.records import Candidate, Fault, Problem, Verdict
 from tests.unit.kernels.verify.honest_problems import SOFTMAX
 from tests.unit.kernels.verify.honest_styles import STYLES, rows, softmax
+from tests.unit.kernels.verify.honest_unusual import UNUSUAL
 
 Judge = Callable[[str, str], Verdict]
 
@@ -30,11 +31,12 @@ def judge(bench: Bench, builder: Builder) -> Judge:
 
 def test_there_are_enough_of_them() -> None:
     assert len(STYLES) >= 60
+    assert len(UNUSUAL) >= 50
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", STYLES | UNUSUAL)
 def test_honest_styles_pass(judge: Judge, style: str) -> None:
-    problem, source = STYLES[style]
+    problem, source = (STYLES | UNUSUAL)[style]
     verdict = judge(problem, source)
     assert verdict.fault is Fault.OK, f"{verdict.rule}: {verdict.message} ({verdict.evidence})"
     assert "own kernels: " in verdict.evidence

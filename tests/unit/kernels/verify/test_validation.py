@@ -36,6 +36,9 @@ def test_a_refusal_is_read_as_one() -> None:
 
 REPLACED = msgspec.structs.replace
 WRONG: dict[str, bytes] = {
+    "an output of a type that torch dies of": recording.encode(
+        Recording([Forward([KERNEL], ["T", 0], [REPLACED(OUT, dtype="qint8")])], [(0, 512)], 2048)
+    ),
     "nothing": b"",
     "another struct": b"\x81\xa1a\x01",
     "more is used than there is": made(KERNEL, used=8192),
