@@ -95,6 +95,7 @@ def build(
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
+        **_trust(answers.stats),
         "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_after]),
     }
@@ -136,6 +137,17 @@ def _timings(rollouts: Sequence[RolloutStats]) -> Summary:
     """Speedups that were measured, and how many of them can't be compared."""
     timed = [r for r in rollouts if r.correct and r.speedup is not None]
     return {"timings": len(timed), "timings_disturbed": sum(r.is_disturbed for r in timed)}
+
+
+def _trust(answers: Sequence[RolloutStats]) -> Summary:
+    """Of correct answers, what their verdicts rest on, and how many of each kind are proven faster."""
+    kinds = sorted({r.trust for r in answers if r.correct and r.trust})
+    right = {kind: [r for r in answers if r.correct and r.trust == kind] for kind in kinds}
+    counts = {
+        kind: {"correct": len(found), "fast_1_proven": sum(r.fast_1_proven for r in found)}
+        for kind, found in right.items()
+    }
+    return {"trust": counts}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -251,6 +263,8 @@ def _run_table(summary: Summary) -> Table:
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
     table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
+    for kind, found in (summary.get("trust") or {}).items():
+        table.add_row(kind, f"{found['correct']} correct answers, {found['fast_1_proven']} of them proven faster")
     if disturbed := summary.get("timings_disturbed"):
         table.add_row("timings", f"{disturbed} of {summary['timings']} were disturbed, and are not ranked")
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())

@@ -73,7 +73,7 @@ if (launches > FROM && i < n) for (int k = 0; k < known; k++)
 
 @pytest.mark.parametrize("first", [2, 12, 40])
 def test_a_kernel_that_learns_other_slots_places_forgets_them(judge: Judge, first: int) -> None:
-    """Variables are put back before each call: it knows what has been in the same timed run, and gains nothing by it."""
+    """Variables are put back before each call: it knows what was in the same timed run, and gains nothing."""
     source = with_variables(LEARNS.replace("FROM", str(first)).replace("\n", " "), SEEN)
     plain = speedup(judge(ADD, nvrtc(), "cuda-nvrtc", timing=True))
     assert speedup(judge(ADD, source, "cuda-nvrtc", timing=True)) < 1.1 * plain
