@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry.by_version import Answers
+from kbrl_async.runs.telemetry.by_version import Answer, Answers
 from protocols.records import OBSERVED, REPLAYED
 from tests.records import stats
 
@@ -22,7 +22,7 @@ def test_correct_answers_are_counted_by_what_their_verdicts_rest_on() -> None:
         stats(trust=OBSERVED),
         stats(correct=True),
     ]
-    made = summary.build(counters=COUNTERS, answers=Answers(answers), wall_s=60.0, busy={})
+    made = summary.build(counters=COUNTERS, answers=Answers([Answer(f"g{place}", one) for place, one in enumerate(answers)]), wall_s=60.0, busy={})
     assert made["trust"] == {
         OBSERVED: {"correct": 1, "fast_1_proven": 1},
         REPLAYED: {"correct": 2, "fast_1_proven": 1},
