@@ -66,6 +66,16 @@ class Figures(msgspec.Struct, frozen=True):
     """Over the problems with at least k samples, which are all unless some were lost."""
     speedup: dict[str, Speeds]
     """By baseline: `eager`, and those of torch.compile that were measured."""
+    trust: dict[str, Trusted] = msgspec.field(default_factory=dict)
+    """By what correct samples' verdicts rest on: `replayed`, `observed`; empty where no verdict says it."""
+
+
+class Trusted(msgspec.Struct, frozen=True):
+    """Correct samples of one kind of trust."""
+
+    correct: int
+    fast_1_proven: Figure
+    """Share of all samples that are of this kind, and whose whole interval over eager lies above 1."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -166,7 +176,13 @@ def figures(samples: Sequence[Sample]) -> Figures | None:
         share(clusters, lambda s: s.cheated),
         {str(k): _pass_at(clusters, k) for k in values_k(samples)},
         {name: _speeds(clusters, name) for name in baselines},
+        {kind: _trusted(clusters, kind) for kind in sorted({s.trust for s in samples if s.correct and s.trust})},
     )
+
+
+def _trusted(clusters: Clusters, kind: str) -> Trusted:
+    correct = sum(sample.correct and sample.trust == kind for cluster in clusters for sample in cluster)
+    return Trusted(correct, share(clusters, lambda s: s.trust == kind and is_proven_faster(s, EAGER)))
 
 
 def _pass_at(clusters: Clusters, k: int) -> Figure:

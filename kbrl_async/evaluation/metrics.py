@@ -43,6 +43,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of a correct, timed kernel by baseline: eager, and those of torch.compile that were measured."""
     disturbed: bool = False
     """Its speedups can't be compared with others': no best one."""
+    trust: str = ""
+    """`replayed` or `observed`, as its verdict says; empty where nothing was verified, or by an earlier version."""
     candidate_ms: float | None = None
     reference_ms: float | None = None
     flags: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ def sample_of(stats: RolloutStats, sample: int = 0) -> Sample:
         fault=stats.fault,
         speedups=speedups,
         disturbed=stats.is_disturbed,
+        trust=stats.trust,
         tokens=stats.tokens,
         reward=stats.reward,
         policy_version=stats.policy_version,

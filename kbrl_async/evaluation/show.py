@@ -67,6 +67,9 @@ def figure_rows(figures: Figures) -> Iterator[tuple[str, str]]:
         yield f"fast_1_proven{against}", _share(speeds.fast_1_proven)
         yield f"speedup, geometric mean{against}", _times(speeds.geometric_mean)
         yield f"speedup, median{against}", _times(speeds.median)
+    for kind, found in figures.trust.items():
+        yield f"correct, {kind}", str(found.correct)
+        yield f"fast_1_proven, {kind}", _share(found.fast_1_proven)
 
 
 def _share(figure: Figure) -> str:

@@ -98,6 +98,7 @@ def build(
         **_filtered(heldout_after, "_after"),
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
         **_stale(answers),
+        **_trust(answers.stats),
         "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_before, *heldout_after]),
     }
@@ -145,6 +146,17 @@ def _stale(answers: Answers) -> Summary:
     """What was dropped as too old, by the length of answers, shortest quarter first."""
     parts = stale.by_length(answers.ages, answers.listed)
     return {"stale_by_length": [msgspec.structs.asdict(p) for p in parts], "stale_warning": stale.warning(parts)}
+
+
+def _trust(answers: Sequence[RolloutStats]) -> Summary:
+    """Of correct answers, what their verdicts rest on, and how many of each kind are proven faster."""
+    kinds = sorted({r.trust for r in answers if r.correct and r.trust})
+    right = {kind: [r for r in answers if r.correct and r.trust == kind] for kind in kinds}
+    counts = {
+        kind: {"correct": len(found), "fast_1_proven": sum(r.fast_1_proven for r in found)}
+        for kind, found in right.items()
+    }
+    return {"trust": counts}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -269,6 +281,8 @@ def _run_table(summary: Summary) -> Table:
         table.add_row("dropped as too old", f"{shares}  (a quarter each, shortest answers first)")
     if summary.get("stale_warning"):
         table.add_row("warning", summary["stale_warning"])
+    for kind, found in (summary.get("trust") or {}).items():
+        table.add_row(kind, f"{found['correct']} correct answers, {found['fast_1_proven']} of them proven faster")
     if disturbed := summary.get("timings_disturbed"):
         table.add_row("timings", f"{disturbed} of {summary['timings']} were disturbed, and are not ranked")
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())

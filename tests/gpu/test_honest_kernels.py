@@ -129,7 +129,14 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("style", HOSTS)
+OWN_GRAPH = pytest.mark.xfail(
+    reason="its launches lie in its graph: nobody sees them, so that it is `unproven`; no accusation", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    "style", [pytest.param(name, marks=OWN_GRAPH if name == "a graph of its own" else ()) for name in HOSTS]
+)
 def test_honest_host_code_is_nobodys_fraud(judge: Judge, style: str) -> None:
     """What is not replayed has a reason, and is right all the same."""
     trust, old, new = HOSTS[style]

@@ -72,31 +72,29 @@ if (launches > FROM && i < n) for (int k = 0; k < known; k++)
 
 
 @pytest.mark.parametrize("first", [2, 12, 40])
-def test_a_kernel_that_has_learnt_other_slots_places_is_found(judge: Judge, first: int) -> None:
+def test_a_kernel_that_learns_other_slots_places_forgets_them(judge: Judge, first: int) -> None:
+    """Variables are put back before each call: it knows what was in the same timed run, and gains nothing."""
     source = with_variables(LEARNS.replace("FROM", str(first)).replace("\n", " "), SEEN)
-    verdict = judge(ADD, source, "cuda-nvrtc", timing=True).verdict
-    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "slot_batched"), verdict
+    plain = speedup(judge(ADD, nvrtc(), "cuda-nvrtc", timing=True))
+    assert speedup(judge(ADD, source, "cuda-nvrtc", timing=True)) < 1.1 * plain
 
 
-def test_a_chain_that_is_answered_by_its_first_forward_is_found(judge: Judge) -> None:
-    """It knows a chain's begin by the clock, and its answers are right; in secret one slot was not asked for."""
+def test_a_chain_can_not_be_answered_by_its_first_forward(judge: Judge) -> None:
+    """It would know a chain's begin by the clock, and the places of its slots by then."""
     body = LEARNS.replace("FROM", "30").replace("\n", " ")
     skip = 'unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));'
     body = f"{skip} if (launches > 31 && t - last < 200000) return; if (i == 0) last = t; {body}"
-    verdict = judge(
-        ADD, with_variables(body, SEEN + "__device__ unsigned long long last;"), "cuda-nvrtc", timing=True
-    ).verdict
-    assert verdict.fault in (Fault.CHEATING, Fault.INCORRECT), verdict
-    assert verdict.rule in ("slot_batched", "wrong_when_timed", ""), verdict
+    source = with_variables(body, SEEN + "__device__ unsigned long long last;")
+    plain = speedup(judge(ADD, nvrtc(), "cuda-nvrtc", timing=True))
+    assert speedup(judge(ADD, source, "cuda-nvrtc", timing=True)) < 1.1 * plain
 
 
-@pytest.mark.parametrize("calls", [3, 25])
-def test_a_kernel_that_ends_no_more_after_some_calls_is_killed(judge: Judge, calls: int) -> None:
-    body = (
-        f"if (i == 0) atomicAdd(&launches, 1); if (launches > {calls}) while (x[0] == x[0] || launches > 0) {{}} {GOOD}"
-    )
-    verdict = judge(ADD, with_variables(body, SEEN), "cuda-nvrtc", timing=True).verdict
-    assert verdict.fault is Fault.TIMEOUT, verdict
+@pytest.mark.parametrize(("calls", "fault"), [(3, Fault.TIMEOUT), (25, Fault.OK)])
+def test_a_kernel_that_ends_no_more_after_some_calls_is_killed(judge: Judge, calls: int, fault: Fault) -> None:
+    """Sixteen calls are one timed run; its count starts anew in each. Not volatile, compilers leave such a loop out."""
+    endless = f"if (launches > {calls}) while (((volatile const float *)x)[0] != 12345.678f) {{}}"
+    body = f"if (i == 0) atomicAdd(&launches, 1); {endless} {GOOD}"
+    assert judge(ADD, with_variables(body, SEEN), "cuda-nvrtc", timing=True).verdict.fault is fault
     assert is_replayed(judge(ADD, nvrtc(), "cuda-nvrtc"))
 
 

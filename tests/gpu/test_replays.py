@@ -143,10 +143,10 @@ def test_a_cache_by_content_reads_values_back_and_is_watched(sneak: Sneak, lines
 
 def test_a_cache_on_the_device_finds_nothing_again(judge: Judge) -> None:
     """A kernel that keeps inputs and answers in variables of its module: they are as they were before each call."""
-    body = "if (i < n) { if (cache_n && cache_x[i] == x[i] && cache_y[i] == y[i]) out[i] = cache_out[i]; else {"
+    body = "if (i < n) { if (known[i] && cache_x[i] == x[i] && cache_y[i] == y[i]) out[i] = cache_out[i]; else {"
     body += " out[i] = x[i] * 2 + y[i] + shift; cache_x[i] = x[i]; cache_y[i] = y[i]; cache_out[i] = out[i];"
-    body += " if (i == 0) cache_n = 1; } }"
-    variables = "__device__ float cache_x[524288], cache_y[524288], cache_out[524288]; __device__ int cache_n;"
+    body += " known[i] = 1; } }"
+    variables = "__device__ float cache_x[524288], cache_y[524288], cache_out[524288]; __device__ int known[524288];"
     report = judge(ADD, nvrtc(body).replace('extern "C"', variables + '\nextern "C"'), "cuda-nvrtc", timing=True)
     assert (report.verdict.fault, report.verdict.trust) == (Fault.OK, REPLAYED), report.verdict
     assert report.timing is not None

@@ -117,3 +117,22 @@ def test_tensorboard_tags_are_of_all_of_the_unflagged_and_of_each_level(document
 def test_nothing_makes_no_figures() -> None:
     made = build([], policy={}, settings={})
     assert (made.overall.raw, made.levels, show.scalars(made)) == (None, {}, {})
+
+
+def test_what_was_replayed_and_what_was_observed_are_counted_apart() -> None:
+    rows = [
+        sample("L1/1_a", 0, 2.0, trust="replayed"),
+        sample("L1/1_a", 1, 0.9, trust="replayed"),
+        sample("L1/2_b", 0, 3.0, trust="observed"),
+        sample("L1/2_b", 1, None, trust="observed"),
+    ]
+    made = build(rows, policy={}, settings={})
+    assert made.overall.raw is not None
+    found = made.overall.raw.trust
+    assert {kind: (one.correct, one.fast_1_proven.value) for kind, one in found.items()} == {
+        "observed": (1, 0.25),
+        "replayed": (2, 0.25),
+    }
+    shown = dict(show.figure_rows(made.overall.raw))
+    assert (shown["correct, replayed"], shown["correct, observed"]) == ("2", "1")
+    assert shown["fast_1_proven, replayed"].startswith("25.0%")

@@ -416,6 +416,11 @@ class CudaStopwatch:
             extra = self._repeated(claim, 4 * _AUDIT_NS)
         if extra <= allowed:
             return
+        if (
+            self._candidate.is_trusted
+        ):  # nobody forges its times: what the driver does for it, `printf` say, is its time
+            self._hidden = extra / self._batch
+            return
         self._checker.evidence = f"claimed {claim / 1000:.0f} µs, {extra / 1000:.0f} µs more by the bench's own clock"
         text = "a timed call keeps the device busy for longer than between its events: work outside of the timed stream"
         raise CandidateFault(Fault.CHEATING, text, "side_stream" if self._refused else "forged_time")

@@ -75,6 +75,7 @@ class Scribe:
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            _leave_capture()
             raise
         graph.capture_end()
         return Captured(graph, watch.steps, tree, outputs, list(self._heap.trail))
@@ -167,6 +168,16 @@ class Scribe:
         if not 0 <= address - self._base <= self._size - size:
             raise Refused("forward uses memory that torch has not allocated")
         return address - self._base
+
+
+def _leave_capture() -> None:
+    """A capture that breaks leaves torch's random generator as if it went on, for every later candidate; one that ends
+    does not.
+    """
+    empty: Any = torch.cuda.CUDAGraph()
+    with contextlib.suppress(RuntimeError):
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
 
 
 def _owners(raws: list[Raw], steps: list[Step]) -> dict[int, tuple[Step, list[int]]]:
