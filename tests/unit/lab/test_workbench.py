@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,12 +110,25 @@ def test_who_gives_up_leaves_at_once_and_the_next_is_served(bench: Workbench, lo
     assert served
 
 
-def test_cancelled_work_ends_at_its_next_step(bench: Workbench) -> None:
-    steps = workbench.Steps()
-    steps.tick()
-    steps.is_cancelled = True
-    with pytest.raises(workbench.Cancelled):
-        steps.tick()
+def test_cancelled_work_ends_at_its_next_step(bench: Workbench, loop: asyncio.Runner) -> None:
+    ended = threading.Event()
+
+    def works(tick: Callable[[], None]) -> None:
+        try:
+            while True:
+                tick()
+                time.sleep(0.01)
+        except workbench.Cancelled:
+            ended.set()
+            raise
+
+    async def gives_up() -> bool:
+        work = asyncio.create_task(bench._run(works, workbench.nobody))
+        await asyncio.sleep(0.2)
+        work.cancel()
+        return await asyncio.to_thread(ended.wait, 5)
+
+    assert loop.run(gives_up())
 
 
 def test_progress_is_told_while_one_waits(bench: Workbench, loop: asyncio.Runner) -> None:
