@@ -433,11 +433,12 @@ def _compared(first: Report, second: Report, one: Timing | None, other: Timing |
         return Comparison(first, second, claim=f"no comparison: the {wrong} is not correct")
     # time of the first over the second's: the second's speedup through the first's
     ratio = over(Interval(other.speedup, other.lo, other.hi), Interval(one.speedup, one.lo, one.hi))
-    sure = not (one.is_disturbed or other.is_disturbed)
     claim = f"not told apart at {TIMING_CONFIDENCE:.0%}"
-    if sure and ratio.lo > 1:
+    if one.is_disturbed or other.is_disturbed:
+        claim = "nothing is proven, others had the core"
+    elif ratio.lo > 1:
         claim = "the second is proven faster"
-    elif sure and ratio.hi < 1:
+    elif ratio.hi < 1:
         claim = "the first is proven faster"
     return Comparison(first, second, ratio.median, ratio.lo, ratio.hi, claim)
 
