@@ -13,7 +13,9 @@ import pytest
 from kbrl_async.errors import InfraError, ProblemError, UserError
 from kbrl_async.kernels.funnel import Careful
 from kbrl_async.lab import workbench
-from kbrl_async.lab.workbench import History, HistoryEntry, Workbench
+from kbrl_async.lab.answers import HistoryEntry, Report
+from kbrl_async.lab.history import History
+from kbrl_async.lab.workbench import Workbench
 from protocols.records import Timing
 from tests.candidates import affine, elementwise
 from tests.unit.kernels.funnel.conftest import QUICK
@@ -171,7 +173,7 @@ def timing(speedup: float, width: float, stopped: str = "resolved") -> Timing:
     ],
 )
 def test_a_comparison_claims_what_both_intervals_prove(one: Timing, other: Timing, claim: str) -> None:
-    report = workbench.Report("k", "p", "c", True, "ok", "timing", "", "", 10, 10)
+    report = Report("k", "p", "c", True, "ok", "timing", "", "", 10, 10)
     assert workbench._compared(report, report, one, other).claim == claim
 
 
