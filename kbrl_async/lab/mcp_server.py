@@ -23,15 +23,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kbrl_async.errors import KbrlError, ProblemError, UserError
-from kbrl_async.lab.workbench import (
-    Comparison,
-    HistoryList,
-    ProblemList,
-    ProblemView,
-    ProfileReport,
-    Report,
-    Workbench,
-)
+from kbrl_async.lab.answers import Comparison, HistoryList, ProblemList, ProblemView, ProfileReport, Report
+from kbrl_async.lab.workbench import Workbench
 
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 _MOST_BODY = 4 << 20

@@ -15,20 +15,16 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from kbrl_async.durable import write_atomically
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import guess_backend
@@ -42,126 +38,28 @@ from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.kernels.timing.baselines import over
 from kbrl_async.kernels.timing.statistics import Interval
 from kbrl_async.kernels.verify.options import Tick
+from kbrl_async.lab.answers import (
+    Comparison,
+    HistoryEntry,
+    HistoryList,
+    ProblemLine,
+    ProblemList,
+    ProblemView,
+    ProfileReport,
+    Report,
+    Speed,
+)
+from kbrl_async.lab.history import History
 from kbrl_async.rollouts.prompts.templates import contract_of
 from protocols.records import TIMING_CONFIDENCE, Problem, Timing
 
 MOST_CHARACTERS = 1 << 20
 """Of a candidate or a problem; a kernel has a thousandth of it."""
 MOST_WAITING = 64
-MOST_KEPT, MOST_KEPT_BYTES = 1000, 64 << 20
 _TELL_S = 0.5
 _T = TypeVar("_T")
 Told = Callable[[int, str], Awaitable[object]]
 """Hears of progress: steps done so far, and what is being done."""
-
-
-@dataclass(frozen=True)
-class ProblemLine:
-    problem_id: str
-    level: int
-    name: str
-    split: str
-    """`train` or `heldout`."""
-
-
-@dataclass(frozen=True)
-class ProblemList:
-    problems: list[ProblemLine]
-    total: int
-    """That fit what was asked, of which `problems` are a part."""
-
-
-@dataclass(frozen=True)
-class ProblemView:
-    problem_id: str
-    source: str
-    """The module to replace: `Model`, `get_inputs()`, `get_init_inputs()`."""
-    backend: str
-    contract: str
-    """What a candidate has to look like."""
-    example: str
-    """A right candidate for another problem."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Of a correct kernel over PyTorch; a speedup is claimed only where the whole interval lies above 1."""
-
-    speedup: float
-    lo: float
-    hi: float
-    confidence: float
-    proven_faster: bool
-    claim: str
-    candidate_ms: float
-    reference_ms: float
-    pairs: int
-    hardware: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of one candidate."""
-
-    kernel_id: str
-    """By which later calls can name it in place of its source."""
-    problem_id: str
-    backend: str
-    ok: bool
-    fault: str
-    """`ok`, or how it failed; it is the candidate's fault always."""
-    stage: str
-    """The last step that it reached: format, static, compile, reference, small_inputs, full_inputs, timing."""
-    message: str
-    hint: str
-    input_sets_passed: int
-    input_sets: int
-    speed: Speed | None = None
-
-
-@dataclass(frozen=True)
-class ProfileReport:
-    report: Report
-    text: str
-    """What limits it; empty where it is wrong."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Of two candidates for one problem, each timed against PyTorch in this session."""
-
-    first: Report
-    second: Report
-    ratio: float | None = None
-    """Time of the first over that of the second; None where one of them is wrong."""
-    lo: float | None = None
-    hi: float | None = None
-    claim: str = ""
-
-
-@dataclass(frozen=True)
-class HistoryEntry:
-    kernel_id: str
-    problem_id: str
-    backend: str
-    call: str
-    """`verify`, `bench`, `compare` or `profile`."""
-    ok: bool
-    fault: str
-    speedup: float | None
-    lo: float | None
-    at: float
-    """Seconds since 1970."""
-    source: str = ""
-    """Where it was asked for."""
-
-
-@dataclass(frozen=True)
-class HistoryList:
-    entries: list[HistoryEntry] = field(default_factory=list)
-    """The newest first."""
-    best: HistoryEntry | None = None
-    """The right one whose interval begins highest."""
 
 
 class Cancelled(Exception):  # noqa: N818 - what has happened, not what is wrong
@@ -433,70 +331,11 @@ def _compared(first: Report, second: Report, one: Timing | None, other: Timing |
         return Comparison(first, second, claim=f"no comparison: the {wrong} is not correct")
     # time of the first over the second's: the second's speedup through the first's
     ratio = over(Interval(other.speedup, other.lo, other.hi), Interval(one.speedup, one.lo, one.hi))
-    sure = not (one.is_disturbed or other.is_disturbed)
     claim = f"not told apart at {TIMING_CONFIDENCE:.0%}"
-    if sure and ratio.lo > 1:
+    if one.is_disturbed or other.is_disturbed:
+        claim = "nothing is proven, others had the core"
+    elif ratio.lo > 1:
         claim = "the second is proven faster"
-    elif sure and ratio.hi < 1:
+    elif ratio.hi < 1:
         claim = "the first is proven faster"
     return Comparison(first, second, ratio.median, ratio.lo, ratio.hi, claim)
-
-
-class History:
-    """What was asked of this bench, bounded; with a file, of earlier processes, too."""
-
-    def __init__(self, path: Path | None = None, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
-        self._path, self._most, self._most_bytes = path, most, most_bytes
-        self._lock = threading.Lock()
-        self._entries: list[HistoryEntry] = []
-        self._bytes = 0
-        self._read()
-
-    def _read(self) -> None:
-        """What earlier processes left, and again what of it is kept: so the file is bounded, and a line that a crash
-        cut is gone.
-
-        :raises UserError: the file is none of ours.
-        """
-        if self._path is None or not self._path.exists():
-            return
-        lines = self._path.read_bytes().splitlines()
-        for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                self._append(msgspec.json.decode(line, type=HistoryEntry))
-        if lines and not self._entries:
-            raise UserError(f"{self._path} is no history", "Name another file")
-        write_atomically(self._path, "".join(map(_line, self._entries)))
-
-    def add(self, entry: HistoryEntry) -> None:
-        with self._lock:
-            self._append(entry)
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a") as file:
-                    file.write(_line(entry))
-
-    def _append(self, entry: HistoryEntry) -> None:
-        self._entries.append(entry)
-        self._bytes += len(entry.source)
-        while len(self._entries) > self._most or self._bytes > self._most_bytes:
-            self._bytes -= len(self._entries.pop(0).source)
-
-    def source(self, kernel_id: str) -> str:
-        """Empty where nothing of that name is kept."""
-        return next((e.source for e in reversed(self._entries) if e.kernel_id == kernel_id), "")
-
-    def list(self, problem_id: str, limit: int, sources: bool) -> HistoryList:
-        fitting = [e for e in self._entries if problem_id.lower() in e.problem_id.lower()]
-        correct = [e for e in fitting if e.ok and e.lo is not None]
-        best = max(correct, key=lambda e: e.lo or 0.0, default=None)
-        shown = [*reversed(fitting)][: max(0, limit)]
-        return HistoryList([_bare(e, sources) for e in shown], None if best is None else _bare(best, sources))
-
-
-def _line(entry: HistoryEntry) -> str:
-    return msgspec.json.encode(entry).decode() + "\n"
-
-
-def _bare(entry: HistoryEntry, sources: bool) -> HistoryEntry:
-    return entry if sources else replace(entry, source="")

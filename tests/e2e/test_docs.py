@@ -234,7 +234,8 @@ def check(command: Command) -> None:
         _check_procfile(command, words)
     elif words[:2] == ["python", "-m"]:
         parts = Path(*words[2].split("."))
-        assert (ROOT / parts).is_dir() or (ROOT / parts).with_suffix(".py").is_file(), command
+        roots = (ROOT, *(ROOT / "environments").iterdir())
+        assert any((root / parts).is_dir() or (root / parts).with_suffix(".py").is_file() for root in roots), command
     _check_paths(command, words)
 
 
