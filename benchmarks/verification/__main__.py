@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
-from benchmarks.verification import extensions, mix
+from benchmarks.verification import corpus, extensions, mix
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
@@ -33,6 +33,9 @@ from tests.candidates import affine, elementwise
 
 commands = Commands("verification", __doc__)
 commands(mix.mix)
+commands(corpus.honest)
+commands(corpus.hostile)
+commands(corpus.adapt)
 commands(extensions.build)
 commands.inner(extensions.execute)
 

@@ -36,7 +36,7 @@ from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import Recipe, resolution, roofline
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
-from protocols.records import Candidate, Fault, Problem, StageReport
+from protocols.records import BuildReport, Candidate, Fault, Problem, StageReport
 
 BARE = {".c": "c", ".h": "c", **dict.fromkeys((".cpp", ".cc", ".cxx"), "cpp"), ".cu": "cuda", ".cuh": "cuda"}
 """Files of a kernel without a module, and the backend that a candidate with it would have."""
@@ -139,6 +139,11 @@ class Verifier:
             candidate = reading.candidate
         clock.ends("format", detail=f"taken from a {origin}")
         return self._judge(problem, candidate, clock.reports, origin, self.options.timing if timing is None else timing)
+
+    def build(self, candidate: Candidate, problem: Problem | None) -> BuildReport:
+        """The first half alone, for what this host can't run."""
+        assert self._builder is not None, "a Verifier is used inside its with block"
+        return self._builder.build(candidate, problem)
 
     def _judge(
         self, problem: Problem, candidate: Candidate, stages: tuple[StageReport, ...], origin: str, timing: bool
