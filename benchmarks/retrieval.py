@@ -18,9 +18,9 @@ import faiss
 import numpy as np
 
 from benchmarks.harness import Commands, Result, percentiles
+from kbrl_async.kernels.syntax import read
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval import Query, Retriever, SourceOptions, open_source
-from kbrl_async.rollouts.retrieval.code import read
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.store import Store
 from tests.retrieval_corpus import kernelbook_lines, mutated, sakana_lines, write_lines

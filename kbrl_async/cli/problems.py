@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
+import os
+import re
+import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -23,27 +28,52 @@ _GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["list", "audit"], help="what to do")
+    parser.add_argument("action", choices=["list", "audit", "generate", "import"], help="what to do")
     parser.add_argument(
-        "target", nargs="?", default="", metavar="DIR|suite", help="a folder in the KernelBench layout; default: suite"
+        "target",
+        nargs="?",
+        default="",
+        metavar="DIR|suite|N",
+        help="a folder in the KernelBench layout, or any other source; default: suite. Of generate: how many. "
+        "Of import: a checkout, or a JSONL or Parquet file",
     )
+    parser.add_argument("folder_out", nargs="?", type=Path, metavar="OUT", help="import: the folder to write")
     parser.add_argument("--folder", default="", help="the same as DIR")
     parser.add_argument("--level", type=int, action="append", default=[], help="only this level; may be repeated")
     audit = parser.add_argument_group("audit")
     audit.add_argument("--ids", default="", help="only these problems, as L1/23,L2/9")
-    audit.add_argument("--out", type=Path, metavar="FILE", help="where to write; default: audit.json in the folder")
-    audit.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="seconds for one problem")
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write; default: audit.json in the folder, of generate generated-N-SEED",
+    )
+    audit.add_argument(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds for a problem; import: 30 at most"
+    )
     audit.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="for one problem; default: half of what is free"
     )
     audit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where references run")
+    generate = parser.add_argument_group("generate")
+    generate.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
+    generate.add_argument(
+        "--difficulty", default="0-1", metavar="LOW-HIGH", help="from 0 (one cheap operator) to 1 (many); default: 0-1"
+    )
+    generate.add_argument("--jobs", type=int, default=0, help="worker processes, of import too; default: one a core")
+    importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
+    importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
+    importing.add_argument(
+        "--avoid", action="append", default=[], metavar="DIR", help="take nothing near these problems; of generate too"
+    )
+    importing.add_argument("--limit", type=int, default=0, metavar="N", help="no more than N rows")
     audit.add_argument("--shapes", choices=["cpu", "gpu"], help="of size lines with both; default: the device's")
 
 
 def run(args: argparse.Namespace) -> int:
     source = args.target or args.folder
     source = "" if source == SUITE else source
-    return _audit(args, source) if args.action == "audit" else _list(args, source)
+    return {"audit": _audit, "generate": _generate, "import": _import, "list": _list}[args.action](args, source)
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
@@ -85,6 +115,93 @@ def _audit(args: argparse.Namespace, source: str) -> int:
     _show(audit)
     print(f"written: {out}")
     return 0
+
+
+def _generate(args: argparse.Namespace, wanted: str) -> int:
+    from kbrl_async.kernels.generator import Drawn, generate, known, write_folder
+
+    if not wanted.isdigit() or not int(wanted):
+        raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
+    count, out = int(wanted), args.out or Path(f"generated-{wanted}-{args.seed}")
+    if out.exists():
+        raise UserError(f"{out} is there already", "Name another folder with --out, or remove it")
+    left_out: Counter[str] = Counter()
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("drawing", total=count)
+
+        def told(one: Drawn) -> None:
+            left_out.update([_kind(one.reason)] if one.reason else [])
+            progress.update(bar, advance=not one.reason)
+
+        jobs = args.jobs or len(os.sched_getaffinity(0))
+        avoid = known() + _avoided(args)
+        between = _between(args.difficulty)
+        drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=jobs, told=told))
+    write_folder(out, drawn)
+    rows = table(("left out because", "problems"), f"{count + left_out.total()} drawn, {count} taken")
+    for reason, number in left_out.most_common():
+        rows.add_row(reason, str(number))
+    Console().print(rows)
+    heldout = sum(one.split == "heldout" for one in drawn)
+    a_minute = count / (time.monotonic() - began) * 60
+    print(f"written: {out}, {heldout} of them held out; {a_minute:.0f} a minute. Train on them: problems={out}")
+    return 0
+
+
+def _import(args: argparse.Namespace, place: str) -> int:
+    from kbrl_async.kernels.audit import Limits
+    from kbrl_async.kernels.importing import JOURNAL, Importer, read
+
+    out = args.folder_out or args.out
+    if not place or out is None:
+        raise UserError("kbrl problems import needs SOURCE and OUT", "As in: kbrl problems import rows.jsonl imported")
+    name, found = read(place, args.format)
+    memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 4
+    device = "cuda:0" if args.device == "cuda" else args.device
+    jobs = 1 if args.device == "cuda" else args.jobs or len(os.sched_getaffinity(0))
+    importer = Importer(out, Limits(device, min(args.time_limit, 30.0), round(memory, 2)), _avoided(args), jobs)
+    with Progress(*Progress.get_default_columns()[:1], TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"importing {name}", total=None)
+        for number, row in enumerate(importer.run(itertools.islice(found, args.limit or None)), start=1):
+            progress.update(bar, description=escape(f"{number} rows: {row.problem_id[:40]}"))
+    outcomes = Counter(row.outcome for row in importer.rows)
+    reasons = Counter(_cause(row.reason) for row in importer.rows if row.outcome == "left out")
+    rows = table(("rows", "what became of them"), f"{place}: {len(importer.rows)} rows, format {name}")
+    for outcome, count in sorted(outcomes.items()):
+        rows.add_row(str(count), outcome)
+    for reason, count in reasons.most_common(20):
+        rows.add_row(str(count), f"  {escape(reason)}")
+    Console().print(rows)
+    print(f"written: {out}; origin, licence and reason of each row: {out / JOURNAL}; see kbrl problems list {out}")
+    return 0
+
+
+def _avoided(args: argparse.Namespace) -> list[Problem]:
+    """What nothing may be near to: what our suite holds out, and all that --avoid names."""
+    return load_problems(split="heldout") + [problem for source in args.avoid for problem in load_problems(source)]
+
+
+def _cause(reason: str) -> str:
+    """Reasons that quote the row's own words, as one."""
+    return re.sub(r"^(cannot_run: \w+).*", r"\1", reason)
+
+
+def _kind(reason: str) -> str:
+    """Reasons that name an operator, as one."""
+    return "a step changes nothing" if reason.endswith("changes nothing") else reason.partition(":")[0]
+
+
+def _between(text: str) -> tuple[float, float]:
+    low, _, high = text.partition("-")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        found = (1.0, 0.0)
+    if not 0.0 <= found[0] < found[1] <= 1.0:
+        raise UserError(f"--difficulty {text} is no range", "Write two numbers from 0 to 1, such as 0.1-0.4")
+    return found
 
 
 def _chosen(problems: list[Problem], ids: str) -> list[Problem]:

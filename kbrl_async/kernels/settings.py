@@ -26,9 +26,11 @@ PROBLEM_SOURCES = Door(
     {
         "suite": "kbrl_async.kernels.problems.sources.folder:suite",
         "kernelbench": "kbrl_async.kernels.problems.sources.folder:kernelbench",
+        "generated": "kbrl_async.kernels.generator:generated",
     },
 )
-"""Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`."""
+"""Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`. `generated`
+takes a word more: `generated:500`."""
 BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 

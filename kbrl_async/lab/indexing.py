@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 
 from kbrl_async.errors import AddressTaken, UserError
+from kbrl_async.kernels.syntax import Reading, Unreadable, read
 from kbrl_async.rollouts.retrieval import vectors
 from kbrl_async.rollouts.retrieval.choosing import Choice, choose
-from kbrl_async.rollouts.retrieval.code import Reading, Unreadable, read
 from kbrl_async.rollouts.retrieval.corpora import Source
 from kbrl_async.rollouts.retrieval.embedders import Embedder, Passage, Vectors, make_embedder
 from kbrl_async.rollouts.retrieval.entries import Entry, Skip, checked

@@ -3,7 +3,7 @@
 ::
 
     ""  ─▶ suite      a path: folder with level*/, file.py, tasks.jsonl      owner/name ─▶ the hub
-    suite, kernelbench, package.module:object ─door─▶ source(shapes) ─▶ [Problem], or the path of what to read
+    suite, kernelbench, generated:N, package.module:object ─door─▶ source(shapes) ─▶ [Problem], or the path to read
 
 Everything is parsed, nothing is run.
 """
@@ -53,7 +53,7 @@ def _read(source: str, shapes: str) -> tuple[list[Problem], Path | None]:
     """All problems, and the folder whose audit belongs to them (None: the suite's own)."""
     path = Path(source).expanduser()
     if not path.exists() and PROBLEM_SOURCES.knows(source):
-        found = PROBLEM_SOURCES.load(source)(shapes)
+        found = _from_door(source, shapes)
         if not isinstance(found, Path):
             return _checked(found, source), path
         path = found
@@ -64,6 +64,14 @@ def _read(source: str, shapes: str) -> tuple[list[Problem], Path | None]:
     if not path.exists() and hub.looks_like_name(source):
         return hub.load_hub(source), path
     return load_folder(path, shapes=shapes), None if path == SUITE else path
+
+
+def _from_door(source: str, shapes: str) -> object:
+    """A name of ours may take a word: `generated:500`."""
+    name, _, word = source.partition(":")
+    if word and name in PROBLEM_SOURCES.ours:
+        return PROBLEM_SOURCES.load(name)(shapes, word)
+    return PROBLEM_SOURCES.load(source)(shapes)
 
 
 def _checked(found: object, source: str) -> list[Problem]:

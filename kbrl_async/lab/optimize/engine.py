@@ -12,13 +12,13 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.syntax.operations import operations
+from kbrl_async.kernels.syntax.scope import Scope
 from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.lab.small_policy.configured import is_made
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.retrieval import Entry, Hit, Query, Retriever, SourceOptions, open_source
-from kbrl_async.rollouts.retrieval.code.operations import operations
-from kbrl_async.rollouts.retrieval.code.scope import Scope
 from kbrl_async.rollouts.retrieval.corpora import folders
 from kbrl_async.rollouts.retrieval.store import MANIFEST
 from kbrl_async.rollouts.settings import Prompt

@@ -17,15 +17,16 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.problems.writing import render_problem
+from kbrl_async.kernels.syntax.operations import operations
+from kbrl_async.kernels.syntax.scope import Scope
 from kbrl_async.lab.small_policy.author import CAREFUL, Author, Habits
-from kbrl_async.lab.small_policy.families.source import Family, render_problem
+from kbrl_async.lab.small_policy.families.source import Family
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, random_spec
 from kbrl_async.rollouts.prompts import Feedback, extract, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.examples import render_with_examples
 from kbrl_async.rollouts.prompts.roles import render_verifier
-from kbrl_async.rollouts.retrieval.code.operations import operations
-from kbrl_async.rollouts.retrieval.code.scope import Scope
 from protocols.records import Fault
 
 

@@ -10,13 +10,14 @@ import random
 from pathlib import Path
 
 from kbrl_async.kernels.problems.sources.folder import SUITE
+from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise
 from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
 from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.rows import NORM_TORCH, REDUCE_TORCH, RowNorm, RowReduce
-from kbrl_async.lab.small_policy.families.source import Family, render_problem
+from kbrl_async.lab.small_policy.families.source import Family
 from kbrl_async.lab.small_policy.ops import OPS, ChainStep, chain
 
 SPECS: dict[str, Family] = {

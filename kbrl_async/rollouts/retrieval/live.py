@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kbrl_async.kernels.syntax import Reading
 from kbrl_async.rollouts.retrieval.choosing import worth
-from kbrl_async.rollouts.retrieval.code import Reading
 from kbrl_async.rollouts.retrieval.embedders import Vectors
 from kbrl_async.rollouts.retrieval.entries import Entry, Skip, checked
 from kbrl_async.rollouts.retrieval.store import FACT, Facts, fact_of

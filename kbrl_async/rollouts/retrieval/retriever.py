@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.rollouts.retrieval.code import Reading, Unreadable, read
+from kbrl_async.kernels.syntax import Reading, Unreadable, read
 from kbrl_async.rollouts.retrieval.embedders import Embedder, Passage, Vectors
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.leakage import Protected, refused

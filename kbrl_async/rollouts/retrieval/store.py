@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.rollouts.retrieval.code import Reading
+from kbrl_async.kernels.syntax import Reading
 from kbrl_async.rollouts.retrieval.embedders import Embedder, is_known, open_embedder
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.vectors import VectorIndex

@@ -22,6 +22,7 @@ from protocols.records import Problem
 SUITE = Path(__file__).parents[1] / "suite"
 ROOT_VARIABLE = "KERNELBENCH_ROOT"
 CHECKOUT = "KernelBench"
+INDEX = "index.toml"
 PROJECT = Path(__file__).parents[4]
 
 
@@ -68,7 +69,7 @@ def load_folder(folder: Path, *, shapes: str = "cpu") -> list[Problem]:
     """Every `level*/*.py` below `folder`; `index.toml` there may give `difficulty` and `split` by problem id."""
     if not folder.is_dir():
         raise ProblemError(f"{folder} is no folder", "Give a folder with level1/, level2/ … or one problem file")
-    index = _read_index(folder / "index.toml")
+    index = _read_index(folder / INDEX)
     paths = sorted(folder.glob("level*/*.py"), key=_natural)
     if not paths:
         raise ProblemError(f"{folder} holds no level*/*.py", "Point `problems` at a KernelBench folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kbrl_async.kernels.problems.writing import indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.cuda.source import (
     ITEM,
@@ -14,7 +15,7 @@ from kbrl_async.lab.small_policy.cuda.source import (
 )
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
 from kbrl_async.lab.small_policy.families.linear import Linear
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 TILE = 64

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from kbrl_async.kernels.problems.writing import indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.cuda.source import ITEM, TOTAL, RowGroup, chain_function, items, launch
 from kbrl_async.lab.small_policy.families.elementwise import Elementwise
 from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 SECOND = {"add": ("v = v + w;", "v = v - w;"), "mul": ("v = v * w;", "v = v + w;")}

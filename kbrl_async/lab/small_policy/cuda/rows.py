@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from kbrl_async.kernels.problems.writing import indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.cuda.source import LARGEST, TOTAL, RowGroup, launch
 from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce, statistics
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
 

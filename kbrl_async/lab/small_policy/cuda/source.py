@@ -5,9 +5,10 @@ As in C every line stands alone, so that the small policy's tokenizer merges who
 
 from __future__ import annotations
 
+from kbrl_async.kernels.problems.writing import Module, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.rows import Alone
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, answer_file, indent
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, answer_file
 from kbrl_async.lab.small_policy.ops import ChainStep, c_lines
 
 ITEM = "long i = blockIdx.x * (long)blockDim.x + threadIdx.x;"

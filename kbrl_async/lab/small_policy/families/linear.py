@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 WEIGHT_ROWS_OUTSIDE = ("for (long j = 0; j < n; j++) {", "    for (long i = 0; i < m; i++) {")

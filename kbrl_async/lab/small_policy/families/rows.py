@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
-from kbrl_async.lab.small_policy.families.source import KernelAnswer, Module, NamedSize, indent, statement
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
 
 LOOP = "for (long c = 0; c < cols; c++) {"

@@ -11,34 +11,8 @@ from typing import Protocol
 
 import msgspec
 
+from kbrl_async.kernels.problems.writing import Module, indent
 from kbrl_async.lab.small_policy.author import Author
-
-
-class NamedSize(msgspec.Struct, frozen=True):
-    """A named size: `cpu` makes ≥ 0.2 ms of eager work on one core, `gpu` fills a GPU."""
-
-    name: str
-    cpu: int
-    gpu: int
-
-    def line(self) -> str:
-        return f"{self.name} = {self.cpu}  # gpu: {self.gpu}"
-
-
-class Module(msgspec.Struct, frozen=True):
-    """The PyTorch side: what `Model` holds and does."""
-
-    title: str
-    shapes: tuple[NamedSize, ...]
-    forward: tuple[str, ...]
-    """Statements that assign `x` last."""
-    inputs: tuple[str, ...]
-    """Expressions of `get_inputs`, in the order of `arguments`."""
-    arguments: tuple[str, ...] = ("x",)
-    init_arguments: tuple[str, ...] = ()
-    """Names of shapes that the constructor takes."""
-    members: tuple[str, ...] = ()
-    """Statements of the constructor, the same in `Model` and `ModelNew`."""
 
 
 class KernelAnswer(msgspec.Struct, frozen=True):
@@ -55,47 +29,6 @@ class Family(Protocol):
     def module(self) -> Module: ...
 
     def answer(self, author: Author) -> KernelAnswer: ...
-
-
-def indent(lines: Sequence[str], depth: int) -> list[str]:
-    return [" " * 4 * depth + line if line else "" for line in lines]
-
-
-def render_problem(module: Module) -> str:
-    """The text of a KernelBench problem file."""
-    functional = any("F." in line for line in (*module.forward, *module.members))
-    signature = ", ".join(("self", *module.init_arguments))
-    return "\n".join(
-        [
-            "import torch",
-            "import torch.nn as nn",
-            *(["import torch.nn.functional as F"] if functional else []),
-            "",
-            "",
-            "class Model(nn.Module):",
-            f'    """{module.title}"""',
-            "",
-            f"    def __init__({signature}):",
-            "        super().__init__()",
-            *indent(module.members, 2),
-            "",
-            f"    def forward({', '.join(('self', *module.arguments))}):",
-            *indent(module.forward, 2),
-            "        return x",
-            "",
-            "",
-            *[shape.line() for shape in module.shapes],
-            "",
-            "",
-            "def get_inputs():",
-            f"    return [{', '.join(module.inputs)}]",
-            "",
-            "",
-            "def get_init_inputs():",
-            f"    return [{', '.join(module.init_arguments)}]",
-            "",
-        ]
-    )
 
 
 def render_answer(module: Module, answer: KernelAnswer, author: Author) -> str:

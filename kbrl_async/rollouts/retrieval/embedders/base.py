@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kbrl_async.rollouts.retrieval.code import Reading
+from kbrl_async.kernels.syntax import Reading
 
 Vectors = NDArray[np.float32]
 """One unit vector a row, so that an inner product is a cosine."""

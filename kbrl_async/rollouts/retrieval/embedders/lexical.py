@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.rollouts.retrieval.code import Reading
-from kbrl_async.rollouts.retrieval.code.reading import GROUPS
+from kbrl_async.kernels.syntax import Reading
+from kbrl_async.kernels.syntax.reading import GROUPS
 from kbrl_async.rollouts.retrieval.embedders.base import Passage, Vectors
 
 NAME = "lexical"

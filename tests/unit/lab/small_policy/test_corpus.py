@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from kbrl_async.kernels.problems import load_suite, parse_problem
+from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
 from kbrl_async.lab.small_policy.corpus import examples, write_example
-from kbrl_async.lab.small_policy.families.source import render_answer, render_problem
+from kbrl_async.lab.small_policy.families.source import render_answer
 from kbrl_async.lab.small_policy.making import Kept, Pair, bucketed, tokenize, train_tokenizer
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, difficulty, random_spec
 from kbrl_async.rollouts.prompts import extract, render_prompt

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kbrl_async.errors import MissingTool, UserError
+from kbrl_async.kernels.syntax import read
 from kbrl_async.lab.indexing import build_index
-from kbrl_async.rollouts.retrieval.code import read
 from kbrl_async.rollouts.retrieval.embedders import Passage, make_embedder
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
 from kbrl_async.rollouts.retrieval.store import Store

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kbrl_async.rollouts.retrieval.code import Unreadable, read
-from kbrl_async.rollouts.retrieval.code.operations import operations
-from kbrl_async.rollouts.retrieval.code.scope import Scope
+from kbrl_async.kernels.syntax import Unreadable, read
+from kbrl_async.kernels.syntax.operations import operations
+from kbrl_async.kernels.syntax.scope import Scope
 from tests.retrieval_corpus import mutated, reference
 from tests.unit.rollouts.retrieval.making import module
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from kbrl_async.rollouts.retrieval.code.scope import Scope, methods
+from kbrl_async.kernels.syntax.scope import Scope, methods
 
 MAX_DEPTH = 6
 MAX_STEPS = 40_000

@@ -11,7 +11,7 @@ import ast
 import builtins
 from collections.abc import Iterator
 
-from kbrl_async.rollouts.retrieval.code.scope import Scope, is_super_init, without_docstring
+from kbrl_async.kernels.syntax.scope import Scope, is_super_init, without_docstring
 
 CONSTANT, LOCAL = "K", "v"
 MAX_TOKENS = 60_000

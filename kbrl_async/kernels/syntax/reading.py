@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kbrl_async.rollouts.retrieval.code.normal import Normal
-from kbrl_async.rollouts.retrieval.code.operations import operations
-from kbrl_async.rollouts.retrieval.code.scope import Scope, Unreadable
+from kbrl_async.kernels.syntax.normal import Normal
+from kbrl_async.kernels.syntax.operations import operations
+from kbrl_async.kernels.syntax.scope import Scope, Unreadable
 
 __all__ = ["GROUPS", "Reading", "Unreadable", "read"]
 

@@ -1,0 +1,136 @@
+"""Whether a drawn problem can tell right from wrong, found out by running it.
+
+* every step and every input matters: without a step, or with another draw of one input, the outputs differ;
+* nothing cheap passes: zeros, constants, another input's outputs, half of the rows;
+* rounding decides nothing: fp64, and inputs moved by one rounding error, agree with it;
+* outputs are finite, and of a size that a tolerance means something for.
+
+The text was written here, from our own operators, so it runs in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kbrl_async.kernels.audit import trials
+from kbrl_async.kernels.problems.model_contract import load, seed
+from kbrl_async.kernels.verify import compare
+
+Values = list[torch.Tensor]
+KERNELBENCH = 1e-4
+"""Its tolerance, relative and absolute: a problem is to be sound there, too."""
+_SMALLEST, _LARGEST = 1e-3, 1e5
+_MODEL_SEED, _FIRST, _SECOND = 1, 2, 3
+
+
+class Unsound(Exception):  # noqa: N818 - the answer of a check, with its reason in a word or two
+    pass
+
+
+def check(source: str, shortened: Sequence[tuple[str, str]]) -> str:
+    """Why it is left out, in a few words; empty where it is sound.
+
+    :param shortened: the program without one of its steps: that step's operator, and the text.
+    """
+    try:
+        _check(source, shortened)
+    except Unsound as reason:
+        return str(reason)
+    return ""
+
+
+def _check(source: str, shortened: Sequence[tuple[str, str]]) -> None:
+    program = Program(source)
+    given, other = program.draw(_FIRST), program.draw(_SECOND)
+    expected, elsewhere = program.run(given), program.run(other)
+    allowed = _tolerance(program, given, expected)
+    for name, cheap in {
+        "zeros": trials.zeros(expected),
+        "a constant": trials.constants(elsewhere),
+        "another input's outputs": elsewhere,
+        "half of the rows": trials.half_rows(expected),
+    }.items():
+        if cheap is None:
+            continue
+        if _fits(cheap, expected, allowed) or trials.all_fit(cheap, expected, KERNELBENCH).passes:
+            raise Unsound(f"{name} would pass")
+    for number in range(len(given)):
+        swapped = [other[n] if n == number else value for n, value in enumerate(given)]
+        if _fits(program.run(swapped), expected, allowed):
+            raise Unsound("an input does not matter")
+    for operator, text in shortened:
+        if _fits(Program(text).run(given), expected, allowed):
+            raise Unsound(f"{operator} changes nothing")
+
+
+class Program:
+    """A source that was run, with its model."""
+
+    def __init__(self, source: str) -> None:
+        module = load("drawn", source)
+        seed(_MODEL_SEED)
+        self._get_inputs: Callable[[], list[Any]] = module.get_inputs
+        self.model: torch.nn.Module = module.Model(*module.get_init_inputs()).eval()
+
+    def draw(self, number: int) -> Values:
+        seed(number)
+        return [value for value in self._get_inputs() if isinstance(value, torch.Tensor)]
+
+    def run(self, given: Values) -> Values:
+        """:raises Unsound: it fails on what it was given."""
+        try:
+            with torch.no_grad():
+                out = self.model(*given)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise Unsound(f"it fails: {str(error).splitlines()[0][:60]}") from None
+        return [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def _tolerance(program: Program, given: Values, expected: Values) -> list[compare.Tolerance]:
+    """As a verdict would allow, so that what passes here passes there."""
+    moved = program.run([_moved(value) for value in given])
+    wide = _wide(program, given)
+    scales = [compare.output_scale(tensor) for tensor in expected]
+    for tensor, scale in zip(expected, scales, strict=True):
+        if not bool(torch.isfinite(tensor).all()) or not _SMALLEST <= scale <= _LARGEST:
+            raise Unsound("outputs too small, too large or not finite")
+    allowed = [
+        compare.tolerance(one, far, scale, near)
+        for one, far, scale, near in zip(expected, wide, scales, moved, strict=True)
+    ]
+    if any(tolerance.ill for tolerance in allowed):
+        raise Unsound("rounding errors decide")
+    return allowed
+
+
+def _wide(program: Program, given: Values) -> Sequence[torch.Tensor | None]:
+    """The same in fp64; nothing where a cast inside forbids it."""
+    program.model.double()
+    try:
+        return program.run([value.double() if value.is_floating_point() else value for value in given])
+    except Unsound:
+        return [None]
+    finally:
+        program.model.float()
+
+
+def _moved(value: torch.Tensor) -> torch.Tensor:
+    """By one rounding error, up or down by turns."""
+    if not value.is_floating_point():
+        return value
+    signs = torch.ones(value.numel(), dtype=value.dtype)
+    signs[::2] = -1
+    return value * (1.0 + signs.view_as(value) * torch.finfo(value.dtype).eps)
+
+
+def _fits(got: Values, expected: Values, allowed: Sequence[compare.Tolerance]) -> bool:
+    for tensor, right, tolerance in zip(got, expected, allowed, strict=True):
+        whole = tensor.expand(right.numel()) if tensor.numel() == 1 else tensor
+        if whole.numel() != right.numel():
+            return False
+        if compare.difference(whole.reshape(right.shape), right, tolerance).wrong:
+            return False
+    return True

@@ -1,0 +1,106 @@
+"""One problem, drawn: which operators follow one another, how hard that is, and what it is called."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from kbrl_async.kernels.generator.draft import LAYOUTS, Draft, Unfit
+from kbrl_async.kernels.generator.operators import OPERATORS, Operator
+from kbrl_async.kernels.generator.operators.table import VECTOR
+
+GROUP_WEIGHTS = {
+    "element-wise": 4.0, "element-wise with a second input": 2.0, "reduction": 2.0, "scan": 1.5, "normalisation": 3.0,
+    "softmax": 2.0, "matmul": 3.0, "convolution": 3.0, "pooling": 2.0, "attention": 2.5, "layout": 1.5, "gather": 1.5,
+    "quantise": 1.0, "cast": 0.3, "skip": 2.0, "loss": 0.7,
+}  # fmt: skip
+"""How often a group is drawn where it fits."""
+_TRIES = 40
+_AFTER_END = 2
+"""Steps that may follow a reduction."""
+_COST_SCALE = 16.0
+
+
+def draw(rng: random.Random, difficulty: tuple[float, float] = (0.0, 1.0)) -> Draft:
+    """A draft whose cost lies about where `difficulty`, 0 … 1, says."""
+    wanted = cost_of(rng.uniform(*difficulty))
+    draft = Draft(rng, rng.choice(sorted(LAYOUTS)))
+    spent, after = 0.0, 0
+    while not draft.is_ended and after <= _AFTER_END and (not draft.steps or spent < wanted):
+        operator = _follow(draft, rng, first=not draft.steps, room=max(1.0, wanted - spent))
+        if operator is None:
+            break
+        spent += operator.cost
+        after += draft.layout == VECTOR
+    return draft
+
+
+def _follow(draft: Draft, rng: random.Random, *, first: bool, room: float) -> Operator | None:
+    """The next operator, written into the draft; None where none fits."""
+    before = draft.steps[-1].operator if draft.steps else ""
+    fitting = [
+        one
+        for one in OPERATORS.values()
+        if draft.layout in one.layouts and (one.starts or not first) and one.name != before and one.cost <= room + 3.0
+    ]
+    weights = [GROUP_WEIGHTS[one.group] / _sizes()[one.group] for one in fitting]
+    for _ in range(_TRIES if fitting else 0):
+        one = rng.choices(fitting, weights)[0]
+        taken = (dict(draft.arguments), list(draft.members), dict(draft.sizes))
+        draft.take(one.name)
+        try:
+            one.write(draft)
+        except Unfit:
+            draft.arguments, draft.members, draft.sizes = taken
+        else:
+            return one
+    return None
+
+
+def _sizes() -> dict[str, int]:
+    if not _GROUP_SIZES:
+        for one in OPERATORS.values():
+            _GROUP_SIZES[one.group] = _GROUP_SIZES.get(one.group, 0) + 1
+    return _GROUP_SIZES
+
+
+_GROUP_SIZES: dict[str, int] = {}
+
+
+def difficulty_of(draft: Draft) -> float:
+    """0 … 1 from the operators' costs and the longest chain that one kernel could fuse."""
+    cost = sum(OPERATORS[step.operator].cost for step in draft.steps)
+    return round(1.0 - math.exp(-(cost + 0.5 * _longest_chain(draft)) / _COST_SCALE), 2)
+
+
+def cost_of(difficulty: float) -> float:
+    """About what cost gives this difficulty."""
+    return -_COST_SCALE * math.log(1.0 - min(0.97, max(0.0, difficulty)))
+
+
+def _longest_chain(draft: Draft) -> int:
+    longest = run = 0
+    for step in draft.steps:
+        run = run + 1 if step.keeps_shape else 0
+        longest = max(longest, run)
+    return longest
+
+
+def level_of(draft: Draft) -> int:
+    """1: one operator; 2: a few to fuse; 3: more, or expensive ones."""
+    cost = sum(OPERATORS[step.operator].cost for step in draft.steps)
+    return 1 if len(draft.steps) == 1 else 2 if len(draft.steps) <= 5 and cost <= 18 else 3
+
+
+def title_of(draft: Draft) -> str:
+    words = [step.operator.replace("_", " ") for step in draft.steps]
+    return _joined(words).capitalize() + "."
+
+
+def name_of(draft: Draft) -> str:
+    return "_".join(step.operator for step in draft.steps)[:60].strip("_")
+
+
+def _joined(words: Sequence[str]) -> str:
+    return ", ".join(words)

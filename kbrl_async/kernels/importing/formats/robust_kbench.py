@@ -1,0 +1,46 @@
+"""robust-kbench: a folder a task, `func_forward.py` beside `config_forward.json`.
+
+The configuration's `single_*` parts are the arguments of `get_inputs` and of the constructor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kbrl_async.kernels.importing.found import Found, LeftOut, stem_of, with_arguments
+
+FILE, CONFIG = "func_forward.py", "config_forward.json"
+PARTS = ("single_input_configs", "single_init_configs", "single_shared_configs")
+
+
+def knows(place: Path) -> bool:
+    return place.is_dir() and next(place.rglob(FILE), None) is not None
+
+
+def read(place: Path) -> Iterator[Found]:
+    for path in sorted(place.rglob(FILE)):
+        origin, level = str(path.relative_to(place).parent), _level(path)
+        title = next((p.stem for p in path.parent.glob("[0-9]*_*.py")), path.parent.name)
+        try:
+            source = with_arguments(path.read_text(encoding="utf-8", errors="replace"), _config(path.with_name(CONFIG)))
+            yield Found(stem_of(title), source, level, origin)
+        except LeftOut as reason:
+            yield Found(stem_of(title), "", level, origin, left_out=str(reason))
+
+
+def _level(path: Path) -> int:
+    return next((int(part[-1]) for part in path.parts if part.startswith("level_") and part[-1].isdigit()), 1)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The first configuration of each part, joined."""
+    if not path.is_file():
+        return {}
+    try:
+        parts = json.loads(path.read_text(encoding="utf-8"))
+        return {name: value for part in PARTS for name, value in (parts.get(part) or [{}])[0].items()}
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError):
+        raise LeftOut(f"{CONFIG} is no configuration") from None

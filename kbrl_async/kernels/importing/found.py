@@ -1,0 +1,87 @@
+"""What a format makes of one row: the text of a problem, or why there is none. And texts that several formats write."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kbrl_async.kernels.problems.contract import bound_names
+
+
+class LeftOut(Exception):  # noqa: N818 - a row's fate, not a failure
+    """This row is no problem of ours; the reason in a few words, the same for the same cause."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One row as a problem file, not yet run."""
+
+    name: str
+    source: str
+    level: int = 1
+    origin: str = ""
+    """Where it comes from: a file, a repository."""
+    license: str = ""
+    left_out: str = ""
+    """Why it is no problem; `source` is then empty."""
+
+
+def stem_of(text: str) -> str:
+    """A file's name made of any text."""
+    return re.sub(r"[^A-Za-z0-9_]+", "_", text).strip("_")[:80] or "problem"
+
+
+def parsed(source: str) -> list[ast.stmt]:
+    """:raises LeftOut: it does not parse."""
+    try:
+        return ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise LeftOut("does not parse") from None
+
+
+def as_model(source: str, entry: str) -> str:
+    """The module named `entry` as `Model`; as it is where it has that name, or a `Model` of its own.
+
+    :raises LeftOut: `entry` is no name.
+    """
+    if not entry.isidentifier() or keyword.iskeyword(entry):
+        raise LeftOut("entry point is no name")
+    if entry == "Model" or re.search(r"\bModel\b", source):
+        return source
+    return re.sub(rf"\b{entry}\b", "Model", source)
+
+
+def with_model_of(source: str, function: str, constants: str = "") -> str:
+    """A `Model` whose forward calls a function of the source. `constants`: keyword arguments, as text."""
+    imported = {alias.name for node in parsed(source) if isinstance(node, ast.Import) for alias in node.names}
+    source = source if "torch" in imported else f"import torch\n\n{source}"
+    call = f"{function}(*inputs{', ' + constants if constants else ''})"
+    model = f"class Model(torch.nn.Module):\n    def forward(self, *inputs):\n        return {call}\n"
+    return f"{source.rstrip()}\n\n\n{model}"
+
+
+def with_arguments(source: str, config: Mapping[str, Any]) -> str:
+    """`get_inputs` and the constructor called with what a configuration says, where they take it."""
+    body = parsed(source)
+    given = {name: value for name, value in config.items() if name in parameters(body, "get_inputs")}
+    inits = {name: value for name, value in config.items() if name in parameters(body, "Model")}
+    text = source.rstrip() + "\n"
+    if given:
+        text += f"\n\n_get_inputs = get_inputs\n\n\ndef get_inputs():\n    return _get_inputs(**{given!r})\n"
+    if inits or "get_init_inputs" not in bound_names(body):
+        text += f"\n\ndef get_init_inputs():\n    return [[], {inits!r}]\n"
+    return text
+
+
+def parameters(body: list[ast.stmt], name: str) -> list[str]:
+    """Of a function, or of a class's constructor."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return parameters(node.body, "__init__")
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs) if argument.arg != "self"]
+    return []

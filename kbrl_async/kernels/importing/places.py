@@ -1,0 +1,43 @@
+"""Which format a place has, and reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.importing.formats import (
+    flashinfer_trace,
+    modules,
+    multikernelbench,
+    robust_kbench,
+    rows,
+    tritonbench,
+)
+from kbrl_async.kernels.importing.found import Found
+
+FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Found]]]] = {
+    "robust-kbench": (robust_kbench.knows, robust_kbench.read),
+    "flashinfer-trace": (flashinfer_trace.knows, flashinfer_trace.read),
+    "multikernelbench": (multikernelbench.knows, multikernelbench.read),
+    "tritonbench": (tritonbench.knows, tritonbench.read),
+    "rows": (rows.knows, rows.read),
+    "modules": (modules.knows, modules.read),
+}
+"""By name: whether a place looks like it, and its problems, one after the other. The first to know a place reads it."""
+
+
+def read(place: str, form: str = "") -> tuple[str, Iterator[Found]]:
+    """The format's name, and what is in the place.
+
+    :raises ProblemError: there is no such place, or nothing knows it.
+    """
+    path = Path(place).expanduser()
+    if not path.exists():
+        raise ProblemError(f"there is no {place}", "Clone or download the problem set, and name its folder or file")
+    if form and form not in FORMATS:
+        raise ProblemError(f"there is no format {form!r}", f"Choose among {', '.join(FORMATS)}")
+    for name, (knows, reader) in FORMATS.items():
+        if name == form or (not form and knows(path)):
+            return name, reader(path)
+    raise ProblemError(f"{place} holds no problems of a known format", f"Formats: {', '.join(FORMATS)}; see --help")

@@ -1,0 +1,96 @@
+"""The importer: every row accounted for, nothing twice, nothing near what is held out, hostile rows cost themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.kernels.audit import Limits
+from kbrl_async.kernels.importing import JOURNAL, Found, Importer, Row
+from kbrl_async.kernels.problems import load_problems, parse_problem
+
+LIMITS = Limits("cpu", 20.0, 4.0)
+
+
+def found(name: str, forward: str = "torch.relu(x)", shape: str = "16, 16", head: str = "") -> Found:
+    text = (
+        f"import torch\n{head}\n\n"
+        f"class Model(torch.nn.Module):\n    def forward(self, x):\n        return {forward}\n\n\n"
+        f"def get_inputs():\n    return [torch.randn({shape})]\n\n\ndef get_init_inputs():\n    return []\n"
+    )
+    return Found(name, text, origin=f"{name}.py", license="MIT")
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    out = tmp_path_factory.mktemp("imported") / "out"
+    rows = [
+        found("sound"),
+        found("sound", "torch.tanh(x)"),
+        found("other_names", shape="32, 8"),
+        found("more_dimensions", shape="4, 8, 8"),
+        found("silent", "x * 0.0"),
+        found("broken", "x @ torch.zeros(3, 3)"),
+        found("hostile", "x", head="import os\nos._exit(0)"),
+        found("near", "torch.sigmoid(x) * 3"),
+        Found("odd", "", left_out="no source in it"),
+        Found("empty", "import torch\n"),
+    ]
+    held = parse_problem(found("held", "2 * torch.sigmoid(x)").source, "L1/held")
+    importer = Importer(out, LIMITS, [held], jobs=2)
+    return out, list(importer.run(rows))
+
+
+def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[Row]]) -> None:
+    fates = {row.problem_id: (row.outcome, row.reason) for row in imported[1]}
+    assert fates["L1/sound"] == fates["L1/sound_2"] == fates["L1/more_dimensions"] == ("taken", "")
+    assert fates["L1/other_names"] == ("left out", "the same as another row, but for names and constants")
+    assert fates["L1/near"] == ("left out", "near a held-out problem")
+    assert fates["L1/odd"] == ("left out", "no source in it")
+    assert fates["L1/silent"][0] == fates["L1/broken"][0] == fates["L1/empty"][0] == "left out"
+    assert "cannot_run" in fates["L1/broken"][1]
+    assert "lacks" in fates["L1/empty"][1]
+    assert fates["L1/hostile"] == ("left out", "its process ended itself, or for want of memory")
+
+
+def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(imported: tuple[Path, list[Row]]) -> None:
+    out, rows = imported
+    kept = {row.problem_id for row in rows if row.outcome != "left out"}
+    assert {problem.problem_id for problem in load_problems(str(out))} == kept
+    journal = (out / JOURNAL).read_text().splitlines()
+    assert len(journal) == len(rows)
+    assert all('"license":"MIT"' in line for line in journal if "sound" in line)
+
+
+def test_the_next_run_goes_on_behind_the_journal(imported: tuple[Path, list[Row]], tmp_path: Path) -> None:
+    """A line that a kill cut off is done again; the others are not."""
+    first = tmp_path / "out"
+    list(Importer(first, LIMITS, jobs=1).run([found("a"), found("b", "torch.tanh(x)")]))
+    text = (first / JOURNAL).read_text()
+    (first / JOURNAL).write_text(text[: len(text) - 20])
+
+    importer = Importer(first, LIMITS, jobs=1)
+    tried: list[str] = []
+    again = importer._start
+    importer._start = lambda one, pool, auditors: tried.append(one.name) or again(one, pool, auditors)  # type: ignore[func-returns-value,method-assign]
+    rows = list(importer.run([found("a"), found("b", "torch.tanh(x)"), found("c", "torch.cos(x)")]))
+    assert [row.outcome for row in rows] == ["taken"] * 3
+    assert len(load_problems(str(first))) == 3
+
+
+def test_rows_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    """A data set of any size takes the memory of a few rows."""
+    read = 0
+
+    def rows() -> Iterator[Found]:
+        nonlocal read
+        for number in range(1000):
+            read += 1
+            yield Found(f"row{number}", "", left_out="no source in it")
+
+    results = Importer(tmp_path / "out", LIMITS, jobs=1).run(rows())
+    next(results)
+    assert read < 10
+    results.close()  # type: ignore[attr-defined]
