@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
-from benchmarks.verification import cost, extensions, lanes, mix
+from benchmarks.verification import corpus, cost, extensions, lanes, mix
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
@@ -37,6 +37,9 @@ commands = Commands("verification", __doc__)
 commands(mix.mix)
 commands(lanes.verdicts)
 commands(cost.cost)
+commands(corpus.honest)
+commands(corpus.hostile)
+commands(corpus.adapt)
 commands(extensions.build)
 commands.inner(extensions.execute)
 

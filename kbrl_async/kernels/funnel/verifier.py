@@ -37,7 +37,7 @@ from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import Recipe, resolution, roofline
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
 from kbrl_async.kernels.verify.options import Tick, Watch, no_tick
-from protocols.records import Candidate, Fault, Problem, StageReport
+from protocols.records import BuildReport, Candidate, Fault, Problem, StageReport
 
 BARE = {".c": "c", ".h": "c", **dict.fromkeys((".cpp", ".cc", ".cxx"), "cpp"), ".cu": "cuda", ".cuh": "cuda"}
 """Files of a kernel without a module, and the backend that a candidate with it would have."""
@@ -156,6 +156,11 @@ class Verifier:
         clock.ends("format", detail=f"taken from a {origin}")
         timed = self.options.timing if timing is None else timing
         return self._judge(problem, candidate, clock.reports, origin, timed, tick, watch)
+
+    def build(self, candidate: Candidate, problem: Problem | None) -> BuildReport:
+        """The first half alone, for what this host can't run."""
+        assert self._builder is not None, "a Verifier is used inside its with block"
+        return self._builder.build(candidate, problem)
 
     def _judge(
         self,

@@ -51,9 +51,11 @@ def modules_of(source: str) -> str:
     return "\n".join([source, *(text for name, text in files_of(source).items() if name.endswith(".py"))])
 
 
-def gathered(path: Path) -> str:
-    """The candidate at `path` with what lies beside it that it imports, or names in a string; theirs, too."""
-    source = path.read_text()
+def gathered(path: Path, source: str | None = None) -> str:
+    """The candidate at `path` (`source`: its text, where it is not there) with what lies beside it that it imports, or
+    names in a string; theirs, too.
+    """
+    source = path.read_text() if source is None else source
     found: dict[str, str] = {}
     todo, room = [(source, path.parent)], MAX_BYTES
     while todo:

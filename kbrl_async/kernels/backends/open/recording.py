@@ -57,6 +57,7 @@ def _run(order: Order) -> None:
     if not hasattr(candidate, "ModelNew"):
         raise NameError("the file defines no ModelNew")
     if not order.problem:
+        candidate.ModelNew()
         return
     problem = contract.load("problem", order.problem)
     args, named = contract.arguments(problem.get_init_inputs())

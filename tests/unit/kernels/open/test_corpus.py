@@ -1,0 +1,88 @@
+"""`python -m benchmarks.verification honest|hostile`: what a pair may be, and that nothing it is ends the corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.verification import adapters, corpus
+from kbrl_async.kernels.problems import beside
+from tests.candidates import affine
+from tests.unit.kernels.open.test_honest import STYLES, c
+from tests.unit.kernels.open.test_rules import CAUGHT
+
+PAIRS = {
+    "right": (STYLES["imports"], affine(), ()),
+    "unpaired": (STYLES["stdio"], "", ()),
+    "wrong": (c().replace("2 * x[i] + 1", "3 * x[i]"), affine(), ()),
+    "decoy": (CAUGHT["numpy does it, a kernel copies"][0], affine(), ("decoy_kernel",)),
+    "nothing": ("", affine(), ()),
+    "no kernel": ("print('hello')\n", affine(), ()),
+    "broken problem": (c(), affine().replace("def get_init_inputs", "def other"), ()),
+    "failing problem": (c(), affine().replace("torch.randn(16, 33)", "1 / 0"), ()),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, (candidate, problem, rules) in PAIRS.items():
+        (tmp_path / name).mkdir()
+        if candidate:
+            (tmp_path / name / "candidate.py").write_text(candidate)
+        if problem:
+            (tmp_path / name / "problem.py").write_text(problem)
+        if rules:
+            (tmp_path / name / "expected.json").write_text(json.dumps({"rules": rules}))
+    return tmp_path
+
+
+def test_each_pair_has_an_outcome_and_bad_ones_are_nobodys_fault(folder: Path) -> None:
+    found = corpus.honest(corpus=folder, out=folder / "out.jsonl")
+    states = {one["name"]: one["state"] for one in map(json.loads, (folder / "out.jsonl").read_text().splitlines())}
+    assert states == {
+        "right": "accepted", "unpaired": "built", "wrong": "refused", "decoy": "refused",
+        "no kernel": "no_kernel", "nothing": "no_kernel", "broken problem": "problem", "failing problem": "problem",
+    }  # fmt: skip
+    assert not found["ok"]
+    assert found["accepted_share"] == 0.5
+    assert found["accused"] == ["decoy"]
+
+
+def test_a_hostile_pair_has_to_be_refused_for_its_reason(folder: Path) -> None:
+    for name in PAIRS.keys() - {"decoy", "wrong"}:
+        for file in (folder / name).iterdir():
+            file.unlink()
+        (folder / name).rmdir()
+    found = corpus.hostile(corpus=folder)
+    assert found["refused_rightly"] == 0.5
+    assert found["wrong"] == ["wrong: refused incorrect"]
+
+
+def test_a_kernel_of_a_package_brings_what_it_needs_of_it(tmp_path: Path) -> None:
+    ops = tmp_path / "src" / "liger_kernel" / "ops"
+    ops.mkdir(parents=True)
+    (ops.parent / "__init__.py").write_text("")
+    (ops / "__init__.py").write_text("")
+    (ops / "utils.py").write_text("import triton\n")
+    (ops / "unused.py").write_text("")
+    (ops / "gelu.py").write_text(
+        "import triton\nfrom liger_kernel.ops.utils import triton as t\ndef gelu(x):\n    return x\n"
+    )
+    assert adapters.liger(tmp_path, tmp_path / "out") == 1
+    text = (tmp_path / "out" / "gelu" / "candidate.py").read_text()
+    names = {"liger_kernel/__init__.py", "liger_kernel/ops/__init__.py", "liger_kernel/ops/gelu.py"}
+    assert set(beside.files_of(text)) == names | {"liger_kernel/ops/utils.py"}
+
+
+@pytest.mark.parametrize("name", ["../x.py", "/x.py", "a/../../x.py", "a b.py"])
+def test_no_file_leads_out_of_the_candidates_folder(name: str) -> None:
+    with pytest.raises(ValueError, match="beside"):
+        beside.pack("", {name: ""})
+    assert beside.files_of(f"x = 1\n\n# kbrl: beside {name}\n#|evil\n") == {}
+
+
+def test_files_come_out_as_they_went_in() -> None:
+    files = {"a/b.py": "x = 1\n\n#|y\n", "k.cu": "__global__ void f() {}", "e.txt": ""}
+    assert beside.files_of(beside.pack("import a\n", files)) == files
