@@ -49,7 +49,7 @@ LEFT_OUT = ("make test", "make lint", "make docs", "kbrl optimize", "kbrl export
 ANNOUNCED = {
     "backend=triton": (0, 3),
     "configs/gpu.yaml": (3,),
-    "placement=split": (2,),
+    "placement=split": (3,),
     "kbrl optimize": (0, 1),
 }
 """Exit codes of which the page says that its reader may see them: this host has no GPU, no kernel was proven faster."""

@@ -19,9 +19,11 @@ must import its heavy parts inside `main`, or the nanny loads them too.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -111,6 +113,7 @@ def _own_command() -> list[str]:
 
 
 def _run_child(main: Main) -> int:
+    atexit.register(gc.freeze)  # Python's exit looks through all objects, with torch for a second: the run's end waits
     die_with_parent(int(os.environ[CHILD_MARK]))  # a nanny has seen to it; torchrun, which starts ranks itself, has not
     try:
         _loop_runner()(_until_stopped(main))
