@@ -48,8 +48,21 @@ def again(archive: Archive, run: Path) -> Iterator[tuple[str, Any]]:
     timed = [answer for answer in (*answers, *before, *after) if answer.correct and answer.speedup is not None]
     yield "timings", len(timed)
     yield "timings_disturbed", sum(not _is_sound(answer) for answer in timed)
+    yield "trust", _trust(archive, answers)
     yield "funnel", funnel(archive, answers)
     yield "best_kernels", best_kernels([*answers, *before, *after])
+
+
+def _trust(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, int]]:
+    kinds: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        if answer.correct and answer.key in archive.records:
+            kinds[archive.records[answer.key].trust].append(answer)
+    return {
+        kind: {"correct": len(found), "fast_1_proven": sum(answer.proven for answer in found)}
+        for kind, found in kinds.items()
+        if kind
+    }
 
 
 def _counters(archive: Archive) -> Iterator[tuple[str, Any]]:

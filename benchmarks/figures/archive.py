@@ -52,6 +52,7 @@ class Recorded(NamedTuple):
     has_kernel: bool
     source: str
     stages: list[tuple[str, str, float]]
+    trust: str
 
 
 class Archive:
@@ -82,4 +83,5 @@ def _recorded(packed: bytes) -> Recorded:
     stages = [(s["name"], s["fault"], s["seconds"]) for frame in frames[2:] for s in frame.get("stages", ())]
     kernel = (generation.get("candidate") or {}).get("source", "")
     flagged = bool(request["problem"].get("flags"))
-    return Recorded(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages)
+    trust = next((str(frame["verdict"].get("trust", "")) for frame in frames[2:] if "verdict" in frame), "")
+    return Recorded(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages, trust)

@@ -75,15 +75,9 @@ class Asked(msgspec.Struct, frozen=True):
     shapes: str
     alone_share: float
     gpus: int
-    judged_on: str
-    timed_on: str
     timing: bool
     references: int
     profile: str
-
-    def devices(self, lane: int) -> tuple[str, str]:
-        """Of a lane: where it judges, and where it times if that is another."""
-        return (f"cuda:{lane % self.gpus}", "") if self.gpus > 1 else (self.judged_on, self.timed_on)
 
 
 Group = tuple[Problem, list[Item]]
@@ -95,8 +89,6 @@ def verdicts(
     levels: tuple[int, ...] = (1, 2),
     shapes: Annotated[Literal["gpu", "cpu"], "sizes of the inputs: of our suite for GPUs, or its small ones"] = "gpu",
     alone_share: Annotated[float, "of what is in doubt, decided by a process that served nobody else"] = ALONE_SHARE,
-    judged_on: Annotated[str, "GPU of correctness"] = "cuda:0",
-    timed_on: Annotated[str, "GPU of timing; empty: the same"] = "",
     gpus: Annotated[int, "lanes are spread over so many, each with all of its work on one"] = 1,
     timing: bool = True,
     references: int = 2,
@@ -109,7 +101,7 @@ def verdicts(
     are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each group
     is the first that a lane sees of its problem, so references are made anew for it.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, judged_on, timed_on, timing, references, profile)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
         made = _kept(folder, max(lanes) + groups * len(lanes), levels, shapes)
@@ -235,7 +227,7 @@ def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any
     import torch
 
     torch.set_num_threads(1)
-    device, _timed_on = asked.devices(number)
+    device = f"cuda:{number % asked.gpus}"
     turns = Turns(folder / f"turns-{device.replace(':', '')}")
     windows = _Windows(turns)
     share = asked.gpus / max(asked.lanes)

@@ -144,7 +144,8 @@ class MadeUp:
             wide = self.random.choice([1.05, 1.3, 4.0])
             timing = Timing(9, median, median / wide, median * wide, 1.0, median)
             stages = tuple(StageReport(name, Fault.OK, self.random.random()) for name in STEPS[3:])
-            return BenchReport(Verdict(Fault.OK, 4, 4), timing, stages=stages)
+            trust = self.random.choice(("replayed", "observed", ""))
+            return BenchReport(Verdict(Fault.OK, 4, 4, trust=trust), timing, stages=stages)
         fault = self.random.choice([Fault.INCORRECT, Fault.CHEATING, Fault.RUNTIME_ERROR])
         came_to = {name: self.random.choice([Fault.OK, fault]) for name in STEPS[3 : 3 + self.random.randrange(4)]}
         stages = tuple(StageReport(name, each, self.random.random()) for name, each in came_to.items())

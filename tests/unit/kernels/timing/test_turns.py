@@ -43,10 +43,10 @@ def test_whoever_times_waits_for_the_end_of_a_step_and_is_alone(two: tuple[Turns
     assert seen == ["a step ends", "alone", "no more", "the next one begins"]
 
 
-def _time(turns: Turns, seen: list[str]) -> None:
+def _time(turns: Turns, seen: list[str], for_s: float = 0.05) -> None:
     with turns.working(), turns.alone():
         seen.append("alone")
-        time.sleep(0.05)
+        time.sleep(for_s)
         seen.append("no more")
 
 
@@ -68,10 +68,16 @@ def test_who_waits_for_a_child_lets_another_time_and_the_child_stands_still(two:
     one, other = two
     seen: list[str] = []
     ours, theirs = socket.socketpair()
+
+    def answer() -> None:
+        _time(other, seen, 0.4)
+        time.sleep(0.05)
+        theirs.send(b"done")
+
     with ours, theirs, one.working():
-        timing = threading.Thread(target=lambda: (_time(other, seen), theirs.send(b"done")))
+        timing = threading.Thread(target=answer)
         timing.start()
-        assert Turns.answers(ours, 0.04, Child(seen)), "its time stands still, too"
+        assert Turns.answers(ours, 0.3, Child(seen)), "its time stands still, too"
         timing.join()
     assert seen == ["frozen", "alone", "no more", "thawed"]
 

@@ -58,7 +58,7 @@ def outline(content: bytes) -> list[list[str]] | None:
 class Replays:
     """Recorders and players of one bench on its GPU."""
 
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float = 1.0) -> None:
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float) -> None:
         self._zygote, self._limits, self._device = zygote, limits, device
         self._memory_share = memory_share
         self._host = ReplayHost(zygote, limits, device)

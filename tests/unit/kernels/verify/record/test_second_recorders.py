@@ -53,7 +53,7 @@ def written(*nodes: Any) -> recording.Recording:
 
 def replays(monkeypatch: pytest.MonkeyPatch, of: recording.Recording, second: Recorders) -> Replays:
     monkeypatch.setattr(candidates, "Recorders", lambda *_: second)
-    made = Replays(cast(Any, None), Limits(), "cuda:0")
+    made = Replays(cast(Any, None), Limits(), "cuda:0", 1.0)
     made._recorders = cast(Any, Recorders())
     made._last = _Written(recording.encode(of), [], 0, of)
     return made
