@@ -22,17 +22,12 @@ def test_correct_answers_are_counted_by_what_their_verdicts_rest_on() -> None:
         stats(trust=OBSERVED),
         stats(correct=True),
     ]
-<<<<<<< HEAD
-    listed = [Answer(f"g{place}", one) for place, one in enumerate(answers)]
-    made = summary.build(counters=COUNTERS, answers=Answers(listed), wall_s=60.0, busy={})
-=======
     made = summary.build(
         counters=COUNTERS,
         answers=Answers([Answer(f"g{place}", one) for place, one in enumerate(answers)]),
         wall_s=60.0,
         busy={},
     )
->>>>>>> gpu
     assert made["trust"] == {
         OBSERVED: {"correct": 1, "fast_1_proven": 1},
         REPLAYED: {"correct": 2, "fast_1_proven": 1},

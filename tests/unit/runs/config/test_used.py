@@ -73,7 +73,6 @@ OTHERWISE: Mapping[str, str] = {
     "ensure_small_policy.device": DEVICE,
     "load_model.device": DEVICE,
     "__init__.device": DEVICE,
-    "__init__.memory_share": "the whole device, where there is no run; a run passes its setting",
     "__init__.backend": ALONE,
     "judge.backend": ALONE,
     "zygote_for.backend": ALONE,
