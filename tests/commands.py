@@ -82,7 +82,20 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "times for minutes on a quiet core: tests/unit/cli/test_bench.py": (
         "kbrl bench --aa --ab --pairs 1000 --minutes 8 --trials trials.jsonl",
     ),
+    "needs a rented host: tests/unit/deploy holds the files": (
+        "git clone ADDRESS-OF-THIS-REPOSITORY kbrl-async && cd kbrl-async",
+        "STORE=/workspace/runs bash deploy/cloud/host.sh configs/gpu.yaml name=cloud max_minutes=60",
+        ".venv/bin/kbrl top /workspace/runs/cloud",
+        ".venv/bin/kbrl plan /workspace/runs/cloud",
+    ),
+    "needs what trains for minutes before it: tests/unit/evaluation and tests/unit/lab try the same": (
+        "kbrl compare start=fusion/evals/start-0,fusion/evals/start-1 "
+        "grpo=fusion/evals/grpo-0,fusion/evals/grpo-1 sft=fusion/evals/sft-0,fusion/evals/sft-1",
+        "kbrl problems generate 100 --near runs/default --seed 5 --out edge",
+        "kbrl train problems=edge model_name=runs/default name=on-the-edge",
+    ),
     "needs the hub or an endpoint": (
+        "kbrl index build --output index",
         "kbrl index build GPUMODE/KernelBook archive.parquet my-kernels --output index",
         "kbrl optimize my_module.py --policy https://host/v1 model_name=NAME sampler.api_key_env=MY_KEY …",
     ),

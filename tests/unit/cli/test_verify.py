@@ -117,7 +117,7 @@ def test_our_fault_is_a_document_too(answer: Answer, capsys: pytest.CaptureFixtu
         (["--problem", "sofmax", "--candidate", "x.py"], "Nearest: L1/13_softmax"),
         (["--problem", "nowhere.py", "--candidate", "x.py"], "no problem file nowhere.py"),
         (["--problem", "L1/1", "--candidate", "nowhere.py"], "nowhere.py can't be read"),
-        (["--problem", "L1/1", "--candidate", "x.py", "--backend", "cobol"], "no backends 'cobol'"),
+        (["--problem", "L1/1", "--candidate", "x.py", "--backend", "cobol"], "none of the backends is called 'cobol'"),
         (["--problem", "L1/1", "--candidate", "x.py", "--device", "abacus"], "'abacus' is no device"),
     ],
 )

@@ -287,7 +287,7 @@ class ModelNew(torch.nn.Module):
 )
 def test_a_record_that_no_recorder_wrote_is_the_candidates_fault(warm_builder: Builder, extensions: str) -> None:
     candidate = Candidate(FORGED_RECORD.replace("EXTENSIONS", extensions), "cpp")
-    report = backend("cpp").build(candidate, None, warm_builder._context)
+    report = backend("cpp").build(candidate, None, warm_builder.context)
     assert (report.fault, report.rule) == (Fault.CHEATING, "forged_result")
 
 

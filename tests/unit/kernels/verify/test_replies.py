@@ -118,6 +118,7 @@ class Found:
         self.isolation = ("full", ())
         self.kernelbench = None
         self.carries_state = False
+        self.near, self.own_share = 0, None
         self.evidence = self.tolerance_note = self.trust = self.trust_reason = ""
 
 

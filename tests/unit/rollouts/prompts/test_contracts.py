@@ -29,5 +29,5 @@ def test_every_backend_has_a_contract() -> None:
 
 
 def test_an_unknown_contract_is_named() -> None:
-    with pytest.raises(ConfigError, match="no backends 'cute'"):
+    with pytest.raises(ConfigError, match="none of the backends is called 'cute'"):
         render_prompt("zero_shot", load_suite()[0], "cute")

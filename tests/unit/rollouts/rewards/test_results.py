@@ -41,7 +41,7 @@ def test_a_preset_is_named_and_one_that_changes_is_refused() -> None:
     assert reward(result(Fault.OK, *RIGHT, passed=10, timing=TWICE), "correct") == 1.0
     with pytest.raises(UserError, match="auto changes while a run goes on"):
         reward(result(Fault.OK, *RIGHT), "auto")
-    with pytest.raises(UserError, match="there is no reward_presets 'stage33'"):
+    with pytest.raises(UserError, match="none of the reward presets is called 'stage33'"):
         reward(result(Fault.OK, *RIGHT), "stage33")
 
 

@@ -131,7 +131,7 @@ PHASES = {
         f"if (is_poisoned) *kept() = 1; else if (*kept()) {WRONG}",
     ),
     "an input that was here before": kernel(
-        before=KEPT, first=f"long *seen = kept(); long s = ((long)x >> 6) % 500; if (++seen[s] > 5) {WRONG}"
+        before=KEPT, first=f"long *seen = kept(); long s = ((long)x >> 6) % 500; if (++seen[s] > 7) {WRONG}"
     ),
 }
 
