@@ -18,6 +18,8 @@ MAX_BYTES = 1 << 20
 _MARK = "# kbrl: beside "
 _LINE = "#|"
 _BLOCK = re.compile(rf"^{_MARK}(?P<name>[\w.][\w./-]*)\n(?P<lines>(?:#\|[^\n]*(?:\n|\Z))*)", re.MULTILINE)
+_EVERYWHERE = [["kbrl_async"], ["torch"], ["triton"], ["numpy"]]
+"""Packages that a sandbox has."""
 _COMPILED = frozenset([".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc", ".c", ".json", ".txt"])
 """Of files that are no modules: what a candidate compiles or reads, where a string of it names them."""
 
@@ -74,7 +76,9 @@ def gathered(path: Path, source: str | None = None) -> str:
 
 
 def _named(text: str, folder: Path, root: Path) -> list[Path]:
-    """Existing files below `root` that a module in `folder` imports or names."""
+    """Existing files below `root` that a module in `folder` imports or names. What every candidate has anyway is none,
+    also where it lies beside: whoever works in a checkout of ours has all of it there.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -99,6 +103,8 @@ def _named(text: str, folder: Path, root: Path) -> list[Path]:
 
 def _module(start: Path, parts: list[str]) -> list[Path]:
     """A module's file with the `__init__.py` of each package on its way; nothing where it does not lie there."""
+    if parts[:1] in _EVERYWHERE:
+        return []
     if not parts:
         return [path] if (path := start / "__init__.py").is_file() else []
     place = start.joinpath(*parts)
