@@ -18,7 +18,8 @@ from typing import Any
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
-PROBLEM = "L2/03_mul_sigmoid_elu"
+PROBLEM = "L2/06_shift_sigmoid_scale_tanh"
+"""Four passes in PyTorch and one in ours, which is four times faster: a gain that a busy host can't hide."""
 NAIVE = '''
 import torch
 from torch import nn
@@ -27,10 +28,11 @@ from kbrl_async.launch import c_kernel
 
 SOURCE = r"""
 #include <math.h>
-void run(const float *x, const float *y, float *out, long n) {
+void run(const float *x, float *out, long n) {
     for (long i = 0; i < n; i++) {
-        float v = 1.0f / (1.0f + expf(-x[i] * y[i]));
-        out[i] = v > 0 ? v : expf(v) - 1.0f;
+        float v = 2.0f / (1.0f + expf(-(x[i] + 0.1f)));
+        float e = expf(-2.0f * v);
+        out[i] = (1.0f - e) / (1.0f + e);
     }
 }
 """
@@ -41,16 +43,16 @@ class ModelNew(nn.Module):
         super().__init__()
         self.kernel = c_kernel(SOURCE, "run")
 
-    def forward(self, x, y):
+    def forward(self, x):
         out = torch.empty_like(x)
-        self.kernel(x, y, out, x.numel())
+        self.kernel(x, out, x.numel())
         return out
 '''
 
 
 CHANGES = {
     "not vectorised": ("#include", '#pragma GCC optimize("Ofast")\n#include'),
-    "NaN": ("expf(-x[i] * y[i])", "expf(fminf(-x[i] * y[i], 80.0f))"),
+    "NaN": ("expf(-(x[i] + 0.1f))", "expf(fminf(-(x[i] + 0.1f), 80.0f))"),
 }
 """What a model would write: here one change for each complaint."""
 
