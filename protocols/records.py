@@ -119,6 +119,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     """Content of the index that they are from."""
     strictness: Strictness | None = None
     """None: every set, the bench's own tolerances."""
+    timed: bool = True
+    """False: not timed even where the bench times what is correct."""
 
 
 class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
