@@ -10,7 +10,7 @@ import msgspec
 from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
-from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict
+from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict, WorkloadTiming, WorkloadVerdict
 
 DOCUMENT_VERSION = 1
 _CORES = "candidate 1, reference 1: each is one thread on one core, OpenMP and PyTorch's own threads included"
@@ -85,6 +85,7 @@ class Result(msgspec.Struct, frozen=True):
             )
         if v.total:
             rows.append(("input sets", f"{v.passed} of {v.total} passed"))
+        rows += [("workload", text) for text in self._workloads()]
         if v.max_abs_error is not None and v.tolerance is not None:
             rows.append(("largest error", f"{v.max_abs_error:.3g}, allowed there {v.tolerance:.3g}"))
         if v.tolerance_note:
@@ -108,12 +109,19 @@ class Result(msgspec.Struct, frozen=True):
             rows.append(("built by", self.toolchain))
         return rows
 
+    def _workloads(self) -> list[str]:
+        """One line each, of a problem with several."""
+        timed = {} if self.timing is None else {one.name: one for one in self.timing.workloads}
+        return [workload_line(one, timed.get(one.name)) for one in self.verdict.workloads]
+
     def _timing_rows(self) -> list[tuple[str, str]]:
         t = self.timing
         if t is None:
             return []
         interval = f"{t.lo:.3f} … {t.hi:.3f} at {t.confidence:.0%}, {t.n} pairs"
         rows = [("speedup", f"{t.speedup:.3f}× ({interval}): {t.claim}")]
+        if t.workloads:
+            rows.append(("over", f"{len(t.workloads)} timed workloads: the weighted geometric mean"))
         rows.append(("time", f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"))
         if self.device == "cpu":
             rows.append(("cores", _CORES))
@@ -134,6 +142,16 @@ class Result(msgspec.Struct, frozen=True):
         lines = [*self.rows(), *((f"stage {s.name}", f"{s.fault.value}, {s.seconds:.3f} s") for s in self.stages)]
         cells = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines)
         return f"<table><caption>{html.escape(f'{self.problem_id} · {self.backend}')}</caption>{cells}</table>"
+
+
+def workload_line(verdict: WorkloadVerdict, timed: WorkloadTiming | None = None) -> str:
+    """How one workload ended, for a person."""
+    said = "right" if verdict.fault is Fault.OK else verdict.fault.value.replace("_", " ")
+    line = f"{verdict.name}: {said}, {verdict.passed} of {verdict.total} sets"
+    if timed is None:
+        return line
+    speed = f"{timed.speedup:.3f}× ({timed.lo:.3f} … {timed.hi:.3f}), weight {timed.weight:.2g}"
+    return f"{line}; {speed}; {timed.candidate_ms:.4g} ms, reference {timed.reference_ms:.4g} ms"
 
 
 def with_findings(result: Result, found: Sanitized, stages: tuple[StageReport, ...]) -> Result:

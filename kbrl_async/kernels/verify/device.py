@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from kbrl_async.errors import UserError
@@ -16,8 +17,10 @@ from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
 from protocols.records import Candidate, Problem, Timing
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.verify.checks import Checker
-    from kbrl_async.kernels.verify.reference import Reference
+    from kbrl_async.kernels.problems.workloads import Bound
+    from kbrl_async.kernels.verify.checks import Checker, Opens
+    from kbrl_async.kernels.verify.family import Family
+    from kbrl_async.kernels.verify.reference import Reference, Share
 
 _KINDS = {
     "cpu": "kbrl_async.kernels.verify.cpu.device:CpuDevice",
@@ -63,11 +66,32 @@ class Device:
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        kept: OrderedDict[str, Reference],
+        kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
         """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
         raise NotImplementedError
+
+    def sibling(
+        self,
+        bound: Bound,
+        shares: dict[tuple[str, str], Share],
+        zygote: Zygote,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Family],
+        tick: Tick,
+    ) -> Reference:
+        """A new reference of one workload of several; `shares`: what those before it have of each module."""
+        return self.reference(zygote, bound.problem, options, rng, kept, tick)
+
+    def sharing(self) -> AbstractContextManager[Opens]:
+        """How one candidate is opened for several workloads."""
+        return nullcontext(self)
+
+    def release(self, session: Judged) -> None:
+        """What `judged` has opened is needed no more."""
+        session.close()
 
     def judged(
         self,
