@@ -23,7 +23,7 @@ from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
 from kbrl_async.kernels.verify import wire
-from kbrl_async.kernels.verify.checks import Checker, Opens
+from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
@@ -33,8 +33,9 @@ from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
-from kbrl_async.kernels.verify.session import CandidateFault
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
+from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 
@@ -162,16 +163,16 @@ class Bench:
         """On every workload of the problem."""
 
         def settle(
-            reference: Reference, options: BenchOptions, opens: Opens, timing: bool
+            reference: Reference, options: BenchOptions, shared: Shared | None, timing: bool
         ) -> tuple[Verdict, Timing | None]:
             own = StageClock()
-            found = self._settled(reference, candidate, artifacts, options, opens, timing, tick, own, watch)
+            found = self._settled(reference, candidate, artifacts, options, shared, timing, tick, own, watch)
             clock.add(own)
             return found
 
         if len(family.cases) == 1:
-            return settle(family.cases[0].reference, options, self._device, timing)
-        return Several(family.cases, settle, options, self._rng, self._device).run(timing)
+            return settle(family.cases[0].reference, options, None, timing)
+        return Several(family.cases, settle, options, self._rng, self._device.shares).run(timing)
 
     def _settled(
         self,
@@ -179,7 +180,7 @@ class Bench:
         candidate: Candidate,
         artifacts: dict[str, Path],
         options: BenchOptions,
-        opens: Opens,
+        shared: Shared | None,
         timing: bool,
         tick: Tick,
         clock: StageClock,
@@ -188,7 +189,7 @@ class Bench:
         """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
         the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
         """
-        checker = Checker(self._zygote, reference, options, self._rng, opens)
+        checker = self._checker(reference, options, shared)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
         is_right = verdict.fault is Fault.OK
@@ -198,16 +199,25 @@ class Bench:
             return verdict, timed
         is_repeated = False
         if options.alone_share < 1 or not is_in_doubt:
-            paths = {key: str(path) for key, path in artifacts.items()}
-            is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
+            code = submitted(candidate, artifacts)
+            is_repeated = self._device.is_repeated(reference, code, options, is_right)
         if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
-        checker = Checker(self._zygote, reference, options, self._rng, opens)
+        checker = self._checker(reference, options, shared)
         alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
         if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
             self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone
+
+    def _checker(self, reference: Reference, options: BenchOptions, shared: Shared | None) -> Checker:
+        def opens(code: Submission, is_alone: bool) -> Judged:
+            return self._device.judged(reference, self._zygote, code, options, self._rng, is_alone)
+
+        if shared is None:
+            return Checker(self._zygote, reference, options, self._rng, opens)
+        taken = shared.opens(reference, opens)
+        return Checker(self._zygote, reference, options, self._rng, taken, shared.release)
 
     def _judge(
         self,

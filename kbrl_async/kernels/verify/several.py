@@ -20,25 +20,24 @@ import msgspec
 
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.combining import Part, combined
-from kbrl_async.kernels.verify.checks import Opens
-from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.family import Case
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import OBSERVED, REPLAYED, Fault, Timing, Verdict, WorkloadVerdict
 
 _LEAST_PAIRS = 4
-Settle = Callable[[Reference, BenchOptions, Opens, bool], tuple[Verdict, Timing | None]]
-"""One candidate on one workload, timed or not."""
+Settle = Callable[[Reference, BenchOptions, Shared | None, bool], tuple[Verdict, Timing | None]]
+"""One candidate on one workload, in a process that it shares or in one of its own, timed or not."""
 
 
 class Several:
     """One candidate's way through `cases`."""
 
     def __init__(
-        self, cases: Sequence[Case], settle: Settle, options: BenchOptions, rng: random.Random, device: Device
+        self, cases: Sequence[Case], settle: Settle, options: BenchOptions, rng: random.Random, shares: bool
     ) -> None:
-        self._cases, self._settle, self._options, self._rng, self._device = cases, settle, options, rng, device
+        self._cases, self._settle, self._options, self._rng, self._shares = cases, settle, options, rng, shares
         self._verdicts: dict[int, Verdict] = {}
         self._parts: list[Part] = []
 
@@ -46,14 +45,14 @@ class Several:
         timed = self._chosen() if timing else []
         rest = [number for number in range(len(self._cases)) if number not in timed[:1]]
         self._rng.shuffle(rest)
-        with self._device.sharing() as opens:
+        with Shared() as shared:
             for number in rest:
-                self._check(number, opens)
+                self._check(number, shared if self._shares else None)
         if self._is_right:
             for number in timed:
                 self._time(number, len(timed))
         elif timed:
-            self._check(timed[0], self._device)
+            self._check(timed[0], None)
         verdict = combined_verdict(self._cases, self._verdicts)
         if verdict.fault is not Fault.OK or not self._parts:
             return verdict, None
@@ -75,23 +74,25 @@ class Several:
         """Nothing more is asked of a candidate that crashed, hung or cheated."""
         return any(verdict.fault not in (Fault.OK, Fault.INCORRECT) for verdict in self._verdicts.values())
 
-    def _check(self, number: int, opens: Opens) -> None:
+    def _check(self, number: int, shared: Shared | None) -> None:
         if not self._is_over:
-            self._verdicts[number], _ = self._settled(number, self._options, opens, False)
+            self._verdicts[number], _ = self._settled(number, self._options, shared, False)
 
     def _time(self, number: int, count: int) -> None:
         if not self._is_right:
             return
         options = msgspec.structs.replace(self._options, recipe=_shared(self._options.recipe, count))
-        self._verdicts[number], timing = self._settled(number, options, self._device, True)
+        self._verdicts[number], timing = self._settled(number, options, None, True)
         if timing is not None:
             workload = self._cases[number].workload
             self._parts.append(Part(workload.name, workload.weight, timing, timing.ratios))
 
-    def _settled(self, number: int, options: BenchOptions, opens: Opens, timing: bool) -> tuple[Verdict, Timing | None]:
+    def _settled(
+        self, number: int, options: BenchOptions, shared: Shared | None, timing: bool
+    ) -> tuple[Verdict, Timing | None]:
         case = self._cases[number]
         options = msgspec.structs.replace(options, is_proven=case.workload.is_timed)
-        return self._settle(case.reference, options, opens, timing)
+        return self._settle(case.reference, options, shared, timing)
 
 
 def _shared(recipe: Recipe, count: int) -> Recipe:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify.cpu.sharing import SharedChild
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -27,6 +26,8 @@ _KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
 
 class CpuDevice(Device):
     """See `verify.device`."""
+
+    shares = True
 
     def zygote(self, modules: tuple[str, ...]) -> Zygote:
         return Zygote((*PRELOAD, *preloads("cpu"), *modules))
@@ -54,9 +55,6 @@ class CpuDevice(Device):
     ) -> Reference:
         share = shares.setdefault(bound.workload.arguments, Share(bound.module))
         return Reference(zygote, bound.problem, options, rng, tick, share=share, inputs=bound.inputs)
-
-    def sharing(self) -> SharedChild:
-        return SharedChild(self)
 
     def stopwatch(
         self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
