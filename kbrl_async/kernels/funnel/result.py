@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
-from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict, WorkloadTiming, WorkloadVerdict
+from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict
 
 DOCUMENT_VERSION = 1
 _CORES = "candidate 1, reference 1: each is one thread on one core, OpenMP and PyTorch's own threads included"
@@ -87,7 +88,7 @@ class Result(msgspec.Struct, frozen=True):
             )
         if v.total:
             rows.append(("input sets", f"{v.passed} of {v.total} passed"))
-        rows += [("workload", text) for text in self._workloads()]
+        rows += [("workload", text) for text in workload_lines(v, self.timing)]
         if v.max_abs_error is not None and v.tolerance is not None:
             rows.append(("largest error", f"{v.max_abs_error:.3g}, allowed there {v.tolerance:.3g}"))
         if v.tolerance_note:
@@ -110,11 +111,6 @@ class Result(msgspec.Struct, frozen=True):
         if self.toolchain:
             rows.append(("built by", self.toolchain))
         return rows
-
-    def _workloads(self) -> list[str]:
-        """One line each, of a problem with several."""
-        timed = {} if self.timing is None else {one.name: one for one in self.timing.workloads}
-        return [workload_line(one, timed.get(one.name)) for one in self.verdict.workloads]
 
     def _timing_rows(self) -> list[tuple[str, str]]:
         t = self.timing
@@ -146,14 +142,16 @@ class Result(msgspec.Struct, frozen=True):
         return f"<table><caption>{html.escape(f'{self.problem_id} · {self.backend}')}</caption>{cells}</table>"
 
 
-def workload_line(verdict: WorkloadVerdict, timed: WorkloadTiming | None = None) -> str:
-    """How one workload ended, for a person."""
-    said = "right" if verdict.fault is Fault.OK else verdict.fault.value.replace("_", " ")
-    line = f"{verdict.name}: {said}, {verdict.passed} of {verdict.total} sets"
-    if timed is None:
-        return line
-    speed = f"{timed.speedup:.3f}× ({timed.lo:.3f} … {timed.hi:.3f}), weight {timed.weight:.2g}"
-    return f"{line}; {speed}; {timed.candidate_ms:.4g} ms, reference {timed.reference_ms:.4g} ms"
+def workload_lines(verdict: Verdict, timing: Timing | None) -> Iterator[str]:
+    """How each workload ended, for a person; nothing for a problem with one."""
+    timed = {} if timing is None else {one.name: one for one in timing.workloads}
+    for one in verdict.workloads:
+        said = "right" if one.fault is Fault.OK else one.fault.value.replace("_", " ")
+        line = f"{one.name}: {said}, {one.passed} of {one.total} sets"
+        if (t := timed.get(one.name)) is not None:
+            line += f"; {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}), weight {t.weight:.2g}"
+            line += f"; {t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
+        yield line
 
 
 def with_findings(result: Result, found: Sanitized, stages: tuple[StageReport, ...]) -> Result:

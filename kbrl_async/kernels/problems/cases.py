@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kbrl_async.kernels.problems.declared import Declared, declared
+from kbrl_async.kernels.problems.model_contract import load
 from kbrl_async.kernels.problems.workloads import INPUTS, Bound, Workload, bind, tails
 from protocols.records import Problem
 
@@ -18,6 +21,15 @@ MOST_GROUPS = 16
 def named(problem: Problem) -> tuple[Workload, ...]:
     """What a problem says of its workloads, for whoever shows it; of input groups only the first is known."""
     return _named(declared(problem.source, problem.problem_id))
+
+
+def described(problem: Problem) -> str:
+    """What there is besides one workload, in few words; empty: nothing."""
+    found = declared(problem.source, problem.problem_id)
+    if found.is_single:
+        return ""
+    words = "input groups" if found.has_groups else str(len(_named(found)))
+    return words + (" and secret shapes" if found.free else "")
 
 
 def cases(problem: Problem, rng: random.Random) -> Sequence[Bound]:
@@ -31,6 +43,17 @@ def cases(problem: Problem, rng: random.Random) -> Sequence[Bound]:
     drawn = [msgspec.structs.replace(workload, dtype=found.dtype) for workload in secret]
     groups = [_group(number, found) for number in range(1, MOST_GROUPS)] if found.has_groups else []
     return [bind(problem, workload) for workload in (*_named(found), *groups, *drawn)]
+
+
+def each(source: str, run: Callable[[types.ModuleType], None]) -> None:
+    """In a confined child: `run` of a problem's module once for each workload, that of a proposal as far as it goes."""
+    bounds = cases(Problem("", 0, "", source), random.Random(0))
+    if not bounds:
+        run(load("problem", source))
+    for bound in bounds:
+        is_proposal = bound.workload.is_tail or bound.workload.group > 0
+        with contextlib.suppress(*([Exception] if is_proposal else [])):
+            run(load("problem", bound.problem.source))
 
 
 def _named(found: Declared) -> tuple[Workload, ...]:

@@ -31,7 +31,7 @@ NO_GROUP = "there is no input group"
 ROW_KEYS = ("name", "shape", "inputs", "init", "dtype", "weight", "role")
 Scalar = int | float | bool | str
 _SINGLE = 'WORKLOADS = []\nFREE_SHAPES = {}\nDTYPE = ""\n'
-_TAILS = ("one", "odd", "prime", "empty")
+_TAIL, _TAILS = "tail ", ("one", "odd", "prime", "empty")
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -135,8 +135,8 @@ def _row(row: Any, number: int, makers: Mapping[str, Sequence[str]]) -> Workload
             raise ValueError(f"row {number} has the unknown key {key!r}; known are {', '.join(ROW_KEYS)}")
     shape, inputs = row.get("shape", {}), row.get("inputs", INPUTS)
     name = row.get("name", _named(shape) or f"workload {number}")
-    if not isinstance(name, str) or not 0 < len(name) <= 60 or not name.isprintable():
-        raise ValueError(f"row {number} has the name {name!r}; up to 60 printable letters are wanted")
+    if not isinstance(name, str) or not 0 < len(name) <= 60 or not name.isprintable() or is_tail(name):
+        raise ValueError(f"row {number} has the name {name!r}; up to 60 printable letters, and no tail, are wanted")
     if inputs not in makers:
         raise ValueError(f"{name!r} wants inputs of {inputs!r}, and the file has no such function")
     _check_shape(name, shape, inputs, makers[inputs])
@@ -189,9 +189,14 @@ def tails(free: Mapping[str, tuple[int, int]], inputs: str, rng: random.Random) 
         if kind == "empty":
             full = rng.choice([name for name, (least, _) in free.items() if least == 0])
             shape = {name: 0 if name == full else max(1, value) for name, value in shape.items()}
-        name = f"tail {_named(shape)}"
+        name = _TAIL + _named(shape)
         found.setdefault(name, Workload(name, dict(shape), inputs, weight=1.0, role="checked", is_tail=True))
     return tuple(found.values())
+
+
+def is_tail(name: str) -> bool:
+    """Whether a verdict's workload was a secret one."""
+    return name.startswith(_TAIL)
 
 
 def _edge(kind: str, least: int, most: int, rng: random.Random) -> int:
