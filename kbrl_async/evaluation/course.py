@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kbrl_async.evaluation.metrics import EAGER, Sample, sample_of
+from kbrl_async.evaluation.metrics import EAGER, OnWorkload, Sample, sample_of
 from kbrl_async.evaluation.progress import EvaluationProgress
 from kbrl_async.kernels.funnel.result import Result, early
 from kbrl_async.kernels.kernelbench.formats import Outcome
 from kbrl_async.kernels.problems.finding import number
+from kbrl_async.kernels.problems.workloads import is_tail
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import Trajectories, TurnTaken, best_turn
 from protocols.records import Fault, Problem
@@ -220,10 +221,25 @@ def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> KeptSampl
         candidate_ms=timing.candidate_ms if timing else None,
         reference_ms=timing.reference_ms if timing else None,
         flags=problem.flags,
+        workloads=_by_workload(result),
         turns=len(tried),
         tokens=sum(turn.stats.tokens for turn in tried),
     )
     return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
+
+
+TAILS = "secret shapes"
+
+
+def _by_workload(result: Result) -> dict[str, OnWorkload]:
+    """Those that the problem names; secret ones, which differ from answer to answer, as one."""
+    timed = {} if result.timing is None else {one.name: one.speedup for one in result.timing.workloads}
+    found: dict[str, OnWorkload] = {}
+    for one in result.verdict.workloads:
+        name = TAILS if is_tail(one.name) else one.name
+        before = found.get(name, OnWorkload(True))
+        found[name] = OnWorkload(before.correct and one.fault is Fault.OK, timed.get(one.name))
+    return found
 
 
 def expired_sample(problem: Problem, rollout_id: str) -> KeptSample:

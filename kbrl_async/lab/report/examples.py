@@ -133,11 +133,12 @@ def _order(one: SampledTurn) -> tuple[int, str, int]:
 
 def _sampled(turn: ReportedTurn, record: Record) -> SampledTurn:
     checks = tuple((stage.name, stage.fault.value, stage.seconds, stage.detail) for stage in record.stages)
+    loads = tuple((f"workload {one.name}", one.fault.value, 0.0, one.message) for one in record.verdict.workloads)
     answer = record.generation.text if record.generation is not None else ""
     verdict = record.verdict
     return SampledTurn(
         turn, _kept(record.request.prompt, PROMPT), _kept(answer, ANSWER), _kept(verdict.message, EXAMPLE),
-        verdict.hint, checks,
+        verdict.hint, (*checks, *loads),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import KbrlError
+from kbrl_async.kernels.funnel.result import workload_lines
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.report.model import BestKernel, ReportedTurn
 from kbrl_async.runs.archive.archive import Archive
@@ -76,6 +77,7 @@ def _from_record(record: Record | None) -> dict[str, Any]:
     if (timing := record.timing) is not None:
         found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
         found |= {"baselines": timing.baselines, "pairs": timing.n}
+        found["workloads"] = tuple(workload_lines(record.verdict, timing))
     if record.bench is not None:
         found["profile"] = record.bench.profile
     return found

@@ -85,6 +85,8 @@ class BestKernel(msgspec.Struct, frozen=True):
     pairs: int | None = None
     profile: str = ""
     """What limits it, where the run asked (turns.profile)."""
+    workloads: tuple[str, ...] = ()
+    """How each ended, of a problem with several."""
 
 
 class SampledTurn(msgspec.Struct, frozen=True):
