@@ -84,7 +84,7 @@ def parents_in(runs: Sequence[Path]) -> list[Parent]:
     return found
 
 
-def propose(parents: Sequence[Parent], count: int, seed: int = 0, avoid: Iterable[Problem] = ()) -> list[Drawn]:
+def propose(parents: Sequence[Parent], count: int, seed: int, avoid: Iterable[Problem] = ()) -> list[Drawn]:
     """`count` problems near those that are solved at times, none with the operations of a parent or of `avoid`.
 
     :raises UserError: there are no so many, or no parent is a chain of lines.

@@ -39,9 +39,9 @@ def test_lines_come_from_problems_that_were_solved_only() -> None:
     never = [*PARENTS[:2], Parent(LINEAR, 0.0)]
     assert not any("linear" in drawn.source for drawn in propose(never, 20, seed=2))
     with pytest.raises(UserError, match="solved no problem"):
-        propose([Parent(TANH, 0.0)], 1)
+        propose([Parent(TANH, 0.0)], 1, seed=0)
     with pytest.raises(UserError, match="so near"):
-        propose(PARENTS[:1], 1_000)
+        propose(PARENTS[:1], 1_000, seed=0)
 
 
 @pytest.mark.parametrize(
