@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError
@@ -11,8 +12,18 @@ from protocols.records import PolicyVersion
 POLICY_PREFIX = "policy-v"
 """Before the number of a version, in the name of its folder."""
 MANIFEST = "manifest.json"
-FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
-"""By kind of policy; an adapter of a role lies in a folder of its name."""
+FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors", "tinker": "tinker.json"}
+"""By kind of policy; an adapter of a role lies in a folder of its name, and weights at Tinker under the path that the
+file names."""
+
+
+class Canaries(NamedTuple):
+    """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
+
+    ids: list[int]
+    """A fixed prompt of at least two tokens."""
+    texts: list[tuple[str, list[int]]]
+    """Further ones, with their first ids."""
 
 
 def proven(folder: Path, manifest: PolicyVersion, role: str = "") -> Path:
