@@ -22,6 +22,7 @@ from kbrl_async.cli.shared import completed, find, run_names, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
+from kbrl_async.kernels.problems.cases import described
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
@@ -73,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only what this run's policy may solve",
     )
     completed(near, run_names)
-    generate.add_argument("--jobs", type=int, default=0, help="worker processes, of import too; default: one a core")
+    generate.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes, of import too; default: one a core",
+    )
     importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
     importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
     importing.add_argument(
@@ -90,11 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
-    rows = table(("problem", "level", "difficulty", "split", "audit"))
     problems = load_problems(source, levels=args.level)
+    loads = {problem.problem_id: words for problem in problems if (words := described(problem))}
+    rows = table(("problem", "level", "difficulty", "split", "audit", *(["workloads"] if loads else [])))
     for problem in problems:
         facts = (problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
-        rows.add_row(*facts, ", ".join(problem.flags))
+        rows.add_row(*facts, ", ".join(problem.flags), *([loads.get(problem.problem_id, "1")] if loads else []))
     console = Console()
     console.print(rows)
     heldout = sum(problem.split == "heldout" for problem in problems)
@@ -148,11 +155,10 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs = args.jobs or len(os.sched_getaffinity(0))
         avoid = known() + _avoided(args)
         between = _between(args.difficulty)
         fits = _fits(args)
-        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=jobs, told=told))
+        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=args.jobs, told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -187,7 +193,7 @@ def _import(args: argparse.Namespace, place: str) -> int:
     name, found = read(place, args.format)
     memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 4
     device = "cuda:0" if args.device == "cuda" else args.device
-    jobs = 1 if args.device == "cuda" else args.jobs or len(os.sched_getaffinity(0))
+    jobs = 1 if args.device == "cuda" else args.jobs
     importer = Importer(out, Limits(device, min(args.time_limit, 30.0), round(memory, 2)), _avoided(args), jobs)
     with Progress(*Progress.get_default_columns()[:1], TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"importing {name}", total=None)
