@@ -17,6 +17,10 @@ FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors", "tink
 file names."""
 
 
+LOCAL = frozenset({"full", "lora"})
+"""Kinds whose weights are in the folder."""
+
+
 class Canaries(NamedTuple):
     """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
 
@@ -24,6 +28,13 @@ class Canaries(NamedTuple):
     """A fixed prompt of at least two tokens."""
     texts: list[tuple[str, list[int]]]
     """Further ones, with their first ids."""
+
+
+def check_here(folder: Path, manifest: PolicyVersion) -> None:
+    """CheckpointError where the version's folder names weights that a service holds."""
+    if manifest.kind not in LOCAL:
+        cure = f"Sample from them with sampler.engine=tinker, or: tinker checkpoint download (see {FILES['tinker']})"
+        raise CheckpointError(f"the weights of {folder} are held at Tinker", cure)
 
 
 def proven(folder: Path, manifest: PolicyVersion, role: str = "") -> Path:

@@ -33,28 +33,31 @@ DEFAULT = ("level=1,2,3", "batch_size=4", "group_size=4", "max_steps=10", "max_m
 
 
 @contextlib.contextmanager
-def service(cache: Path, settings: Sequence[str]) -> Iterator[str]:
-    """The address of a service, in a process of its own, that serves the small policy of these settings."""
+def service(cache: Path, settings: Sequence[str]) -> Iterator[list[str]]:
+    """A service in a process of its own, with the small policy of these settings; how a run is told of it.
+
+    The run names the policy's folder, so that it makes none itself.
+    """
     command = [sys.executable, "-m", "tests.tinker_service", "--port", "0", "--key", KEY, f"cache_path={cache}"]
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     assert process.stdout is not None
     try:
-        line = next((line for line in process.stdout if " at http" in line), "")
-        yield re.findall(r"http://\S+", line)[0]
+        said = next(filter(None, (re.match(r"serves small and (\S+) at (\S+)", line) for line in process.stdout)))
+        yield [f"model_name={said[1]}", "prompt.option=compact", f"sampler.base_url={said[2]}"]
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
 
 
-def run(folder: Path, cache: Path, address: str, settings: Sequence[str]) -> Run:
+def run(folder: Path, cache: Path, settings: Sequence[str]) -> Run:
     environment = {"TINKER_API_KEY": KEY, "PYTHONPATH": os.environ.get("PYTHONPATH", str(REPOSITORY))}
-    return Run(folder, cache, *ENGINES, f"sampler.base_url={address}", *settings, environment=environment)
+    return Run(folder, cache, *ENGINES, *settings, environment=environment)
 
 
-def killed_on_the_way(folder: Path, cache: Path, address: str, settings: Sequence[str], at: Sequence[int]) -> Run:
+def killed_on_the_way(folder: Path, cache: Path, settings: Sequence[str], at: Sequence[int]) -> Run:
     """A run whose learner, sampler and everything are killed after so many updates."""
-    made = run(folder, cache, address, settings)
+    made = run(folder, cache, settings)
     for service_, updates in zip(("learner", "sampler"), at, strict=False):
         made.until(lambda updates=updates: made.updates() >= updates)
         print(f"kill -9 of the {service_} after {made.updates()} updates", flush=True)
@@ -65,7 +68,7 @@ def killed_on_the_way(folder: Path, cache: Path, address: str, settings: Sequenc
         os.killpg(made.process.pid, signal.SIGKILL)
         made.process.wait()
         time.sleep(5.0)  # the nannies and their children notice
-        made = run(folder, cache, address, settings)
+        made = run(folder, cache, settings)
     assert made.wait() == 0, made.tail()
     return made
 
@@ -125,8 +128,8 @@ def main() -> None:
     cache = folder / "cache"
     from tests.running import TINY
 
-    with service(cache, TINY) as address:
-        made = killed_on_the_way(folder, cache, address, [*DEFAULT, *asked.settings], at=(3, 6, 8))
+    with service(cache, TINY) as reached:
+        made = killed_on_the_way(folder, cache, [*reached, *DEFAULT, *asked.settings], at=(3, 6, 8))
     report(made)
     print(f"the run is in {made.path}")
 

@@ -485,8 +485,9 @@ def main() -> None:
     asked = parser.parse_args()
     folder = base_model(load(overrides=asked.settings), lambda what, _: print(what, file=sys.stderr))
     torch.set_num_threads(1)
-    server = start(Service(models=[CausalLM.of_folder("small", folder)], keys=asked.key), asked.port)
-    print(f"serves small at http://127.0.0.1:{server.server_port}", flush=True)
+    models = [CausalLM.of_folder(name, folder) for name in ("small", str(folder))]
+    server = start(Service(models=models, keys=asked.key), asked.port)
+    print(f"serves small and {folder} at http://127.0.0.1:{server.server_port}", flush=True)
     threading.Event().wait()
 
 

@@ -14,9 +14,8 @@ def test_a_run_at_tinker_outlives_its_learner_and_its_sampler(tmp_path: Path, po
     from tests import tinker_demo
     from tests.running import TINY, assert_figures_are_true
 
-    settings = ("max_steps=3",)
-    with tinker_demo.service(policy_cache, TINY) as address:
-        run = tinker_demo.killed_on_the_way(tmp_path, policy_cache, address, settings, at=(1, 2))
+    with tinker_demo.service(policy_cache, TINY) as reached:
+        run = tinker_demo.killed_on_the_way(tmp_path, policy_cache, [*reached, "max_steps=3"], at=(1, 2))
     tinker_demo.report(run)
     assert [line["policy_version"] for line in run.log("learner") if line["event"] == "resumed"] == [1]
     assert run.summary()["max_staleness"] <= 2

@@ -34,7 +34,7 @@ from kbrl_async.durable import (
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.models import active, adapter_names, causal_lm, is_lora
-from kbrl_async.weights import FILES, POLICY_PREFIX, Canaries, prove
+from kbrl_async.weights import FILES, POLICY_PREFIX, Canaries, check_here, prove
 from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 
@@ -137,8 +137,7 @@ def load_manifest(folder: Path) -> PolicyVersion:
 def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
     """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
     manifest = load_manifest(folder)
-    if manifest.kind not in ("full", "lora"):
-        raise CheckpointError(f"the weights of {folder} are held at Tinker", "Sample from them: sampler.engine=tinker")
+    check_here(folder, manifest)
     prove(folder, manifest)
     if manifest.kind == "lora":
         from peft import set_peft_model_state_dict
