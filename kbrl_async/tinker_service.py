@@ -100,7 +100,8 @@ class Account:
         def ask() -> Any:
             return self.tinker.RestClient(base_url=self._base_url, api_key=self._key).get_server_capabilities().result()
 
-        served = self.result(in_thread(ask), "the list of models", tick).supported_models
+        deadline_s = min(CONNECT_S, self._deadline_s)
+        served = self.result(in_thread(ask), "the list of models", tick, deadline_s).supported_models
         known: dict[str, int | None] = {one.model_name: one.max_context_length for one in served if one.model_name}
         if model not in known:
             cure = f"Set model_name to one of: {', '.join(sorted(known)[:8])}"

@@ -48,7 +48,6 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "inspect eval kbrl_kernels/kernels --model openai/MODEL -T mode=tools",
     ),
     "needs the tinker library: tests/e2e/test_tinker.py": (
-        "export TINKER_API_KEY=…",
         "python -m tests.tinker_service --port 8490 --key tml-anything",
         "python -m tests.tinker_demo",
         "TINKER_API_KEY=tml-anything kbrl train learner.engine=tinker sampler.engine=tinker"

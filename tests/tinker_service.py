@@ -468,6 +468,9 @@ def start(service: Service, port: int = 0) -> ThreadingHTTPServer:
         daemon_threads = True
         request_queue_size = 128
 
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Clients are killed on the way."""
+
     server = Server(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

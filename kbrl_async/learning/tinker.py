@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from kbrl_async.durable import numbered
-from kbrl_async.errors import CheckpointError, InfraError, NonFiniteLoss, SessionLost
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFiniteLoss, SessionLost
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning.engine import LearnerSetup
@@ -53,7 +53,12 @@ def start(setup: LearnerSetup) -> TinkerLearner:
     :raises ConfigError: no key, a key that is refused, a model that is not served.
     """
     account = Account(setup.base_url, setup.api_key_env, setup.settings.learner.deadline_s)
-    account.positions(setup.model_name)
+    try:
+        account.positions(setup.model_name)
+    except InfraError as error:
+        if numbered(setup.checkpoints, checkpoints.PREFIX):
+            raise  # it has answered before: this process is started again
+        raise ConfigError(error.cause, "Is the service up, and sampler.base_url right?") from error
     base = setup.base()
     return TinkerLearner(setup, account, base)
 

@@ -361,6 +361,22 @@ def test_a_model_that_is_not_served_is_refused_with_those_that_are(running: Runn
     assert "serves no model 'huge'. Set model_name to one of: tiny" in refused(running, tmp_path, model_name="huge")
 
 
+def test_an_address_where_nobody_answers_is_said_at_the_first_start(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object) -> None:
+        raise InfraError("Tinker gave no answer", "Is the service up?")
+
+    monkeypatch.setattr(Account, "positions", silent)
+    nowhere = setup(running, tmp_path)
+    with pytest.raises(ConfigError, match="Is the service up"):
+        start(nowhere)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001" / "COMPLETE").touch()
+    with pytest.raises(InfraError):
+        start(nowhere)
+
+
 def test_a_key_that_is_taken_back_ends_the_run_with_a_word(running: Running, tmp_path: Path) -> None:
     made = learning(running, tmp_path)
     running.service.break_("forward_backward", "401", 2)
