@@ -23,7 +23,7 @@ import msgspec
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.precision import DTYPES
-from kbrl_async.kernels.problems.workloads import GROUPS, INPUTS, Workload, read_rows
+from kbrl_async.kernels.problems.workloads import BOUND, GROUPS, INPUTS, Workload, read_rows
 
 _CURE = "docs/problem-contract.md has every key with an example"
 _ALIKE = 0.8
@@ -52,13 +52,18 @@ class Declared(msgspec.Struct, frozen=True):
     inputs_may_change: bool = False
     deterministic: bool = False
     """The same inputs give the same bits."""
+    backward: str = ""
+    """Gradients that it asks for: `inputs`, `parameters` or `all`."""
+    is_bound: bool = False
+    """It is one workload of a problem that has more."""
     license: str = ""
     origin: str = ""
 
     @property
     def is_single(self) -> bool:
         """It has one workload, which is the problem as it stands."""
-        return not (self.workloads or self.free or self.has_groups or self.dtype)
+        several = self.workloads or self.free or self.has_groups or self.dtype or self.backward
+        return self.is_bound or not several
 
 
 def declared(source: str, origin: str = "the problem") -> Declared:
@@ -243,11 +248,13 @@ _READERS: dict[str, tuple[str, Callable[[Any, _About], Any]]] = {
     "TOLERANCES": ("tolerances", _tolerances),
     "WORKLOADS": ("workloads", _workloads),
     "FREE_SHAPES": ("free", _free),
-    "DTYPE": ("dtype", _one_of("", *DTYPES.values())),
+    "DTYPE": ("dtype", _one_of(*DTYPES.values())),
     "PRECISION": ("precision", _precision),
     "FORBIDDEN": ("forbidden", _names_of),
     "INPUTS_MAY_CHANGE": ("inputs_may_change", _truth),
     "DETERMINISTIC": ("deterministic", _truth),
+    "BACKWARD": ("backward", _one_of("", "inputs", "parameters", "all")),
+    BOUND: ("is_bound", _truth),
     "LICENSE": ("license", _text),
     "ORIGIN": ("origin", _text),
 }
