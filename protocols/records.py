@@ -119,6 +119,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     """Content of the index that they are from."""
     strictness: Strictness | None = None
     """None: every set, the bench's own tolerances."""
+    timed: bool = True
+    """False: not timed even where the bench times what is correct."""
 
 
 class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
@@ -427,7 +429,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     parent: int | None
     step: int
     kind: str
-    """`"full"` or `"lora"`."""
+    """`"full"`, `"lora"`, or `"tinker"`, whose weights that service holds."""
     weights_sha256: str
     canary_ids: list[int]
     canary_logprobs: list[float]

@@ -87,7 +87,7 @@ class RetireProblem(NamedTuple):
 Effect = AskAnswer | RetireProblem
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptSample(msgspec.Struct, frozen=True):
     """A sample that has ended: its figures, and the best turn's outcome and kernel where there is one."""
 
     sample: Sample
@@ -106,7 +106,7 @@ class Course:
         self.problems = {problem.problem_id: problem for problem in problems}
         self.deadline_s = deadline_s
         self.clock = 0.0
-        self._progress: EvaluationProgress[Kept | str] = EvaluationProgress(
+        self._progress: EvaluationProgress[KeptSample | str] = EvaluationProgress(
             NAME, problems, samples, in_flight, whole_problems=True
         )
         self._trajectories = Trajectories()
@@ -128,9 +128,9 @@ class Course:
         return self._progress.has_ended
 
     @property
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, KeptSample]:
         """The samples that have figures, by rollout."""
-        return {key: end for key, end in self._progress.ended.items() if isinstance(end, Kept)}
+        return {key: end for key, end in self._progress.ended.items() if isinstance(end, KeptSample)}
 
     @property
     def lost(self) -> dict[str, str]:
@@ -203,7 +203,7 @@ class Course:
             self._progress.end(rollout_id, reason or "infra_error")
 
 
-def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> Kept:
+def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> KeptSample:
     """The sample that a rollout's turns come to: its best turn."""
     best = best_turn([turn.stats for turn in tried])
     chosen = next(turn for turn in tried if turn.stats is best)
@@ -225,7 +225,7 @@ def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> Kept:
         turns=len(tried),
         tokens=sum(turn.stats.tokens for turn in tried),
     )
-    return Kept(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
+    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
 
 
 TAILS = "secret shapes"
@@ -242,7 +242,7 @@ def _by_workload(result: Result) -> dict[str, OnWorkload]:
     return found
 
 
-def expired_sample(problem: Problem, rollout_id: str) -> Kept:
+def expired_sample(problem: Problem, rollout_id: str) -> KeptSample:
     """Not answered in time: wrong, as KernelBench counts a timeout."""
     sample = _sample_number(rollout_id)
     figures = Sample(
@@ -255,7 +255,7 @@ def expired_sample(problem: Problem, rollout_id: str) -> Kept:
     )
     verdict = early(Fault.TIMEOUT, "no answer with a verdict before the problem's deadline")
     result = Result(problem.problem_id, "", "", verdict, (), origin="response")
-    return Kept(figures, Outcome(problem.level, number(problem) or 0, sample, "", result))
+    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result))
 
 
 def _sample_number(rollout_id: str) -> int:

@@ -14,7 +14,6 @@ from kbrl_async.runs.planning import plan_of
 from protocols.records import Problem
 from tests.unit.kernels.problems.test_sources import CONTRACT
 
-
 FAMILY = """import torch
 
 class Model(torch.nn.Module):
