@@ -33,6 +33,8 @@ PROBLEM_SOURCES = Door(
 takes a word more: `generated:500`."""
 HELDOUT_SHARE, HELDOUT_SEED = 0.1, 0
 """Share of each level that is held out of a source that marks none, and by which seed."""
+SplitKind = Literal["family", "kevin", "none"]
+HELDOUT_KIND: SplitKind = "family"
 BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 

@@ -21,7 +21,7 @@ def problems_of(config: Config, levels: Sequence[int] = ()) -> list[Problem]:
         levels=levels,
         shapes="gpu" if runs_on_gpu(config.backend) else "cpu",
         precision=config.precision,
-        heldout=Split(config.heldout_share, config.heldout_seed),
+        heldout=Split(config.heldout_share, config.heldout_seed, config.split),
     )
 
 
@@ -31,10 +31,12 @@ def split_told(config: Config, problems: Sequence[Problem]) -> str:
         return ""
     held = sum(problem.split == HELDOUT for problem in problems)
     if not held:
-        cure = "raise heldout_share, or mark some with split=heldout"
+        cure = (
+            "leave split=none out" if config.split == "none" else "raise heldout_share, or mark some with split=heldout"
+        )
         return f"nothing of {config.problems} is held out, so nothing shows what is learned beyond it: {cure}"
     return (
         f"{held} of {len(problems)} problems are held out: never trained on, guarded by retrieval, evaluated. "
-        f"Where the source marks none they are chosen by heldout_share={config.heldout_share:g} "
+        f"Where the source marks none they are chosen by split={config.split} heldout_share={config.heldout_share:g} "
         f"heldout_seed={config.heldout_seed}"
     )

@@ -119,7 +119,8 @@ class Result(msgspec.Struct, frozen=True):
         interval = f"{t.lo:.3f} … {t.hi:.3f} at {t.confidence:.0%}, {t.n} pairs"
         rows = [("speedup", f"{t.speedup:.3f}× ({interval}): {t.claim}")]
         if t.workloads:
-            rows.append(("over", f"{len(t.workloads)} timed workloads: the weighted geometric mean"))
+            counted = sum(one.weight > 0 for one in t.workloads)
+            rows.append(("over", f"{counted} timed workload{'s' * (counted > 1)}: the weighted geometric mean"))
         rows.append(("time", f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"))
         if self.device == "cpu":
             rows.append(("cores", _CORES))
@@ -152,6 +153,11 @@ def workload_lines(verdict: Verdict, timing: Timing | None) -> Iterator[str]:
             line += f"; {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}), weight {t.weight:.2g}"
             line += f"; {t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
         yield line
+    judged = {one.name for one in verdict.workloads}
+    for name, t in timed.items():
+        if name not in judged:  # made of two others
+            times = f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
+            yield f"{name}: {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}); {times}"
 
 
 def with_findings(result: Result, found: Sanitized, stages: tuple[StageReport, ...]) -> Result:

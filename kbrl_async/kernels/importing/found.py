@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,17 +64,28 @@ def with_model_of(source: str, function: str, constants: str = "") -> str:
     return f"{source.rstrip()}\n\n\n{model}"
 
 
-def with_arguments(source: str, config: Mapping[str, Any]) -> str:
-    """`get_inputs` and the constructor called with what a configuration says, where they take it."""
+def with_arguments(source: str, config: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
+    """`get_inputs` and the constructor called with what a configuration says, where they take it. `others`: further
+    configurations, each a workload.
+    """
     body = parsed(source)
-    given = {name: value for name, value in config.items() if name in parameters(body, "get_inputs")}
-    inits = {name: value for name, value in config.items() if name in parameters(body, "Model")}
+    takes, builds = parameters(body, "get_inputs"), parameters(body, "Model")
+    given = {name: value for name, value in config.items() if name in takes}
+    inits = {name: value for name, value in config.items() if name in builds}
     text = source.rstrip() + "\n"
     if given:
-        text += f"\n\n_get_inputs = get_inputs\n\n\ndef get_inputs():\n    return _get_inputs(**{given!r})\n"
+        call = f"_get_inputs(**{{**{given!r}, **other}})"
+        text += f"\n\n_get_inputs = get_inputs\n\n\ndef get_inputs(**other):\n    return {call}\n"
     if inits or "get_init_inputs" not in bound_names(body):
         text += f"\n\ndef get_init_inputs():\n    return [[], {inits!r}]\n"
-    return text
+    rows = [{"name": "single"}, *(_workload(n, other, takes, builds) for n, other in enumerate(others))]
+    return f"{text}\n\nWORKLOADS = {rows!r}\n" if others else text
+
+
+def _workload(number: int, config: Mapping[str, Any], takes: list[str], builds: list[str]) -> dict[str, Any]:
+    shape = {name: value for name, value in config.items() if name in takes}
+    init = {name: value for name, value in config.items() if name in builds}
+    return {"name": f"configuration {number + 1}", "shape": shape, "init": [[], init]}
 
 
 def parameters(body: list[ast.stmt], name: str) -> list[str]:

@@ -14,6 +14,8 @@ from kbrl_async.kernels.problems.model_contract import load
 from kbrl_async.kernels.problems.workloads import INPUTS, Bound, Workload, bind, tails
 from protocols.records import Problem
 
+FORWARD, BACKWARD = " forward", " backward"
+"""What the names of passes end with."""
 MOST_GROUPS = 16
 """Of `get_input_groups()`: each call of it makes all of them."""
 
@@ -32,6 +34,26 @@ def described(problem: Problem) -> str:
     return words + (" and secret shapes" if found.free else "")
 
 
+def asks(problem: Problem) -> str:
+    """What a problem asks of a kernel beside its module's answer, for whoever writes one; empty: nothing."""
+    found = declared(problem.source, problem.problem_id)
+    said = {
+        "One ModelNew has to be right on every workload, and is timed by their weights.": found.workloads
+        or found.has_groups,
+        f"Any sizes within FREE_SHAPES may come: odd ones, one{_or_none(found)}.": found.free,
+        f"Gradients are asked for ({found.backward}): launch kernels within a torch.autograd.Function, whose backward "
+        "launches kernels of your own, too.": found.backward,
+        f"These operators of torch are forbidden: {', '.join(found.forbidden)}.": found.forbidden,
+        "The same inputs have to give the same bits.": found.deterministic,
+        "Inputs may be changed in place.": found.inputs_may_change,
+    }
+    return "\n".join(text for text, holds in said.items() if holds)
+
+
+def _or_none(found: Declared) -> str:
+    return ", none at all" if any(least == 0 for least, _ in found.free.values()) else ""
+
+
 def cases(problem: Problem, rng: random.Random) -> Sequence[Bound]:
     """Every workload with the problem that it is. Empty: the problem as it stands is the only one. Groups and tails
     are proposals: those whose inputs nobody makes or takes are dropped by whoever tries.
@@ -42,7 +64,15 @@ def cases(problem: Problem, rng: random.Random) -> Sequence[Bound]:
     secret = tails(found.free, INPUTS, rng)
     drawn = [msgspec.structs.replace(workload, dtype=found.dtype) for workload in secret]
     groups = [_group(number, found) for number in range(1, MOST_GROUPS)] if found.has_groups else []
-    return [bind(problem, workload) for workload in (*_named(found), *groups, *drawn)]
+    asked = [msgspec.structs.replace(one, backward=found.backward) for one in (*_named(found), *groups, *drawn)]
+    return [bind(problem, workload) for one in asked for workload in (one, *_forward_of(one))]
+
+
+def _forward_of(workload: Workload) -> tuple[Workload, ...]:
+    """What else is timed where gradients are asked for: beside the speedup, and no part of it."""
+    if not (workload.backward and workload.is_timed):
+        return ()
+    return (msgspec.structs.replace(workload, name=workload.name + FORWARD, weight=0.0, backward="", role="timed"),)
 
 
 def each(source: str, run: Callable[[types.ModuleType], None]) -> None:

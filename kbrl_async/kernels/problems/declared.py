@@ -23,7 +23,7 @@ import msgspec
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.precision import DTYPES
-from kbrl_async.kernels.problems.workloads import GROUPS, INPUTS, Workload, read_rows
+from kbrl_async.kernels.problems.workloads import BOUND, GROUPS, INPUTS, Workload, read_rows
 
 _CURE = "docs/problem-contract.md has every key with an example"
 _ALIKE = 0.8
@@ -52,13 +52,18 @@ class Declared(msgspec.Struct, frozen=True):
     inputs_may_change: bool = False
     deterministic: bool = False
     """The same inputs give the same bits."""
+    backward: str = ""
+    """Gradients that it asks for: `inputs`, `parameters` or `all`."""
+    is_bound: bool = False
+    """It is one workload of a problem that has more."""
     license: str = ""
     origin: str = ""
 
     @property
     def is_single(self) -> bool:
         """It has one workload, which is the problem as it stands."""
-        return not (self.workloads or self.free or self.has_groups or self.dtype)
+        several = self.workloads or self.free or self.has_groups or self.dtype or self.backward
+        return self.is_bound or not several
 
 
 def declared(source: str, origin: str = "the problem") -> Declared:
@@ -72,7 +77,7 @@ def declared(source: str, origin: str = "the problem") -> Declared:
     for name, node in {name: node for name, node in _constants(tree) if name in _READERS}.items():
         field, read = _READERS[name]
         try:
-            found[field] = read(ast.literal_eval(node.value), about)
+            found[field] = read(ast.literal_eval(about.spelt_out(node.value)), about)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError, MemoryError) as error:
             raise ProblemError(f"{origin}:{node.lineno}: {name} can't be read: {error}", _CURE) from None
     return _joined(found, about)
@@ -115,9 +120,10 @@ def rendered(keys: Mapping[str, Any], origin: str) -> str:
     lines = []
     for key, value in keys.items():
         name = str(key).upper()
-        if name not in _READERS or str(key) != name.lower():
-            near = difflib.get_close_matches(str(key), [one.lower() for one in _READERS], 1)
-            hint = f"; {near[0]} is meant?" if near else f"; known are {', '.join(one.lower() for one in _READERS)}"
+        if name not in KEYS or str(key) != name.lower():
+            known = [one.lower() for one in KEYS]
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"; {near[0]} is meant?" if near else f"; known are {', '.join(known)}"
             raise ProblemError(f"{origin} has the unknown key {key!r}{hint}", _CURE)
         lines.append(f"{name} = {value!r}\n")
     return "\n\n" + "".join(lines) if lines else ""
@@ -128,6 +134,8 @@ class _About:
 
     def __init__(self, tree: ast.Module) -> None:
         self.functions = {node.name: _names(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+        known = [(name, node.value) for name, node in _constants(tree) if isinstance(node.value, ast.Constant)]
+        self._constants = dict(known)
         self.arguments: list[str] = []
         """Of forward, without self."""
         for node in tree.body:
@@ -135,12 +143,25 @@ class _About:
                 forwards = (i for i in node.body if isinstance(i, ast.FunctionDef) and i.name == "forward")
                 self.arguments = next(([a.arg for a in one.args.args[1:]] for one in forwards), [])
 
+    def spelt_out(self, value: ast.expr) -> ast.expr:
+        """With the file's numbers and texts in place of their names."""
+        found: ast.expr = _Named(self._constants).visit(value)
+        return found
+
     def place(self, key: str | int) -> int:
         if isinstance(key, int):
             return key
         if key not in self.arguments:
             raise ValueError(f"forward has no argument {key!r}, but {', '.join(self.arguments) or 'none'}")
         return self.arguments.index(key)
+
+
+class _Named(ast.NodeTransformer):
+    def __init__(self, constants: Mapping[str, ast.expr]) -> None:
+        self._constants = constants
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._constants.get(node.id, node)
 
 
 def _names(node: ast.FunctionDef) -> list[str]:
@@ -243,12 +264,15 @@ _READERS: dict[str, tuple[str, Callable[[Any, _About], Any]]] = {
     "TOLERANCES": ("tolerances", _tolerances),
     "WORKLOADS": ("workloads", _workloads),
     "FREE_SHAPES": ("free", _free),
-    "DTYPE": ("dtype", _one_of("", *DTYPES.values())),
+    "DTYPE": ("dtype", _one_of(*DTYPES.values())),
     "PRECISION": ("precision", _precision),
     "FORBIDDEN": ("forbidden", _names_of),
     "INPUTS_MAY_CHANGE": ("inputs_may_change", _truth),
     "DETERMINISTIC": ("deterministic", _truth),
+    "BACKWARD": ("backward", _one_of("", "inputs", "parameters", "all")),
+    BOUND: ("is_bound", _truth),
     "LICENSE": ("license", _text),
     "ORIGIN": ("origin", _text),
 }
-KEYS = tuple(_READERS)
+KEYS = tuple(name for name in _READERS if name != BOUND)
+"""What a person may write."""

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from kbrl_async.kernels.problems import backward
 from kbrl_async.kernels.problems.precision import CAST_INPUTS, CAST_MODEL, DTYPES
 from protocols.records import Problem
 
@@ -30,7 +31,8 @@ INPUTS = "get_inputs"
 NO_GROUP = "there is no input group"
 ROW_KEYS = ("name", "shape", "inputs", "init", "dtype", "weight", "role")
 Scalar = int | float | bool | str
-_SINGLE = 'WORKLOADS = []\nFREE_SHAPES = {}\nDTYPE = ""\n'
+BOUND = "WORKLOAD_IS_BOUND"
+_SINGLE = f"WORKLOADS = []\nFREE_SHAPES = {{}}\n{BOUND} = True\n"
 _TAIL, _TAILS = "tail ", ("one", "odd", "prime", "empty")
 
 
@@ -51,6 +53,8 @@ class Workload(msgspec.Struct, frozen=True):
     role: Role = "both"
     group: int = -1
     """Of `get_input_groups()`; −1: `inputs` makes them."""
+    backward: str = ""
+    """Gradients that it asks for besides the outputs: `inputs`, `parameters` or `all`."""
     is_tail: bool = False
     """Drawn by the bench, and dropped where the reference does not take it."""
 
@@ -59,9 +63,9 @@ class Workload(msgspec.Struct, frozen=True):
         return self.role != "checked"
 
     @property
-    def arguments(self) -> tuple[str, str]:
+    def arguments(self) -> tuple[str, str, str]:
         """Workloads that are equal in this have one module, with one set of weights."""
-        return repr(self.init), self.dtype
+        return repr(self.init), self.dtype, self.backward
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -84,6 +88,10 @@ def bind(problem: Problem, workload: Workload) -> Bound:
     if workload.dtype:
         module += CAST_MODEL.format(dtype=workload.dtype)
         inputs += CAST_INPUTS.format(dtype=workload.dtype)
+    if workload.backward:
+        module += backward.of_model(workload.backward)
+        inputs += backward.UPSTREAM
+    module += f'\n\nBACKWARD = "{workload.backward}"\n'
     named = msgspec.structs.replace
     return Bound(
         workload,

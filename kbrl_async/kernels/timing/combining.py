@@ -32,7 +32,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def combined(parts: Sequence[Part]) -> Timing:
-    """Of at least one. The same pairs give the same interval."""
+    """Of at least one that has a weight; others are only shown. The same pairs give the same interval."""
+    shown, parts = parts, [part for part in parts if part.weight > 0]
     total = sum(part.weight for part in parts)
     weights = [part.weight / total for part in parts]
     timings = [part.timing for part in parts]
@@ -55,8 +56,22 @@ def combined(parts: Sequence[Part]) -> Timing:
         spent_s=sum(timing.spent_s for timing in timings),
         roofline=_mean([timing.roofline for timing in timings], weights),
         ratios=(),
-        workloads=tuple(_row(part, weight) for part, weight in zip(parts, weights, strict=True)),
+        workloads=tuple(_row(part, part.weight / total) for part in shown),
     )
+
+
+def difference(name: str, both: WorkloadTiming, first: WorkloadTiming) -> WorkloadTiming | None:
+    """What is left of `both` without its first part, each measured by itself: a backward without its forward. None
+    where that can't be told from nothing. The errors of both times add up.
+    """
+    candidate, reference = both.candidate_ms - first.candidate_ms, both.reference_ms - first.reference_ms
+    if min(candidate, reference) <= 0 or not 0 < min(both.lo, first.lo) <= max(both.hi, first.hi) < math.inf:
+        return None
+    errors = [one.candidate_ms * math.log(one.hi / one.lo) / 2 for one in (both, first)]
+    reach, speedup = sum(errors) / candidate, reference / candidate
+    row = msgspec.structs.replace(both, name=name, weight=0.0, n=min(both.n, first.n), speedup=speedup)
+    ends = {"lo": speedup * math.exp(-reach), "hi": speedup * _exp(reach)}
+    return msgspec.structs.replace(row, candidate_ms=candidate, reference_ms=reference, **ends)
 
 
 def _row(part: Part, weight: float) -> WorkloadTiming:

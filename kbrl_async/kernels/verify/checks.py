@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.problems import backward
 from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
@@ -31,7 +33,7 @@ from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session, Submission
-from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
+from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place, tensors_of
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
 Opens = Callable[[Submission, bool], Judged]
@@ -111,7 +113,9 @@ class Checker:
         self._deadline = self._began + self.options.deadline_s
         try:
             self._refuse_copied(candidate)
-            self.session = self._opens(submitted(candidate, artifacts), is_alone)
+            code = submitted(candidate, artifacts)
+            source = code.source + backward.of_candidate(self.reference.declared.backward)
+            self.session = self._opens(msgspec.structs.replace(code, source=source), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self.is_shared = self.session.is_shared
@@ -219,11 +223,14 @@ class Checker:
         sets = [s for s in self._order[: len(self._order) // 2] if not s.degenerate]
         if not self._is_recorded or self.fault is not None or self.session is None:
             return
+        if self.reference.declared.backward and not self.is_replayed:
+            self._refuse(proof.unseen_backward(self.trust_reason))
         if not sets:
             self.evidence += f"; {DEGENERATE_NOTE}"
             return
         if self.is_replayed:
             self._refuse(self._not_needed(sets[0]))
+            self._refuse(self._not_needed_backward(sets[0]))
             return
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
         if self.fault is None and not is_right and self.session.disarm(self._artifacts):
@@ -238,6 +245,26 @@ class Checker:
             self.reference.attach(session)
             try:
                 return self._found_without(session, input_set)
+            except CandidateFault as fault:
+                if fault.rule == FORGED:
+                    self.accuse(fault)
+        return None
+
+    def _not_needed_backward(self, input_set: InputSet) -> proof.Finding | None:
+        """Where gradients are asked for: are they right without the own kernels that upstream gradients reach?"""
+        if not self.reference.declared.backward:
+            return None
+        assert isinstance(self.session, ReplaySession)
+        upstream = tensors_of(self.reference.tree, len(self.reference.tree[1]) - 1)
+        session = self.session.without_backward(upstream)
+        if session is None:
+            return proof.of_backward(False)
+        with contextlib.closing(session):
+            try:
+                self.reference.attach(session)
+                place(session, 0, input_set)
+                outcome = session.call(wire.OP_RUN, 0, 2 * self.one_call_s)
+                return proof.of_backward(True) if self.is_right(session, outcome, input_set) else None
             except CandidateFault as fault:
                 if fault.rule == FORGED:
                     self.accuse(fault)

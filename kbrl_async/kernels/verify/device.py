@@ -77,7 +77,7 @@ class Device:
     def sibling(
         self,
         bound: Bound,
-        shares: dict[tuple[str, str], Share],
+        shares: dict[tuple[str, ...], Share],
         zygote: Zygote,
         options: BenchOptions,
         rng: random.Random,

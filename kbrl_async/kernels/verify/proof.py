@@ -63,6 +63,21 @@ def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> F
     return None
 
 
+def of_backward(has_kernels: bool) -> Finding:
+    """Gradients are right without an own kernel that upstream gradients reach; or there is none."""
+    if has_kernels:
+        text = "the gradients are the same with the candidate's own kernels of the backward switched off"
+        return Finding("decoy_kernel", text, "own kernels of the backward off, gradients right")
+    text = "no own kernel takes part in the backward: the gradients come from the library"
+    return Finding("no_own_kernel", text, "upstream gradients reach no own launch")
+
+
+def unseen_backward(reason: str) -> Finding:
+    """Which launches are the backward's is only known of a replay."""
+    text = f"nothing shows that own kernels make the gradients, as the candidate could not be replayed: {reason}"
+    return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
+
+
 _FAMILIES = {
     "matmul": ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"),
     "linear": ("mm", "addmm", "linear"),

@@ -70,7 +70,7 @@ class References:
         if not several:
             made = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
             return Family(problem.source, [Case(WHOLE, made)])
-        family, shares = Family(problem.source, []), dict[tuple[str, str], Share]()
+        family, shares = Family(problem.source, []), dict[tuple[str, ...], Share]()
         try:
             for bound in several:
                 if not self._add(family, bound, shares, tick) and bound.workload.group > 0:
@@ -80,7 +80,7 @@ class References:
             raise
         return family
 
-    def _add(self, family: Family, bound: Bound, shares: dict[tuple[str, str], Share], tick: Tick) -> bool:
+    def _add(self, family: Family, bound: Bound, shares: dict[tuple[str, ...], Share], tick: Tick) -> bool:
         """Whether the workload is there: a tail that the reference does not take is none, nor a group too many."""
         options, workload = self._options, bound.workload
         if family.cases:

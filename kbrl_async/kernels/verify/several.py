@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.kernels.problems.cases import BACKWARD, FORWARD
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.timing.combining import Part, combined
+from kbrl_async.kernels.timing.combining import Part, combined, difference
 from kbrl_async.kernels.verify.family import Case
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
@@ -57,13 +58,16 @@ class Several:
         if verdict.fault is not Fault.OK or not self._parts:
             return verdict, None
         self._parts.sort(key=lambda part: [case.workload.name for case in self._cases].index(part.name))
-        return verdict, combined(self._parts)
+        return verdict, _with_backward(combined(self._parts))
 
     def _chosen(self) -> list[int]:
         """Which are timed, in secret order."""
-        timed = [number for number, case in enumerate(self._cases) if case.workload.is_timed]
+        names = [case.workload.name for case in self._cases]
+        counts = [number for number, case in enumerate(self._cases) if case.workload.is_timed and case.workload.weight]
         wanted = self._options.timed_workloads
-        return self._rng.sample(timed, min(wanted, len(timed)) if wanted else len(timed))
+        chosen = self._rng.sample(counts, min(wanted, len(counts)) if wanted else len(counts))
+        passes = [names[number] + FORWARD for number in chosen]
+        return [*chosen, *(names.index(name) for name in passes if name in names)]
 
     @property
     def _is_right(self) -> bool:
@@ -104,6 +108,15 @@ def _shared(recipe: Recipe, count: int) -> Recipe:
         cap_s=recipe.cap_s / share,
         min_pairs=min(recipe.min_pairs, max(_LEAST_PAIRS, round(recipe.min_pairs / share))),
     )
+
+
+def _with_backward(timing: Timing) -> Timing:
+    """Beside a forward with gradients and one without, what is between them."""
+    rows = {row.name: row for row in timing.workloads}
+    found = [
+        difference(name + BACKWARD, row, rows[name + FORWARD]) for name, row in rows.items() if name + FORWARD in rows
+    ]
+    return msgspec.structs.replace(timing, workloads=(*timing.workloads, *filter(None, found)))
 
 
 def combined_verdict(cases: Sequence[Case], found: Mapping[int, Verdict]) -> Verdict:

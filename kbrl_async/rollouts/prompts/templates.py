@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends import Shot, backend
+from kbrl_async.kernels.problems.cases import asks
 from kbrl_async.rollouts.prompts import custom
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
 from protocols.records import Problem
@@ -54,6 +55,8 @@ def prompt_forms(option: str, problem: Problem, contract: str = "c", hardware: s
     told = contract_of(contract)
     shots = backend(contract).shots if "{examples}" in template and " " not in contract else ()
     source = _body(problem.source) if option == "compact" else problem.source
+    if option != "compact" and (asked := asks(problem)):
+        hardware = f"{asked}\n{hardware}".rstrip()
     for shown in range(min(count, len(shots)), -1, -1):
         yield _filled(template, told, hardware, _examples(shots[:shown]), source)
 

@@ -15,7 +15,15 @@ from typing import Literal
 import msgspec
 
 from kbrl_async.evaluation.settings import Evaluation
-from kbrl_async.kernels.settings import HELDOUT_SEED, HELDOUT_SHARE, BackendName, CompileFarm, TimingBench
+from kbrl_async.kernels.settings import (
+    HELDOUT_KIND,
+    HELDOUT_SEED,
+    HELDOUT_SHARE,
+    BackendName,
+    CompileFarm,
+    SplitKind,
+    TimingBench,
+)
 from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, BestOfN, Curriculum, Prompt, Reward, Turns
@@ -58,6 +66,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Problem level or levels to train on."""
     heldout_share: Fraction = HELDOUT_SHARE
     """Share of each level that is held out where the problems' source marks none, as KernelBench; 0: none."""
+    split: SplitKind = HELDOUT_KIND
+    """How these are chosen: family, whole families of a level; kevin, single problems (180 and 20 of 200); none."""
     heldout_seed: Count = HELDOUT_SEED
     """Seed by which these are chosen; the run's own seed has no part in it, so that runs can be compared."""
     exclude_audited: bool = True

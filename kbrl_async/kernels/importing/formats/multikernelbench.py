@@ -1,7 +1,7 @@
 """MultiKernelBench: `reference/CATEGORY/NAME.py`, most with KernelBench's contract, some with `get_input_groups()`.
 
-A group is a list of inputs, made of a line of the JSON file beside the problem. The line with the largest tensors is
-taken, and stands in the problem's text: a confined child reads no files.
+A group is a list of inputs, made of a line of the JSON file beside the problem. Of these, some fifty a problem, a few
+from the smallest to the largest are its workloads, and stand in its text: a confined child reads no files.
 """
 
 from __future__ import annotations
@@ -19,15 +19,28 @@ GROUPS = "get_input_groups"
 HEAD = '''import io
 
 __file__ = "problem.py"
-_LINES = r"""CASES"""
+_LINES = r"""CASES""".splitlines()
+_CASE = len(_LINES) - 1
 
 
 def open(*_, **__):
-    return io.StringIO(_LINES)
+    return io.StringIO(_LINES[_CASE])
 
 
 '''
-"""Their files open the JSON beside them; ours holds the line."""
+TAIL = f"""
+
+
+def get_inputs(case=_CASE):
+    global _CASE
+    _CASE = case
+    return {GROUPS}()[0]
+
+
+WORKLOADS = ROWS
+"""
+WORKLOADS = 6
+"""Their files open the JSON beside them; ours holds the lines, and gives one."""
 
 
 def knows(place: Path) -> bool:
@@ -49,13 +62,13 @@ def _source(path: Path) -> str:
     source = path.read_text(encoding="utf-8", errors="replace")
     if GROUPS not in bound_names(parsed(source)):
         return source
-    case = _largest(path.with_suffix(".json"))
-    head = HEAD.replace("CASES", case)
-    return f"{head}{source.rstrip()}\n\n\ndef get_inputs():\n    return {GROUPS}()[0]\n"
+    lines = _chosen(path.with_suffix(".json"))
+    rows = [{"name": f"case {number}", "shape": {"case": number}} for number in range(len(lines))]
+    return HEAD.replace("CASES", "\n".join(lines)) + source.rstrip() + TAIL.replace("ROWS", repr(rows))
 
 
-def _largest(path: Path) -> str:
-    """The line whose tensors have the most elements."""
+def _chosen(path: Path) -> list[str]:
+    """Lines from the one whose tensors have the fewest elements to the one with the most."""
     if not path.is_file():
         raise LeftOut("no JSON beside it")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -65,7 +78,10 @@ def _largest(path: Path) -> str:
         raise LeftOut("the JSON beside it does not parse") from None
     if not sized:
         raise LeftOut("the JSON beside it is empty")
-    return max(sized)[1]
+    ordered = [line for _, line in sorted(sized)]
+    count = min(WORKLOADS, len(ordered))
+    places = [round(n * (len(ordered) - 1) / max(1, count - 1)) for n in range(1, count)] if count > 1 else []
+    return [ordered[place] for place in (0, *places)] if count > 1 else ordered
 
 
 def _elements(node: Any) -> int:

@@ -1,6 +1,7 @@
 """robust-kbench: a folder a task, `func_forward.py` beside `config_forward.json`.
 
-The configuration's `single_*` parts are the arguments of `get_inputs` and of the constructor.
+The configuration's parts are the arguments of `get_inputs` and of the constructor: `single_*` of the problem as it
+stands, and each of `multi_*`, where there are any, a workload beside it, every part with its fellows of the same place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def read(place: Path) -> Iterator[Found]:
         origin, level = str(path.relative_to(place).parent), _level(path)
         title = next((p.stem for p in path.parent.glob("[0-9]*_*.py")), path.parent.name)
         try:
-            source = with_arguments(path.read_text(encoding="utf-8", errors="replace"), _config(path.with_name(CONFIG)))
+            text, (first, *others) = (
+                path.read_text(encoding="utf-8", errors="replace"),
+                _configs(path.with_name(CONFIG)),
+            )
+            source = with_arguments(text, first, others)
             yield Found(stem_of(title), source, level, origin)
         except LeftOut as reason:
             yield Found(stem_of(title), "", level, origin, left_out=str(reason))
@@ -35,12 +40,15 @@ def _level(path: Path) -> int:
     return next((int(part[-1]) for part in path.parts if part.startswith("level_") and part[-1].isdigit()), 1)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """The first configuration of each part, joined."""
+def _configs(path: Path) -> list[dict[str, Any]]:
+    """The first configuration of each single part, joined; then those of the parts with several."""
     if not path.is_file():
-        return {}
+        return [{}]
     try:
         parts = json.loads(path.read_text(encoding="utf-8"))
-        return {name: value for part in PARTS for name, value in (parts.get(part) or [{}])[0].items()}
+        several = [parts.get(part.replace("single", "multi")) or [] for part in PARTS]
+        rows = [[part[n % len(part)] for part in several if part] for n in range(max(map(len, several)))]
+        singles = [(parts.get(part) or [{}])[0] for part in PARTS]
+        return [{name: value for part in row for name, value in part.items()} for row in (singles, *rows)]
     except (ValueError, AttributeError, KeyError, IndexError, TypeError):
         raise LeftOut(f"{CONFIG} is no configuration") from None

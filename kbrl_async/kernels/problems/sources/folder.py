@@ -15,8 +15,11 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.contract import parse_problem
+from kbrl_async.kernels.problems.declared import KEYS, rendered
 from protocols.records import Problem
 
 SUITE = Path(__file__).parents[1] / "suite"
@@ -82,7 +85,34 @@ def load_file(path: Path, *, index: dict[str, dict[str, Any]] | None = None, sha
     level = int(match.group(1)) if match else 0
     problem_id = f"L{level}/{path.stem}"
     facts = (index or {}).get(problem_id, {})
-    return parse_problem(path.read_text(), problem_id, level=level, origin=str(path), shapes=shapes, **facts)
+    return parse_problem(
+        path.read_text() + _beside(path), problem_id, level=level, origin=str(path), shapes=shapes, **facts
+    )
+
+
+def _beside(path: Path) -> str:
+    """What `NAME.yaml` or `NAME.json` says of `NAME.py`, or `problem.yaml` of the only problem of a folder, as the
+    constants that stand for it. A JSON file of other data, as problems bring for their inputs, says nothing.
+
+    :raises ProblemError: it does not parse, or has a key that is none of ours.
+    """
+    is_alone = len(list(path.parent.glob("*.py"))) == 1
+    stems = (path.stem, "problem") if is_alone else (path.stem,)
+    files = [path.with_name(f"{stem}{suffix}") for stem in stems for suffix in (".yaml", ".yml", ".json")]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return ""
+    try:
+        keys = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        if file.suffix == ".json":
+            return ""
+        raise ProblemError(
+            f"{file} does not parse: {error}".replace("\n", " "), "Mend the file or take it out"
+        ) from None
+    if not isinstance(keys, dict):
+        raise ProblemError(f"{file} holds no keys", f"Write {', '.join(k.lower() for k in KEYS[:3])} …, or take it out")
+    return rendered(keys, str(file))
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:

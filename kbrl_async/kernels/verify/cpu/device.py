@@ -46,7 +46,7 @@ class CpuDevice(Device):
     def sibling(
         self,
         bound: Bound,
-        shares: dict[tuple[str, str], Share],
+        shares: dict[tuple[str, ...], Share],
         zygote: Zygote,
         options: BenchOptions,
         rng: random.Random,

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import replies, values, wire
-from kbrl_async.kernels.verify.cpu.library import operator
+from kbrl_async.kernels.verify.cpu.library import operator, writes
 from kbrl_async.kernels.verify.replies import Malformed
 
 MAX_STEPS = 2048
@@ -154,6 +154,22 @@ def _check(program: Program, artifacts: Collection[str]) -> None:
             _demand(all(map(_NAME.fullmatch, step.arguments[1][1][1])), "no argument's name")
             known.update(_made(step.results))
     _demand(all(number in known for number in numbers(program.tree)), "an output was not made")
+
+
+def calls_behind(program: Program, inputs: Collection[int]) -> set[int]:
+    """Places of the calls whose arguments depend on these inputs. All that it is given it may write."""
+    reached, found = set(inputs), set[int]()
+    for place, step in enumerate(program.steps):
+        if not reached.intersection(used(step)):
+            continue
+        if isinstance(step, Call):
+            found.add(place)
+            reached.update(used(step))
+        else:
+            reached.update(_made(step.results))
+            changed = [one for at, one in enumerate(step.arguments[1][0][1]) if writes(step.name, at)]
+            reached.update(number for one in changed for number in numbers(one))
+    return found
 
 
 def used(step: Step) -> list[int]:

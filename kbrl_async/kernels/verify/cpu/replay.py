@@ -14,7 +14,7 @@ import copy
 import functools
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -64,10 +64,15 @@ class Work:
         _write(self.fixed_fd, kept[0])
         seal(self.fixed_fd)
 
-    def without_calls(self) -> Work:
-        """The same without a call of a built function, to be closed by itself."""
-        made = copy.copy(self)
-        steps = [step for step in self._program.steps if not isinstance(step, program.Call)]
+    def calls_behind(self, inputs: Collection[int]) -> set[int]:
+        """Places of the calls of built functions that depend on these inputs."""
+        return program.calls_behind(self._program, inputs)
+
+    def without_calls(self, places: Collection[int] | None = None) -> Work:
+        """The same without a call of a built function, or without those at these places, to be closed by itself."""
+        made, all_steps = copy.copy(self), enumerate(self._program.steps)
+        is_out = (lambda place: True) if places is None else places.__contains__
+        steps = [step for place, step in all_steps if not (isinstance(step, program.Call) and is_out(place))]
         made.data, made.fixed_fd = program.encode(structs.replace(self._program, steps=steps)), os.dup(self.fixed_fd)
         return made
 
@@ -101,6 +106,18 @@ class ReplaySession(Session):
             os.close(written)
         if artifacts:
             self._muted = work.without_calls()
+
+    def without_backward(self, upstream: Collection[int]) -> ReplaySession | None:
+        """Another one, in which no call of a built function depends on these inputs; None where none does."""
+        assert self._muted is not None
+        places = self._work.calls_behind(upstream)
+        if not places:
+            return None
+        work = self._muted.without_calls(places)  # it holds the memory that lasts, too, and is not closed by others
+        try:
+            return self._open(work, self._artifacts)
+        finally:
+            work.close()
 
     def muted(self) -> ReplaySession:
         """Another one, for `OP_MUTED`, in which no built code was ever loaded: what that does to its own process can't

@@ -8,6 +8,8 @@ import pytest
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems import load_file, load_folder, load_problems, load_suite, parse_problem
+from kbrl_async.kernels.problems.cases import described
+from kbrl_async.kernels.problems.declared import declared
 
 GOOD = """
 import torch
@@ -31,10 +33,12 @@ def get_init_inputs():
 """
 
 
-def test_the_suite_has_problems_of_three_levels_and_a_held_out_part() -> None:
+def test_the_suite_has_a_hundred_problems_of_five_levels_and_a_held_out_part() -> None:
     suite = load_suite()
-    assert len(suite) >= 40
-    assert {p.level for p in suite} == {1, 2, 3}
+    assert len(suite) >= 100
+    assert {p.level for p in suite} == {1, 2, 3, 4, 5}
+    assert all(described(p) for p in suite if p.level == 4)
+    assert sum(bool(declared(p.source).backward) for p in suite if p.level == 5) == 12
     assert {p.split for p in suite} == {"train", "heldout"}
     assert len({p.problem_id for p in suite}) == len(suite)
 

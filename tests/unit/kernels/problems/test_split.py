@@ -8,11 +8,18 @@ import pytest
 
 from kbrl_async.cli import preflight
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.kernels.problems.split import HELDOUT, Split, with_split
+from kbrl_async.kernels.problems.split import HELDOUT, Split, family_of, with_split
 from kbrl_async.runs.config import load
 from kbrl_async.runs.planning import plan_of
 from protocols.records import Problem
 from tests.unit.kernels.problems.test_sources import CONTRACT
+
+FAMILY = """import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.{what}(x)
+"""
 
 
 def problems(count: int = 30, level: int = 1) -> list[Problem]:
@@ -29,6 +36,23 @@ def test_a_share_of_each_level_is_held_out_and_the_seed_chooses_which() -> None:
     assert sorted(id_[:2] for id_ in first) == ["L1"] * 3 + ["L2"] * 2
     assert first == held(with_split(both[::-1], Split(0.1))) != held(with_split(both, Split(0.1, seed=1)))
     assert held(with_split(both[:30], Split(0.1))) == {id_ for id_ in first if id_.startswith("L1")}
+
+
+def test_problems_of_one_family_stay_together_unless_asked_otherwise() -> None:
+    def computing(what: str, number: int) -> Problem:
+        return Problem(f"L1/{number}_p", 1, f"{number}_p", FAMILY.format(what=what))
+
+    names = ["relu", "tanh", "sin", "cos", "exp", "erf", "abs", "sqrt", "neg", "floor"]
+    found = [computing(name, 10 * place + copy) for place, name in enumerate(names) for copy in range(2)]
+    assert len({family_of(one) for one in found}) == len(names)
+    for seed in range(10):
+        ids = sorted(held(with_split(found, Split(0.1, seed))))
+        assert len(ids) == 2
+        assert int(ids[0][3:-2]) // 10 == int(ids[1][3:-2]) // 10
+    singles = [held(with_split(found, Split(0.1, seed, "kevin"))) for seed in range(10)]
+    assert all(len(ids) == 2 for ids in singles)
+    assert any(len({id_[3] for id_ in ids}) == 2 for ids in singles)
+    assert not held(with_split(with_split(found, Split(0.1)), Split(kind="none")))
 
 
 def test_a_source_that_marks_problems_is_left_as_it_is() -> None:

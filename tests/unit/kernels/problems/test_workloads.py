@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.problems import load_file, parse_problem
 from kbrl_async.kernels.problems.cases import cases, named
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.problems.workloads import MOST, tails
 from protocols.records import Problem
@@ -157,3 +159,47 @@ def test_tails_are_secret_and_at_the_edges() -> None:
         assert 1 <= one.shape["cols"] <= 512
     assert tails({}, "get_inputs", random.Random(0)) == ()
     assert [one.shape for one in tails({"rows": (3, 3)}, "get_inputs", random.Random(0))] == [{"rows": 3}]
+
+
+def test_a_table_may_use_the_names_of_the_files_sizes() -> None:
+    found = problem("few = 3  # gpu: 30", 'WORKLOADS = [{"shape": {"rows": few}}]')
+    assert shapes(found) == {"rows=3": (3, 8)}
+    large = parse_problem(found.source, "L1/01_a", shapes="gpu")
+    assert [workload.shape for workload in named(large)] == [{"rows": 3}]
+    raw = BASE + 'few = 3  # gpu: 30\nWORKLOADS = [{"shape": {"rows": few}}]\n'
+    assert [workload.shape for workload in named(parse_problem(raw, "L1/01_a", shapes="gpu"))] == [{"rows": 30}]
+
+
+@pytest.mark.parametrize("name", ["01_a.yaml", "01_a.json", "problem.yaml"])
+def test_a_file_beside_says_the_same(tmp_path: Path, name: str) -> None:
+    (tmp_path / "01_a.py").write_text(BASE)
+    (tmp_path / name).write_text('{"workloads": [{"shape": {"rows": 3}}], "license": "MIT"}')
+    found = load_file(tmp_path / "01_a.py")
+    assert shapes(found) == {"rows=3": (3, 8)}
+    assert declared(found.source).license == "MIT"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("workload: []", r"01_a\.yaml has the unknown key 'workload'; workloads is meant"),
+        ("colour: red", "unknown key 'colour'; known are input_domains"),
+        ("WORKLOADS: []", "unknown key 'WORKLOADS'"),
+        ("workload_is_bound: true", "unknown key"),
+        ("- 1", "holds no keys"),
+        ("a: [", "does not parse"),
+        ("workloads: [{shape: {row: 3}}]", "has no such argument"),
+        ("tolerances: !!python/object/apply:os.getpid []", "does not parse"),
+    ],
+)
+def test_a_key_beside_that_is_unknown_is_refused_by_name(tmp_path: Path, text: str, what: str) -> None:
+    (tmp_path / "01_a.py").write_text(BASE)
+    (tmp_path / "01_a.yaml").write_text(text)
+    with pytest.raises(ProblemError, match=what):
+        load_file(tmp_path / "01_a.py")
+
+
+def test_data_beside_a_problem_is_its_own_business(tmp_path: Path) -> None:
+    (tmp_path / "01_a.py").write_text(BASE)
+    (tmp_path / "01_a.json").write_text('{"inputs": []}\n{"inputs": []}\n')
+    assert cases(load_file(tmp_path / "01_a.py"), random.Random(0)) == ()

@@ -19,7 +19,7 @@ from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, difficulty, random
 from kbrl_async.rollouts.prompts import extract, render_prompt
 from kbrl_async.rollouts.prompts.roles import OUTCOMES
 
-SUITE = {problem.problem_id: problem for problem in load_suite()}
+SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3])}
 
 
 def test_every_file_of_the_suite_is_what_its_grammar_renders() -> None:

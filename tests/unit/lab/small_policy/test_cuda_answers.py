@@ -24,7 +24,7 @@ from kbrl_async.rollouts.prompts import extract
 from protocols.records import Candidate
 from tests.unit.lab.small_policy.cuda_on_cpu import compiled, module_of
 
-SUITE = {problem.problem_id: problem for problem in load_suite(shapes="gpu")}
+SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3], shapes="gpu")}
 STYLES = {"fast": CAREFUL, "slow": SLOW}
 SMALL = {
     "rows": 3, "cols": 70, "batch": 5, "inputs": 37, "outputs": 70, "channels": 3, "size": 10, "width": 20,

@@ -34,7 +34,7 @@ from protocols.records import Problem
 from tests.retrieval_corpus import mutated
 from tests.unit.rollouts.retrieval.making import build, entry, module
 
-SUITE = load_suite()
+SUITE = load_suite(levels=[1, 2, 3])
 HELDOUT = [(p.problem_id, p.source) for p in SUITE if p.split == "heldout"]
 
 

@@ -1,0 +1,25 @@
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    """Cross entropy of each row's logits."""
+
+    def forward(self, x, label):
+        return F.cross_entropy(x, label, reduction="none")
+
+
+cols = 256  # gpu: 4096
+few = 128  # gpu: 2048
+many = 1024  # gpu: 16384
+WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
+FREE_SHAPES = {"rows": (0, 2048)}
+
+
+def get_inputs(rows=few):
+    return [torch.randn(rows, cols), torch.randint(0, cols, (rows,))]
+
+
+def get_init_inputs():
+    return []

@@ -1,0 +1,25 @@
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    """Cosine of the angle between two rows."""
+
+    def forward(self, x, y):
+        return F.cosine_similarity(x, y, dim=-1)
+
+
+cols = 256  # gpu: 4096
+few = 128  # gpu: 2048
+many = 1024  # gpu: 16384
+WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
+FREE_SHAPES = {"rows": (0, 2048)}
+
+
+def get_inputs(rows=few):
+    return [torch.randn(rows, cols), torch.randn(rows, cols)]
+
+
+def get_init_inputs():
+    return []

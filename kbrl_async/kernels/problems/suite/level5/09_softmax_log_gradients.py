@@ -1,0 +1,24 @@
+import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    """Log-softmax of rows, with its gradient."""
+
+    def forward(self, x):
+        return torch.log_softmax(x, dim=-1)
+
+
+cols = 256  # gpu: 4096
+few = 64  # gpu: 1024
+many = 512  # gpu: 8192
+WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
+BACKWARD = "inputs"
+
+
+def get_inputs(rows=few):
+    return [torch.randn(rows, cols)]
+
+
+def get_init_inputs():
+    return []
