@@ -62,6 +62,8 @@ class Packed(msgspec.Struct, frozen=True):
     first: str = ""
     """What a candidate does before it is imported."""
     also: tuple[str, ...] = ()
+    init: str = ""
+    """Its `__init__.py`, without what that would import."""
     """Files that it finds at run time, below the package."""
 
 
@@ -100,7 +102,7 @@ def flaggems(checkout: Path, corpus: Path) -> int:
 
 
 def robust_kbench(checkout: Path, corpus: Path) -> int:
-    """CUDA with bindings of its own, loaded from beside the candidate: the highlighted kernels and those of its tasks."""
+    """CUDA with bindings of its own, loaded from beside the candidate: highlighted kernels and those of its tasks."""
     made = 0
     for path in sorted([*checkout.glob("highlighted/*/*/kernel.cu"), *checkout.glob("tasks/*/*ward.cu")]):
         task, way = (path.parts[-3], path.parts[-2]) if path.stem == "kernel" else (path.parts[-2], path.stem)
@@ -149,15 +151,16 @@ _LIGER = Packed()
 _FLAGGEMS = Packed(
     'import os\n\nos.environ.setdefault("GEMS_VENDOR", "nvidia")\n',
     ("runtime/backend/_nvidia/*.py", "runtime/backend/_nvidia/*.yaml", "runtime/backend/backend_utils.py"),
+    'device = "cuda"\nvendor_name = "nvidia"\n',
 )
 
 
 def _operators(package: Path, wanted: Iterable[posed.Posed], corpus: Path, how: Packed) -> int:
-    """Operators with their problems, as far as the checkout has them. Its `__init__.py`s would bring all of it along."""
+    """Operators with their problems, as far as they are there. Its `__init__.py`s would bring all of it along."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(package, Path(folder) / package.name))
         for place in (copy, copy / "ops"):
-            (place / "__init__.py").write_text("")
+            (place / "__init__.py").write_text(how.init)
         return sum(_operator(copy, one, corpus, how) for one in wanted if (copy / "ops" / f"{one.module}.py").is_file())
 
 

@@ -149,7 +149,8 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
     build = verifier.build(candidate, problem)
     seconds = build.finished_at - build.started_at
     if build.fault is Fault.OK:
-        state: State = "missing" if _MISSING.search(build.hint) else "cut_short" if build.hint else "built"
+        is_cut = build.hint.startswith("not all was compiled ahead")
+        state: State = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
         return early(Fault.OK, build.hint), state, seconds
     return *_refused(unbuilt(build)), seconds
 

@@ -49,6 +49,8 @@ class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
     """Size limit of the artifact store; the least recently used artifacts go first."""
     deadline_s: Positive = 20.0
     """Wall clock that one candidate's compilation may take."""
+    tuning_s: Positive = 60.0
+    """Wall clock, beside deadline_s, for the configurations of an autotuned kernel; those left then are not tried."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 19
     """Scheduling priority of the compiler; 19 is the lowest, so that it disturbs timing least."""
     march: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._+-]*$")] = "native"

@@ -1,7 +1,7 @@
-"""Cheats that public collections describe, each written anew as a candidate of ours, with the rule that has to refuse it.
+"""Cheats that public collections describe, each written anew as a candidate of ours, with the rule that refuses it.
 
-Where they are described: KernelBench's checker and its hostile unit tests, robust-kbench, the reports on Sakana's AI CUDA
-Engineer, Kevin, METR, CUDA-L1, DR.Kernel, GPU MODE's leaderboards and pygpubench, KernelArena's field guide, Makora's
+Where they are described: KernelBench's checker and its hostile unit tests, robust-kbench, reports on Sakana's
+engineer, Kevin, METR, CUDA-L1, DR.Kernel, GPU MODE's leaderboards and pygpubench, KernelArena's field guide, Makora's
 KernelHacks.
 
 A cheat is here only if it is refused where it is found out: one that is right all the same when its trick leads nowhere

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - candidates and tables are texts
 """Of kernels in C, on a CPU: the same tricks as on a GPU, as far as a CPU has them. See the package."""
 
 from __future__ import annotations
@@ -426,7 +427,10 @@ JUDGE = {
 def catalogue() -> dict[str, Cheat]:
     """Our own, as `tests/unit/kernels/open` tries them."""
     posed = problem("x * 2 + 1", "torch.randn(16, 33)")
-    own = {name: Cheat(source, posed, (rule or fault.value,), "our catalogue") for name, (source, (fault, rule)) in CAUGHT.items()}
+    own = {
+        name: Cheat(source, posed, (rule or fault.value,), "our catalogue")
+        for name, (source, (fault, rule)) in CAUGHT.items()
+    }
     every = own.pop("every other call")
     return {**own, "every other call": Cheat(every.source, posed, STALE, every.told_by)}
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - candidates and tables are texts
 """Of kernels for a GPU: what only a GPU has (streams, events, graphs, device memory), and the common tricks in CUDA. See
 the package.
 """
@@ -179,7 +180,7 @@ OUTPUTS = {
 }  # fmt: skip
 LIBRARY = {
     "a kernel that no input reaches": _of(
-        "KernelHacks: ghost branch", NO_OWN, f"if x.numel() < 0:\n    return self.run(x, x)\nreturn torch.softmax(x, -1)"
+        "KernelHacks: ghost branch", NO_OWN, "if x.numel() < 0:\n    return self.run(x, x)\nreturn torch.softmax(x, -1)"
     ),
     "a fallback": _of("Kevin", NO_OWN, "try:\n    return self.f(x)\nexcept Exception:\n    return torch.softmax(x, -1)"),
     "a kernel that copies": _of(

@@ -186,6 +186,7 @@ class Checker:
                     break
                 op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
                 slot = number % len(self.session.slots)
+                self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number == overwritten)
                 self._wait(tick)
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
@@ -200,7 +201,7 @@ class Checker:
         return bool(self.failed) and 0 < self.options.strictness.sets <= done
 
     def _wait(self, tick: Callable[[], None]) -> None:
-        """Whoever shares the device may hold us here: that is no time of the candidate's."""
+        """Others on the device may hold us here, and a set may be made anew: that is no time of the candidate's."""
         begun = time.monotonic()
         tick()
         self._deadline += time.monotonic() - begun
@@ -297,7 +298,8 @@ class Checker:
             if overwrite and not self.reference.aliases:
                 self.refuse_aliasing(slot, outcome, got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
-        self._earlier = list(zip(outcome.tensors, got, strict=True))
+        if self.options.outputs != "kept":
+            self._earlier = list(zip(outcome.tensors, got, strict=True))
         if input_set.name == "nominal":
             agrees = all(map(compare.kernelbench, got, input_set.expected))
             self.kernelbench = agrees and self.kernelbench is not False
@@ -326,7 +328,7 @@ class Checker:
         session = session or self.session
         assert session is not None
         reference = self.reference
-        expected = reference.sets[0].expected
+        expected = reference.wanted
         if len(outcome.tensors) != len(expected):
             text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
             raise CandidateFault(Fault.INCORRECT, text, "structure")
@@ -360,7 +362,7 @@ class Checker:
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if not self._earlier or not self.session.keeps_outputs or self.options.outputs == "kept":
+        if not self._earlier or not self.session.keeps_outputs:
             return
         earlier = [meta for meta, _ in self._earlier]
         metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())
@@ -385,7 +387,7 @@ class Checker:
         self.carries_state = answers == {True, False}
 
     def _is_first(self, input_set: InputSet) -> bool:
-        return input_set.blocks is self.reference.sets[0].blocks
+        return input_set.known is self.reference.sets[0].known
 
     def _refuse(self, finding: proof.Finding | None) -> None:
         """Only a candidate that is right so far: a wrong one has its verdict."""

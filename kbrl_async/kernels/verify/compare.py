@@ -10,9 +10,18 @@ import math
 import msgspec
 import torch
 
-from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_scale, tolerance
+from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
-__all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
+__all__ = [
+    "Difference",
+    "Tolerance",
+    "difference",
+    "kernelbench",
+    "largest_error",
+    "output_scale",
+    "same_values",
+    "tolerance",
+]
 
 CHUNK = 1 << 24
 """Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""

@@ -81,10 +81,16 @@ class Known(Protocol):
         """What of it is in memory for good."""
         ...
 
+    def load(self) -> None:
+        """What is looked at next is there already."""
+
 
 class Held:
     def __init__(self, blocks: Blocks, expected: Blocks) -> None:
         self.blocks, self.expected = blocks, expected
+
+    def load(self) -> None:
+        """It always is."""
 
     @property
     def held(self) -> Blocks:
@@ -115,6 +121,9 @@ class Asked:
 
     def __init__(self, recent: Recent, make: Callable[[], Held]) -> None:
         self._recent, self._make = recent, make
+
+    def load(self) -> None:
+        self._recent.get(self, self._make)
 
     @property
     def blocks(self) -> Blocks:
@@ -155,4 +164,4 @@ def outlines(tensors: Sequence[torch.Tensor]) -> Blocks:
 
 
 def _told(size: int) -> str:
-    return f"{size:,} bytes" if size < 1 << 20 else f"{size / 2**30:.2f} GiB" if size >= 1 << 30 else f"{size >> 20} MiB"
+    return f"{size:,} bytes" if size < 1 << 30 else f"{size / 2**30:.1f} GiB ({size:,} bytes)"
