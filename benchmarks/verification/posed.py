@@ -31,10 +31,8 @@ attention.scaled_dot_product_attention(x, y, z) | F.scaled_dot_product_attention
 avg_pool2d.avg_pool2d(x, 2, 2) | F.avg_pool2d(x, 2, 2) | I
 batch_norm.batch_norm(x, y, z, None, None, True, 0.1, 1e-5)[0] | F.batch_norm(x, None, None, y, z, True, 0.1, 1e-5) | I C C
 bitwise_and.bitwise_and_tensor(x, y) | x & y | N N
-bitwise_left_shift.bitwise_left_shift(x, y, out=torch.empty_like(x)) | x << y | N K
 bitwise_not.bitwise_not(x) | ~x | N
 bitwise_or.bitwise_or_tensor(x, y) | x | y | N N
-bitwise_right_shift.bitwise_right_shift(x, y, out=torch.empty_like(x)) | x >> y | N K
 bmm.bmm(x, y) | torch.bmm(x, y) | A A
 cat.cat([x, y], 1) | torch.cat([x, y], 1) | R R
 celu.celu(x, 1.2) | F.celu(x, 1.2) | R

@@ -24,11 +24,10 @@ _ALL_SHARE = 0.5
 _HELD_INPUTS, _HELD_OUTPUTS = 12, 11
 """How often a problem's inputs and outputs are in memory where its sets are kept, slots aside: one of each for every
 set, and what one set needs while it is made."""
-_ASKED_INPUTS, _ASKED_OUTPUTS = 5, 5
-"""And where they are not: drawn, varied, moved by a rounding error, in the reference's slot and in the candidate's; the
-reference's own, a copy, its fp64 run (two), the candidate's."""
-_BYTES_A_S = 2e9
-"""A draw, a variation and an answer of the reference go at least this fast through their bytes."""
+_ASKED_INPUTS, _ASKED_OUTPUTS = 3, 6
+"""And where they are not: a set and both slots; what is expected, what came, both slots, the candidate's own two."""
+_WIDE_INPUTS, _WIDE_OUTPUTS = 2, 5
+"""What an fp64 run of the reference takes beside that."""
 Blocks = list[torch.Tensor]
 
 
@@ -46,12 +45,13 @@ class Sizes(msgspec.Struct, frozen=True):
 
     @property
     def asked(self) -> int:
-        """The peak where one set is in memory at a time."""
+        """The peak where one set is in memory at a time, and the reference is never run in fp64."""
         return _ASKED_INPUTS * self.inputs + _ASKED_OUTPUTS * self.outputs + 4 * self.weights
 
-    def seconds(self, sets: int) -> float:
-        """About what sets that are made anew add to the check of one candidate."""
-        return sets * self.asked / _BYTES_A_S
+    @property
+    def widened(self) -> int:
+        """The same, with fp64."""
+        return self.asked + _WIDE_INPUTS * self.inputs + _WIDE_OUTPUTS * self.outputs
 
     def are_kept(self, memory: int, draws: int, slots: int) -> bool:
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""

@@ -195,17 +195,13 @@ class Reference:
         return [values.flat(tensor) for tensor in tensors]
 
     def _prepare(self) -> None:
-        self._recent, self.keeps_sets = Recent(), True
+        self._recent, self.keeps_sets, self.widens = Recent(), True, True
         draws = self._draws()
         self._attach_own(draws)
         maker = SetMaker(self, self.problem.problem_id, self._rng, self.problem.source, self.tree)
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
 
-        def keeps() -> bool:
-            self.keeps_sets &= self._may_keep(maker.wanted)
-            return self.keeps_sets
-
-        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, keeps)
+        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self._rehearsals = []
@@ -215,7 +211,7 @@ class Reference:
         seeds = [self._rng.getrandbits(31) for _ in range(max(2, self._options.pool))]
         self.tick()
         first = self._draw(seeds[0])
-        self.keeps_sets = self._may_keep([])
+        self._planned([])
         if not self.keeps_sets:
             self.examples = outlines(self.examples)
             return Redrawn(seeds[:2], self._draw)
@@ -225,12 +221,17 @@ class Reference:
             draws.append(self._draw(seed))
         return draws
 
-    def _may_keep(self, outputs: list[torch.Tensor]) -> bool:
-        """:raises ProblemError: there is no memory even for one set at a time."""
+    def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
+        """Whether sets are kept, and the reference is run in fp64.
+
+        :raises ProblemError: there is no memory even for one set at a time.
+        """
         weights = sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
         sizes, memory = Sizes(size_of(self.examples), size_of(outputs), weights), self._memory()
         sizes.refuse(self.problem.problem_id, memory)
-        return sizes.are_kept(memory, self._options.pool, self._options.slots)
+        self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
+        self.widens &= sizes.widened <= memory
+        return self.keeps_sets, self.widens
 
     def _memory(self) -> int:
         """Bytes that this bench may plan with for one problem: a child may have no more than its limit."""
@@ -250,7 +251,13 @@ class Reference:
         for slot, block in zip(self.session.slots[0], blocks, strict=True):
             slot.copy_(block)
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)
-        return outcome, self.read(outcome)
+        read = self.read(outcome)
+        if not self.keeps_sets:
+            self._forget_outputs()
+        return outcome, read
+
+    def _forget_outputs(self) -> None:
+        """Of the reference's child, where memory is short; on a processor others have none of its."""
 
     def read(self, outcome: Outcome) -> list[torch.Tensor]:
         """Copies of the outputs of a call of the reference."""

@@ -106,12 +106,14 @@ class SetMaker:
         pool: Pool,
         redraw: Callable[[int], list[torch.Tensor]],
         tick: Tick = no_tick,
-        keeps: Callable[[], bool] = lambda: True,
+        plan: Callable[[list[torch.Tensor]], tuple[bool, bool]] = lambda outputs: (True, True),
     ) -> list[InputSet]:
         """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more, of
-        a seed. `tick` is called for each set; `keeps`, once the outputs are known: whether tensors of sets are kept.
+        a seed. `tick` is called for each set. `plan` is asked once the outputs are known: are tensors of sets kept, and
+        is there room for an fp64 run?
         """
-        self._pool, self._keeps, self._recent = pool, keeps, Recent()
+        self._pool, self._plan, self._recent = pool, plan, Recent()
+        self._keeps = self._widens = True
         for number, kind in enumerate(inputs.kinds_for(self._oracle.examples)):
             tick()
             made = self._repeated() if kind.repeats else None
@@ -177,7 +179,7 @@ class SetMaker:
         is_degenerate_ = is_degenerate(blocks, expected, tolerances)
         if not self.sets:
             self._refuse_random(blocks, expected, tolerances)
-        known = Held(blocks, expected) if self._keeps() else Asked(self._recent, lambda: self._again(make))
+        known = Held(blocks, expected) if self._keeps else Asked(self._recent, lambda: self._again(make))
         return InputSet(kind.name, known, tolerances, mutated, is_degenerate_)
 
     def _again(self, make: Callable[[], list[torch.Tensor]]) -> Held:
@@ -220,6 +222,7 @@ class SetMaker:
     def _learn(self, outcome: Outcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
         self.out_tree, self.wanted = outcome.tree, outlines(expected)
+        self._keeps, self._widens = self._plan(self.wanted)
         self.kinds = [meta.kind for meta in outcome.tensors]
         self.strides = [meta.strides for meta in outcome.tensors]
         self._nominal_scales = [compare.output_scale(tensor) for tensor in expected]
@@ -229,7 +232,7 @@ class SetMaker:
         self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor]
     ) -> list[compare.Tolerance]:
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
-        wide = self._answer(wire.OP_DOUBLE, blocks)
+        wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         return [
             compare.tolerance(
                 tensor,

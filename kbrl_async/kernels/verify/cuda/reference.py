@@ -217,6 +217,10 @@ class CudaReference(Reference):
     def _memory(self) -> int:
         return memory_of(self._options)
 
+    def _forget_outputs(self) -> None:
+        self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
+        torch.cuda.empty_cache()
+
     def _attach_own(self, draws: Sequence[list[torch.Tensor]]) -> None:
         """Twice: first to see the outputs and the time, then with as many slots as that asks for."""
         session, deadline = self.session, self._options.reference_deadline_s
@@ -228,6 +232,10 @@ class CudaReference(Reference):
         for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
+        self._planned(
+            [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
+        )
+        session.is_widened = self.widens
         session.attach(self.tree, self.examples, 1, outs=self._outs)
         for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)

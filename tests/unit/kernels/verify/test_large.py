@@ -16,7 +16,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.known import Asked, Held, Recent, Sizes
 from kbrl_async.kernels.verify.reference import Reference
-from protocols.records import Candidate, Fault, Problem
+from protocols.records import BenchReport, Candidate, Fault, Problem
 from tests.candidates import affine, elementwise
 
 PROBLEM = Problem("L1/07_large", 1, "large", affine(shape="256, 256"))
@@ -38,7 +38,9 @@ def bench(zygote: Zygote) -> Iterator[Bench]:
         yield made
 
 
-def judge(bench: Bench, source: str, compile_raw: Callable[[str], dict[str, Path]], timing: bool = False) -> object:
+def judge(
+    bench: Bench, source: str, compile_raw: Callable[[str], dict[str, Path]], timing: bool = False
+) -> BenchReport:
     artifacts = compile_raw(source.split("SOURCE = ")[1].split("\n")[0].strip("'").encode().decode("unicode_escape"))
     return bench.evaluate(PROBLEM, Candidate(source, "c"), artifacts, timing=timing)
 
@@ -46,7 +48,7 @@ def judge(bench: Bench, source: str, compile_raw: Callable[[str], dict[str, Path
 def test_one_set_at_a_time_is_judged_as_all_at_once(
     bench: Bench, memory: Memory, compile_raw: Callable[[str], dict[str, Path]]
 ) -> None:
-    memory(12 * SIZE)
+    memory(20 * SIZE)
     right = judge(bench, RIGHT, compile_raw, timing=True)
     reference = next(iter(bench._references._kept.values()))
     assert not reference.keeps_sets
@@ -60,8 +62,18 @@ def test_one_set_at_a_time_is_judged_as_all_at_once(
     assert reference.sets[0].known is reference.sets[-1].known, "the same inputs come twice"
 
 
-def test_a_set_made_again_is_the_same_set(bench: Bench, memory: Memory) -> None:
+def test_where_memory_is_shorter_still_nothing_runs_in_fp64(
+    bench: Bench, memory: Memory, compile_raw: Callable[[str], dict[str, Path]]
+) -> None:
     memory(12 * SIZE)
+    assert judge(bench, RIGHT, compile_raw).verdict.fault is Fault.OK
+    reference = next(iter(bench._references._kept.values()))
+    assert not reference.widens
+    assert reference.sets[0].tolerances[0].relative == 1e-4
+
+
+def test_a_set_made_again_is_the_same_set(bench: Bench, memory: Memory) -> None:
+    memory(20 * SIZE)
     reference = bench._references.get(PROBLEM)
     seen = [[block.clone() for block in (*one.blocks, *one.expected)] for one in reference.sets]
     for one, before in zip(reference.sets, seen, strict=True):
@@ -70,7 +82,7 @@ def test_a_set_made_again_is_the_same_set(bench: Bench, memory: Memory) -> None:
 
 
 def test_what_does_not_fit_is_refused_in_bytes_before_anything_is_made(bench: Bench, memory: Memory) -> None:
-    memory(9 * SIZE)
+    memory(8 * SIZE)
     with pytest.raises(ProblemError) as caught:
         bench._references.get(PROBLEM)
     text = str(caught.value)
