@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,34 +30,26 @@ from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
+Opens = Callable[[Submission, bool], Judged]
+"""`Device.judged`, bound to what the checker was made with."""
 
-class Opens(Protocol):
-    """A device, as far as a checker needs it."""
 
-    def judged(
-        self,
-        reference: Reference,
-        zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        rng: random.Random,
-        is_alone: bool,
-    ) -> Judged: ...
+def submitted(candidate: Candidate, artifacts: dict[str, Path]) -> Submission:
+    return Submission(candidate.source, candidate.backend, {key: str(path) for key, path in artifacts.items()})
 
 
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Opens
+        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, opens: Opens
     ) -> None:
         self.reference, self.options = reference, options
-        self._zygote, self._rng, self._device = zygote, rng, device
+        self._zygote, self._rng, self._opens = zygote, rng, opens
         self.session: Judged | None = None
         self.fault: CandidateFault | None = None
         self.passed = 0
@@ -102,17 +93,15 @@ class Checker:
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())
-        paths = {key: str(path) for key, path in artifacts.items()}
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
-        reference, options = self.reference, self.options
         try:
             self._refuse_copied(candidate)
-            self.session = self._device.judged(reference, self._zygote, candidate, paths, options, self._rng, is_alone)
+            self.session = self._opens(submitted(candidate, artifacts), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self.is_shared = self.session.is_shared
-            reference.attach(self.session)
+            self.reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
             self.fault = fault

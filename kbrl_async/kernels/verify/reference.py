@@ -24,7 +24,7 @@ from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.known import Asked, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
 from protocols.records import Problem
 
@@ -93,24 +93,15 @@ class Reference:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def setup(self, source: str, entry: str, artifacts: dict[str, str], backend: str = "") -> wire.Setup:
+    def setup(self, code: Submission) -> wire.Setup:
         """For a child that gets this reference's seed, constructor arguments and weights."""
         ready = self.ready
-        return wire.Setup(
-            source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights, backend=backend
-        )
+        given = ready.init, ready.init_tensors, ready.weights
+        return wire.Setup(code.source, code.entry, self.seed, code.artifacts, *given, backend=code.backend)
 
-    def open(
-        self,
-        zygote: Zygote,
-        source: str,
-        entry: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        backend: str = "",
-    ) -> Session:
+    def open(self, zygote: Zygote, code: Submission, deadline_s: float) -> Session:
         """A child with this reference's weights; `attach` gives it its arena."""
-        setup = self.setup(source, entry, artifacts, backend)
+        setup = self.setup(code)
         weights = copied(self.weights_fd)
         try:
             return Session(zygote, setup, (weights,), self._options.limits, deadline_s)
@@ -140,7 +131,7 @@ class Reference:
         two can be timed against each other, because an older process has another heap and other page tables."""
         if is_replayed:
             return self._replays.twin(self, zygote)
-        session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
+        session = self.open(zygote, Submission(self.problem.source, entry="Model"), self._options.reference_deadline_s)
         try:
             self.attach(session)
             self.check(session)

@@ -51,6 +51,16 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
         super().__init__(text)
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """What a child is to run: a candidate, or the reference's own source."""
+
+    source: str
+    backend: str = ""
+    artifacts: dict[str, str] = {}
+    """Paths of what was built, by key."""
+    entry: str = "ModelNew"
+
+
 def no_meter() -> tuple[int, int]:
     return 0, 0
 

@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
 from kbrl_async.kernels.verify.known import outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Judged, Session
+from kbrl_async.kernels.verify.session import Judged, Session, Submission
 from protocols.records import Problem
 
 BATCH_NS = 600_000
@@ -106,30 +106,19 @@ class CudaReference(Reference):
             arena.close()
         self._drawn, self._weights = [], None
 
-    def open(
-        self,
-        zygote: Zygote,
-        source: str,
-        entry: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        backend: str = "",
-    ) -> CudaSession:
+    def setup(self, code: Submission) -> wire.Setup:
+        made = super().setup(code)
+        return msgspec.structs.replace(made, device=self._options.device, weights_bytes=self.weights_bytes)
+
+    def open(self, zygote: Zygote, code: Submission, deadline_s: float) -> CudaSession:
         """The weights are copied for each child: it can write to what it is given."""
-        setup = msgspec.structs.replace(
-            self.setup(source, entry, artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
+            return CudaSession(zygote, self.setup(code), fds, self._options.limits, deadline_s, self.spares)
 
     def record(
         self,
         recorders: Recorders,
-        source: str,
-        artifacts: dict[str, str],
-        backend: str,
+        code: Submission,
         slots: list[list[wire.TensorMeta]],
         start: int,
         deadline_s: float,
@@ -143,13 +132,8 @@ class CudaReference(Reference):
                 for meta, example in zip(places, self.examples, strict=True):
                     arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
-        setup = msgspec.structs.replace(
-            self.setup(source, "ModelNew", artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s, fill)
+            return recorders.record(wire.Record(self.setup(code), self.tree, slots, start), fds, deadline_s, fill)
 
     @contextlib.contextmanager
     def _copied_weights(self) -> Iterator[tuple[int, ...]]:
