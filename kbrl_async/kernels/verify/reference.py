@@ -16,6 +16,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
@@ -84,6 +85,10 @@ class Reference:
         self.session.close()
         self._replays.close()
         self._close_files()
+
+    def retire(self) -> None:
+        """Closed though it is sound: what it ran in may serve another."""
+        self.close()
 
     def _close_files(self) -> None:
         files, self.weights_fd, self._draw_fd = (self.weights_fd, self._draw_fd), -1, -1
@@ -190,13 +195,15 @@ class Reference:
 
     def _prepare(self) -> None:
         draws = []
-        for _ in range(max(2, self._options.pool)):
-            self.tick()
-            draws.append(self._draw())
-        self._attach_own(draws)
+        with span("a reference's draws"):
+            for _ in range(max(2, self._options.pool)):
+                self.tick()
+                draws.append(self._draw())
+            self._attach_own(draws)
         maker = SetMaker(self, self.problem.problem_id, self._rng, self.problem.source, self.tree)
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
-        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
+        with span("a reference's sets"):
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
         self._rehearsals = []

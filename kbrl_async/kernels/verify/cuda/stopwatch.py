@@ -156,11 +156,20 @@ class CudaStopwatch:
         except CandidateFault as fault:
             self._checker.accuse(fault)
 
-    def run(self) -> Timing | None:
+    def prepare(self) -> None:
+        """All that needs nobody else to stand still."""
         try:
             self._kernels = self._capture().kernels
+            if not self._refused:
+                self._candidate.leaves_out(self._limit_s)
+        except CandidateFault as fault:
+            self._checker.accuse(fault)
+
+    def run(self) -> Timing | None:
+        if self._checker.fault is not None:
+            return None
+        try:
             self._warm_up()
-            self._candidate.leaves_out(self._limit_s)
             measured = measure(self._pair, _recipe(self._options.recipe))
             self._audit()
         except CandidateFault as fault:
@@ -176,7 +185,8 @@ class CudaStopwatch:
         self._refused = clean(refused)[:_MAX_REASON]
         if self._refused or self._candidate.is_proven:
             return captured
-        if not self._replays_rightly():
+        is_one = count == 1 and self._candidate.is_trusted  # the calls that were checked; timed ones are, too
+        if not is_one and not self._replays_rightly():
             if self._candidate.is_trusted:
                 raise CandidateFault(Fault.INCORRECT, _IN_A_ROW, "wrong_when_timed")
             self._refused = _BESIDE
@@ -466,7 +476,12 @@ class CudaStopwatch:
 
 
 def _recipe(recipe: Recipe) -> Recipe:
-    """With what a GPU bench resolves, where nobody has measured it on this host; 0 says that nothing is to be added."""
+    """With what a GPU bench resolves, where nobody has measured it on this host; 0 says that nothing is to be added. In
+    training it is looked at as soon as there is something to see: after nine pairs, of which none was warm-up but one,
+    because both sides have just run.
+    """
+    if recipe.enough_below:
+        recipe = msgspec.structs.replace(recipe, warmup=min(recipe.warmup, 1), looks=min(recipe.looks, 3))
     if recipe.resolved or recipe.placement == 0:
         return recipe
     return msgspec.structs.replace(recipe, resolved=RESOLVED)

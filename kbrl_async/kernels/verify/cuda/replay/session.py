@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify import allowed, values, wire
+from kbrl_async.kernels.verify import allowed, compare, values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
@@ -44,6 +44,7 @@ _LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 3
 _SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
+_TELLS_NS = 1e6
 _WITNESSES = 2
 """Other slots that are looked at after a call."""
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
@@ -201,15 +202,15 @@ class ReplaySession:
         """Of what was poisoned: an output that is an input, as the reference's may be, was not."""
         if any(begin <= meta.place < end for begin, end in self._rest):
             begin, end = span(meta)
-            return bool((self._arena.raw[begin:end] == POISON).all())
+            return compare.is_all(self._arena.raw[begin:end], POISON)
         return True
 
     def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]:
         return metas
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
-        """A copy of an output."""
-        return self._arena.view(meta).clone()
+        """An output where it lies, as it is until the next call."""
+        return self._arena.view(meta)
 
     def disarm(self, artifacts: list[Path]) -> int:
         return 0
@@ -288,7 +289,11 @@ class ReplaySession:
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
     def _least(self, is_muted: bool, deadline_s: float) -> float:
-        return min(self._host.timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(3))
+        """Of three runs; long ones tell at once."""
+        least = self._host.timed(orders.Time((0,), 1, is_muted), deadline_s)
+        if least > _TELLS_NS:
+            return least
+        return min(least, *(self._host.timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(2)))
 
     def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
