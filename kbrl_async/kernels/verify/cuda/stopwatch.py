@@ -31,6 +31,7 @@ import torch
 
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.cuda_driver import CudaError
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.kernels.timing.cuda.calibration import Calibration, Steady
 from kbrl_async.kernels.timing.cuda.clocks import Observation, observe
@@ -171,7 +172,8 @@ class CudaStopwatch:
         try:
             self._warm_up()
             measured = measure(self._pair, _recipe(self._options.recipe))
-            self._audit()
+            with span("audited"):
+                self._audit()
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
@@ -304,17 +306,21 @@ class CudaStopwatch:
         count = 1 if self._refused else self._batch
         self._slot = (self._slot + 1) % self._plan.slots if self._refused else 0
         slots = list(range(self._slot, self._slot + count))
-        self._fill(slots)
+        with span("pairs: filled"):
+            self._fill(slots)
         sides: list[Timed] = [self._reference, self._candidate]
         self._rng.shuffle(sides)
-        samples = {id(side): self._sample(side) for side in sides}
-        self._compare(self._slot, count)
+        with span("pairs: run"):
+            samples = {id(side): self._sample(side) for side in sides}
+        with span("pairs: compared"):
+            self._compare(self._slot, count)
         reference, candidate = samples[id(self._reference)], samples[id(self._candidate)]
         self._extra.append((candidate.wall_ns - candidate.elapsed_ns) - (reference.wall_ns - reference.elapsed_ns))
         self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
         self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
         net = self._net(reference, count), self._net(candidate, count)
-        mhz, fault = self._clock()
+        with span("pairs: clock"):
+            mhz, fault = self._clock()
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from kbrl_async.kernels import stages
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import allowed, compare, values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
@@ -184,10 +185,12 @@ class ReplaySession:
             torch.cuda.synchronize()
             self._host.done(orders.WarmUp(slot), deadline_s)
             self._is_warm = True
-        self.poison()
-        torch.cuda.synchronize()
+        with stages.span("poisoned"):
+            self.poison()
+            torch.cuda.synchronize()
         begin = time.perf_counter_ns()
-        self._host.done(orders.Run(slot, is_muted), deadline_s)
+        with stages.span("run"):
+            self._host.done(orders.Run(slot, is_muted), deadline_s)
         elapsed = time.perf_counter_ns() - begin
         if not is_muted:
             self.forward_ns = min(self.forward_ns, elapsed)
