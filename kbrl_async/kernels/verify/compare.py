@@ -16,6 +16,7 @@ from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_sc
 
 __all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
 
+_FAR_SHARE = 0.01
 CHUNK = 1 << 24
 """Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""
 
@@ -86,6 +87,20 @@ def is_all(block: torch.Tensor, byte: int) -> bool:
     if way is not None and (found := way.is_all(block, byte)) is not None:
         return found
     return bool((block == byte).all())
+
+
+def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether all but a hundredth of the values are about the same: atomic additions come in another order each time."""
+    return got.shape == wanted.shape and _far_apart(got, wanted) <= _FAR_SHARE * max(1, wanted.numel())
+
+
+def _far_apart(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    if not got.is_floating_point():
+        return int((got != wanted).sum())
+    whole = wanted.float()
+    scale = float(whole.abs().nan_to_num(posinf=0.0).mean())
+    close = torch.isclose(got.float(), whole, rtol=0.05, atol=0.05 * scale, equal_nan=True)
+    return int((~close).sum())
 
 
 def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:

@@ -187,10 +187,12 @@ def _words(tensor: torch.Tensor) -> int:
 
 
 def _unpacked(packed: int) -> tuple[float, int]:
-    """An error, and the number of its element: the first one of those that have it.
+    """An error, and the number of its element: the first one of those that have it; the first element where none has.
 
-    >>> _unpacked(0x3F800000_FFFFFFFE)
-    (1.0, 1)
+    >>> _unpacked(0x3F800000_FFFFFFFE), _unpacked(0)
+    ((1.0, 1), (0.0, 0))
     """
+    if not packed:  # NaN at one place, infinities of one sign: nothing has a distance
+        return 0.0, 0
     error = ctypes.c_float.from_buffer(ctypes.c_uint32(packed >> 32)).value
     return (math.inf if math.isnan(error) else error), _MOST - (packed & _MOST)

@@ -37,7 +37,7 @@ class Way:
                 wrong, worst_wrong = wrong + 1, max(worst_wrong, (INF if math.isnan(error) else error, -place))
             if not math.isnan(error):
                 worst = max(worst, (error, -place))
-        return Counted(wrong, nans, (worst[0], -worst[1]), (worst_wrong[0], -worst_wrong[1]) if wrong else None)
+        return Counted(wrong, nans, (max(0.0, worst[0]), -worst[1]), (worst_wrong[0], -worst_wrong[1]) if wrong else None)
 
     def furthest(self, a: torch.Tensor, b: torch.Tensor) -> float | None:
         self.asked.append("furthest")
@@ -67,6 +67,7 @@ CASES = {
     "several, the first of the worst is named": ([1.5, 2.0, 3.5], [1.0, 2.0, 3.0]),
     "NaN": ([1.0, NAN, 9.0], [1.0, 2.0, 3.0]),
     "NaN at its place": ([1.0, NAN, 9.0], [1.0, NAN, 3.0]),
+    "NaN everywhere": ([NAN, INF], [NAN, INF]),
     "infinite": ([INF, -INF, 3.0], [INF, 1.0, 3.0]),
 }
 
@@ -112,6 +113,7 @@ def test_tolerances_and_equality_ask_the_device(way: Way) -> None:
 
 def test_an_error_and_its_place_come_out_of_one_number() -> None:
     assert _unpacked((0x7F800000 << 32) | (0xFFFFFFFF - 7)) == (INF, 7)
+    assert _unpacked(0) == (0.0, 0), "NaN in every place, expected so: no element has a distance"
 
 
 def test_the_kernels_compile() -> None:

@@ -49,6 +49,7 @@ _TELLS_NS = 1e6
 _WITNESSES = 2
 """Other slots that are looked at after a call."""
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
+_STRAY = "forward writes to memory that is neither its output nor its own: an index or a pointer is wrong"
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
 Span = tuple[int, int]
 
@@ -175,7 +176,9 @@ class ReplaySession:
         if op != wire.OP_RUN:
             return Outcome(0, 0, 0, ["V", None], [])
         elapsed = self.run(slot, deadline_s)
-        self._refuse_batching([other for other in range(len(self.slots)) if other != slot])
+        others = [other for other in range(len(self.slots)) if other != slot]
+        for other in self._rng.sample(others, min(_WITNESSES, len(others))):
+            self._refuse_writing(slot, other, deadline_s)
         return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
     def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
@@ -196,10 +199,23 @@ class ReplaySession:
             self.forward_ns = min(self.forward_ns, elapsed)
         return elapsed
 
-    def _refuse_batching(self, others: list[int]) -> None:
-        for other in self._rng.sample(others, min(_WITNESSES, len(others))):
-            if not all(self._is_poison(meta) for meta in self._outputs[other]):
-                raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
+    def _refuse_writing(self, slot: int, other: int, deadline_s: float) -> None:
+        """To the outputs of another slot than those that ran. That is an accusation only together with a second fact:
+        what lies there is what forward makes of that slot's inputs, and not what it made of its own.
+        """
+        outputs = self._outputs[other]
+        written = {number: self._copy(meta) for number, meta in enumerate(outputs) if not self._is_poison(meta)}
+        if not written:
+            return
+        own = [self._copy(self._outputs[slot][number]) for number in written]
+        self.run(other, deadline_s)
+        is_work = all(compare.is_roughly(found, self._copy(outputs[number])) for number, found in written.items())
+        if is_work and not all(map(compare.is_roughly, written.values(), own)):
+            raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
+        raise CandidateFault(Fault.ILLEGAL_ACCESS, _STRAY, "stray_write")
+
+    def _copy(self, meta: wire.TensorMeta) -> torch.Tensor:
+        return self._arena.view(meta).clone()
 
     def _is_poison(self, meta: wire.TensorMeta) -> bool:
         """Of what was poisoned: an output that is an input, as the reference's may be, was not."""
@@ -247,8 +263,7 @@ class ReplaySession:
         self.poison()
         torch.cuda.synchronize()
         self._host.timed(orders.Time(tuple(slot for slot in whole if slot != missing)), deadline_s)
-        if not all(self._is_poison(meta) for meta in self._outputs[missing]):
-            raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
+        self._refuse_writing(next(slot for slot in whole if slot != missing), missing, deadline_s)
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         slots = self._seen[first:end]
