@@ -25,6 +25,7 @@ from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
@@ -332,7 +333,8 @@ class Checker:
     def compare(
         self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
     ) -> compare.Difference:
-        found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
+        with span("compared"):
+            found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
         return max(found, key=lambda d: (d.wrong, d.worst), default=compare.Difference(0, 0, 0.0, 0.0))
 
     def _refuse_copied(self, candidate: Candidate) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
@@ -86,6 +87,10 @@ class Reference:
         self.session.close()
         self._replays.close()
         self._close_files()
+
+    def retire(self) -> None:
+        """Closed though it is sound: what it ran in may serve another."""
+        self.close()
 
     def _close_files(self) -> None:
         files, self.weights_fd, self._draw_fd = (self.weights_fd, self._draw_fd), -1, -1
@@ -187,12 +192,13 @@ class Reference:
 
     def _prepare(self) -> None:
         self._recent, self.keeps_sets, self.widens = Recent(), True, True
-        draws = self._draws()
-        self._attach_own(draws)
+        with span("a reference's draws"):
+            draws = self._draws()
+            self._attach_own(draws)
         maker = SetMaker(self, self.problem.problem_id, self._rng, self.problem.source, self.tree)
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
-
-        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
+        with span("a reference's sets"):
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self._rehearsals = []

@@ -44,7 +44,7 @@ class References:
         reference.uses += 1
         self._kept[problem.source] = reference
         while self._are_too_many():
-            self._kept.popitem(last=False)[1].close()
+            self._kept.popitem(last=False)[1].retire()
             give_back()
         return reference
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import msgspec
 import torch
 
+from kbrl_async.kernels.verify import fused
+
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
 _UNITS = 2.0
@@ -122,5 +124,8 @@ def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:
     """Largest distance of two outputs; 0 where they can't be compared."""
     if other is None or other.shape != expected.shape or not expected.is_floating_point() or expected.numel() == 0:
         return 0.0
+    way = fused.of(expected.device)
+    if way is not None and (found := way.furthest(expected, other)) is not None:
+        return found
     parts = zip(expected.reshape(-1).split(_CHUNK), other.reshape(-1).split(_CHUNK), strict=True)
     return max(float(torch.nan_to_num((a.double() - b.double()).abs_(), nan=0.0, posinf=0.0).max()) for a, b in parts)

@@ -46,12 +46,11 @@ class BundleCache:
         return Path(self.folder or _make_folder()) / f"{self.key}.{name}"
 
     def get_file(self, filename: str) -> str | None:
+        content = self.files.get(f"{self.key}.{filename}")
+        if content is None:
+            return None
         path = self._path(filename)
-        if not path.exists():
-            content = self.files.get(f"{self.key}.{filename}")
-            if content is None:
-                return None
-            path.write_bytes(content)
+        path.write_bytes(content)  # over what a candidate before may have left: machine code names its source's folder
         return str(path)
 
     def get_group(self, filename: str) -> dict[str, str] | None:

@@ -72,6 +72,9 @@ class Stopwatch:
         for meter in self._meters.values():
             meter.close()
 
+    def prepare(self) -> None:
+        """A core has nothing to prepare."""
+
     def run(self) -> Timing | None:
         try:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ import torch
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.passes import Passes
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
@@ -43,6 +46,8 @@ class CudaDevice(Device):
         super().__init__(name)
         self._health: GpuHealth | None = None
         self._spares: Spares | None = None
+        self._homes: Spares | None = None
+        """Of references."""
         self._replays: Replays | None = None
 
     @property
@@ -67,7 +72,10 @@ class CudaDevice(Device):
         where = torch.device(self.name)
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
-        self._health = GpuHealth(torch.device("cuda", where.index or 0))
+        where = torch.device("cuda", where.index or 0)
+        self._health = GpuHealth(where)
+        with contextlib.suppress(MissingTool):
+            fused.use(where, Passes(where))
 
     def enter(self) -> None:
         self.health.enter()
@@ -81,10 +89,12 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Reference],
         tick: Tick,
     ) -> Reference:
-        if self._spares is None:
+        if self._spares is None or self._homes is None:
             self._spares = Spares(zygote, options.limits, options.device)
-        make_room(kept, options, self._spares.dying)
-        return CudaReference(zygote, problem, options, rng, self._spares, tick)
+            lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
+            self._homes = Spares(zygote, lasting, options.device)
+        make_room(kept, options, self._homes)
+        return CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick)
 
     def judged(
         self,
@@ -140,11 +150,11 @@ class CudaDevice(Device):
         self.health.check(pid)
 
     def settle(self) -> None:
-        for started in (self._spares, self._replays):
+        for started in (self._spares, self._homes, self._replays):
             if started is not None:
                 started.settle()
 
     def close(self) -> None:
-        for started in (self._spares, self._replays):
+        for started in (self._spares, self._homes, self._replays):
             if started is not None:
                 started.close()

@@ -3,10 +3,12 @@
 ::
 
     take ─▶ the waiting child, or a new one        refill ─▶ start the next one (returns at once)
+    give ─▶ one that only ran what is trusted waits again
     settle ─▶ wait until it has its context: nothing may disturb a measurement
 
-A child is still used once: it waits before any candidate code, confined already. What it gets to read comes as sealed
-files in memory, because its file rules were fixed before its candidate was known.
+A child of candidates is used once: it waits before any candidate code, confined already. What it gets to read comes as
+sealed files in memory, because its file rules were fixed before its candidate was known. One that ran a reference
+serves the next reference, and no candidate ever: it might find there what is expected of it.
 """
 
 from __future__ import annotations
@@ -23,33 +25,52 @@ from kbrl_async.kernels.verify.memory import memory_file, seal
 
 ENTRY = "kbrl_async.kernels.verify.cuda.runner:main"
 _SETTLE_S = 10.0
+_MOST_RESTED = 2
+LIFE_S = 24 * 3600
+"""CPU seconds of a process that serves many in turn."""
 
 
 class Spares:
     def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY) -> None:
         self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
         self._child: Child | None = None
+        self._rested: list[Child] = []
         self._generation = -1
         self.dying = Dying()
 
     def take(self) -> Child:
         self._forget_the_dead()
+        if self._rested:
+            return self._rested.pop()
         child, self._child = self._child, None
         return child or self._spawn()
+
+    def give(self, child: Child) -> None:
+        """Told to rest, it is ready for other work soon."""
+        self._forget_the_dead()
+        self._rested.append(child)
+        while len(self._rested) > _MOST_RESTED:
+            self.dying.add(self._rested.pop(0))
+
+    def rested(self) -> None:
+        """Returns when all that rest have given their memory back."""
+        for child in self._rested:
+            select.select([child.channel], [], [], _SETTLE_S)
 
     def refill(self) -> None:
         self._forget_the_dead()
         if self._child is None:
             with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
                 self._child = self._spawn()
-                self._generation = self._zygote.generation
 
     def settle(self) -> None:
-        if self._child is not None:
-            select.select([self._child.channel], [], [], _SETTLE_S)
+        for child in (*self._rested, *([self._child] if self._child else ())):
+            select.select([child.channel], [], [], _SETTLE_S)
 
     def close(self) -> None:
         self._drop()
+        while self._rested:
+            self._rested.pop().close()
         self.dying.close()
 
     def _drop(self) -> None:
@@ -58,12 +79,18 @@ class Spares:
             self._child = None
 
     def _forget_the_dead(self) -> None:
-        """It dies with its zygote, too."""
-        if self._child is not None and (self._generation != self._zygote.generation or self._child.has_ended()):
+        """They die with their zygote, too."""
+        is_gone = self._generation != self._zygote.generation
+        if self._child is not None and (is_gone or self._child.has_ended()):
             self._drop()
+        for child in [child for child in self._rested if is_gone or child.has_ended()]:
+            self._rested.remove(child)
+            child.close()
 
     def _spawn(self) -> Child:
-        return self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
+        child = self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
+        self._generation = self._zygote.generation
+        return child
 
 
 def as_files(artifacts: dict[str, str]) -> list[int]:

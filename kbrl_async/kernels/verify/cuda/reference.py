@@ -1,7 +1,10 @@
 """A reference on a GPU: its weights, draws, inputs and expected outputs live in device memory, and it times as well.
 
-One child serves every candidate of a problem, for checking and for timing: unlike on a CPU, a process's age does not
-show in its kernels' times (A against A: under 0.2 % from 20 µs on), and a fresh child costs a quarter of a second.
+One child serves every candidate of a problem, for checking and for timing, and then the next problem: unlike on a CPU,
+a process's age does not show in its kernels' times (A against A: under 0.2 % from 20 µs on), and a fresh child costs a
+quarter of a second, in which the driver makes no other's context. It is not done again by a player, as candidates are:
+whatever has its memory mapped could let a candidate's kernels read what is expected of them; and it draws inputs and
+computes in fp64, which is nothing that a recording has.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import math
 import os
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -19,9 +23,9 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
-from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
@@ -38,6 +42,8 @@ _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made."""
+_SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
+"""A problem whose text changes settings of its process has that process to itself."""
 _KEPT_SHARE = 0.25
 """Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
 
@@ -71,10 +77,12 @@ class CudaReference(Reference):
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
+        homes: Spares,
         spares: Spares,
         tick: Tick = no_tick,
     ) -> None:
-        self.spares = spares
+        """`homes`: processes for references; `spares`: for candidates that are watched."""
+        self._homes, self.spares = homes, spares
         self._where = torch.device(options.device)
         self._zygote = zygote
         self._weights: DeviceArena | None = None
@@ -90,7 +98,8 @@ class CudaReference(Reference):
         options = self._options
         self.copies = True
         setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
-        session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self.spares)
+        with span("a reference's process"):
+            session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
         metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
         if metas:
             try:
@@ -99,6 +108,12 @@ class CudaReference(Reference):
                 session.close()
                 raise
         return session
+
+    def retire(self) -> None:
+        assert isinstance(self.session, CudaSession)
+        if not _SETTINGS.search(self.problem.source):
+            self.session.rest()
+        self.close()
 
     def close(self) -> None:
         self.session.close()
@@ -160,8 +175,8 @@ class CudaReference(Reference):
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
-        if isinstance(session, CudaSession):
-            self.spares.refill()  # gets ready while this one is being checked
+        if isinstance(session, CudaSession) and session is not self.session:
+            self.spares.refill()  # the next one gets ready while this one is being checked
 
     def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         return self.session
@@ -258,15 +273,16 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, dying: Dying) -> None:
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> None:
     """Close the references used longest ago until the GPU has room for another."""
     while kept:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(torch.device(options.device))
         if free >= _ROOM_SHARE * memory_of(options):
             return
-        kept.popitem(last=False)[1].close()
-        dying.close()  # until then the driver has its memory
+        kept.popitem(last=False)[1].retire()
+        homes.rested()
+        homes.dying.close()  # until then the driver has its memory
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

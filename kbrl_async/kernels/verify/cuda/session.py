@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -26,7 +27,7 @@ from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
-from kbrl_async.kernels.verify.session import Judged, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, no_meter
 
 _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
@@ -107,7 +108,7 @@ class CudaSession(Session):
         self.captured: wire.Captured | None = None
         self._captured_slots = 0
         self.is_proven = False
-        self._is_confined = False
+        self._is_confined = self._is_given = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
@@ -137,9 +138,18 @@ class CudaSession(Session):
             for fd in files:
                 os.close(fd)
 
+    def rest(self) -> None:
+        """Its process may serve another; this session is closed next."""
+        with contextlib.suppress(CandidateFault, InfraError, OSError):
+            self.thaw()
+            self._send(wire.encode(wire.Rest()))
+            self._spares.give(self._child)
+            self._is_given = True
+
     def close(self) -> None:
         """Returns at once; who needs its memory waits for its end, see `CudaDevice.ended`."""
-        self._spares.dying.add(self._child)
+        if not self._is_given:
+            self._spares.dying.add(self._child)
         self.slots, self._outs = [], []
         if self.shared is not None:
             self.shared.close()

@@ -28,7 +28,7 @@ import torch
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Isolation, gpu
-from kbrl_async.kernels.verify import recording, values, wire
+from kbrl_async.kernels.verify import compare, recording, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import BASE, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import thread_stream
@@ -45,7 +45,6 @@ _MAX_FDS = 128
 _FIRST_FD = 256
 _POISON, _OTHER = 0x7F, 0x3C
 _MAX_REASON = 400
-_WRONG_SHARE = 0.01
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -163,7 +162,7 @@ class Recorder:
             self._arena.raw[begin - BASE : end - BASE].fill_(_OTHER)
         again = candidate.forward(0)
         self._driver.call("cuCtxSynchronize")
-        return any(map(_is_other, again, expected))
+        return not all(map(compare.is_roughly, again, expected))
 
     def _captured(self, candidate: _Candidate, scribe: Scribe) -> list[Captured]:
         """Waiting for the device is left out: all that follows in a graph waits by itself."""
@@ -240,21 +239,7 @@ def _does_the_same(captured: Captured, own: list[torch.Tensor], expected: list[t
             tensor.view(torch.uint8).fill_(_POISON)
     captured.graph.replay()
     driver().call("cuCtxSynchronize")
-    return not any(map(_is_other, captured.outputs, expected))
-
-
-def _is_other(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return got.shape != wanted.shape or _differ(got, wanted) > _WRONG_SHARE * max(1, wanted.numel())
-
-
-def _differ(got: torch.Tensor, wanted: torch.Tensor) -> int:
-    """How many values are another, roughly: sums of atomic additions come out in another order each time."""
-    if not got.is_floating_point():
-        return int((got != wanted).sum())
-    whole = wanted.float()
-    scale = float(whole.abs().nan_to_num(posinf=0.0).mean())
-    close = torch.isclose(got.float(), whole, rtol=0.05, atol=0.05 * scale, equal_nan=True)
-    return int((~close).sum())
+    return all(map(compare.is_roughly, captured.outputs, expected))
 
 
 def _flags() -> tuple[Any, ...]:

@@ -22,18 +22,18 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares, as_files
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares, as_files
 from kbrl_async.kernels.verify.memory import memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
 _CONFINED_S, _MAP_S = 30.0, 10.0
 MAX_SERVED = 64
 _MAX_LEFT = 256 << 20
-_LIFE_S = 24 * 3600
 _MAX_BYTES = 16 << 20
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 
@@ -48,7 +48,7 @@ class Recorders:
     ) -> None:
         self._device, self._most_served = device, most_served
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
-        self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
+        self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY)
         self._child: Child | None = None
         self._dying = Dying()
         self._is_used = self._is_begun = False
@@ -93,7 +93,8 @@ class Recorders:
         :raises InfraError: the host starts no recorder.
         :raises CudaError: there is no memory for another arena.
         """
-        child = self._ready()
+        with span("a recorder that is ready"):
+            child = self._ready()
         fill(self.arena)
         torch.cuda.synchronize()
         self._served += 1

@@ -17,6 +17,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
@@ -97,7 +98,8 @@ class Replays:
         if is_alone:
             recorders.forget()
             self._host.renew()
-        content = reference.record(recorders, code, placed, start, deadline_s)
+        with span("recorded"):
+            content = reference.record(recorders, code, placed, start, deadline_s)
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -107,11 +109,13 @@ class Replays:
         if recording.refused:
             raise Unreplayable(recording.refused)
         try:
-            session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
+            with span("loaded"):
+                session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
         except CudaError as error:
             raise Unreplayable(f"there is no memory to replay it in ({error})") from error
         try:
-            self._try(session, reference, deadline_s, rng)
+            with span("tried"):
+                self._try(session, reference, deadline_s, rng)
         except CandidateFault as fault:
             session.fault = session.fault or fault
         except BaseException:
@@ -132,7 +136,8 @@ class Replays:
         second = self._second(first.arena.size)
         if second is None:
             return False
-        content = reference.record(second, code, last.placed, last.start, deadline_s)
+        with span("recorded by a second"):
+            content = reference.record(second, code, last.placed, last.start, deadline_s)
         second.refill()
         self._repeated = _Written(content, last.placed, last.start, last.recording)
         if is_right:
