@@ -47,6 +47,10 @@ _KEPT_SHARE = 0.25
 """Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
 
 
+class DoesNotFit(ProblemError):  # noqa: N818 - an answer as long as memory can be given back
+    """The GPU has no memory for a reference, at least not now."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """How a problem is run: `slots` places for inputs, `batch` forwards in one timed graph."""
 
@@ -91,7 +95,7 @@ class CudaReference(Reference):
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
 
     def _begin(self, zygote: Zygote) -> Session:
         options = self._options
@@ -203,7 +207,7 @@ class CudaReference(Reference):
         try:
             super().refresh()
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 
@@ -263,16 +267,18 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> None:
-    """Close the references used longest ago until the GPU has room for another."""
-    while kept:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
-        if free >= _ROOM_SHARE * memory_of(options):
-            return
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> bool:
+    """Close the references used longest ago until the GPU has room for another; whether it has."""
+    while not (has_room := _is_free(options)) and kept:
         kept.popitem(last=False)[1].retire()
-        homes.rested()
+        homes.settle()
         homes.dying.close()  # until then the driver has its memory
+    return has_room
+
+
+def _is_free(options: BenchOptions) -> bool:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(torch.device(options.device))[0] >= _ROOM_SHARE * memory_of(options)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
