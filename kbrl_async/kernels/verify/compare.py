@@ -99,7 +99,7 @@ def is_all(block: torch.Tensor, byte: int) -> bool:
 
 
 def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether all but a hundredth of the values are about the same: atomic additions come in another order each time."""
+    """Whether all but a hundredth of the values are about the same: atomic additions come in any order."""
     return got.shape == wanted.shape and _far_apart(got, wanted) <= _FAR_SHARE * max(1, wanted.numel())
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
-from kbrl_async.kernels.verify.known import Redrawn
+from kbrl_async.kernels.verify.known import Draws, Redrawn
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -134,7 +134,7 @@ class Pool:
 
     def __init__(
         self,
-        draws: Sequence[list[torch.Tensor]],
+        draws: Draws,
         examples: list[torch.Tensor],
         rng: random.Random,
         fixed: Collection[int] = (),

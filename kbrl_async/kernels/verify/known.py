@@ -134,7 +134,15 @@ class Asked:
         return self._recent.get(self, self._make).expected
 
 
-class Redrawn(Sequence[Blocks]):
+class Draws(Protocol):
+    """Some draws of a problem's inputs, as flat blocks: a list, or `Redrawn`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> Blocks: ...
+    def __iter__(self) -> Iterator[Blocks]: ...
+
+
+class Redrawn:
     """Draws that are made again from their seeds, each time they are looked at."""
 
     def __init__(self, seeds: Sequence[int], draw: Callable[[int], Blocks]) -> None:
@@ -143,7 +151,7 @@ class Redrawn(Sequence[Blocks]):
     def __len__(self) -> int:
         return len(self._seeds)
 
-    def __getitem__(self, place: int) -> Blocks:  # type: ignore[override] - nobody slices
+    def __getitem__(self, place: int, /) -> Blocks:
         return self._draw(self._seeds[place])
 
     def __iter__(self) -> Iterator[Blocks]:

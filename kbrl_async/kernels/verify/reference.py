@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
-from kbrl_async.kernels.verify.known import Asked, Held, Recent, Redrawn, Sizes, outlines, size_of
+from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, Submission
@@ -203,7 +203,7 @@ class Reference:
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self._rehearsals = []
 
-    def _draws(self) -> Sequence[list[torch.Tensor]]:
+    def _draws(self) -> Draws:
         """Secret draws; of inputs so large that not all can be kept, two that are drawn again when they are needed."""
         seeds = [self._rng.getrandbits(31) for _ in range(max(2, self._options.pool))]
         self.tick()
@@ -240,7 +240,7 @@ class Reference:
         """Places for inputs in each process."""
         return self._options.slots if self.keeps_sets else 1
 
-    def _attach_own(self, draws: Sequence[list[torch.Tensor]]) -> None:
+    def _attach_own(self, draws: Draws) -> None:
         self.attach(self.session)
 
     def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:

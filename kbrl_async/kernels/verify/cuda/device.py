@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares
-from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
@@ -93,8 +94,34 @@ class CudaDevice(Device):
             self._spares = Spares(zygote, options.limits, options.device)
             lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
             self._homes = Spares(zygote, lasting, options.device)
-        make_room(kept, options, self._homes)
-        return CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick)
+        self._homes.refill()
+        self._replays_for(zygote, options).refill()  # they start while the reference is made
+        if not make_room(kept, options, self._homes):
+            self._give_back()
+        made: CudaReference | None
+        given = zygote, problem, options, rng, self._homes, self._spares, tick
+        try:
+            made = CudaReference(*given)
+        except DoesNotFit:
+            made = None  # the error's frames hold what there is of it
+        if made is None:
+            while kept:
+                kept.popitem(last=False)[1].close()
+            self._give_back()
+            made = CudaReference(*given)
+        self._homes.refill()  # for the next problem
+        return made
+
+    def _give_back(self) -> None:
+        """All memory that can be had again."""
+        if self._replays is not None:
+            self._replays.give_back()
+        for spares in (self._homes, self._spares):
+            if spares is not None:
+                spares.settle()
+                spares.dying.close()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def judged(
         self,

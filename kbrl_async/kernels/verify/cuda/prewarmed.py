@@ -31,60 +31,49 @@ LIFE_S = 24 * 3600
 
 
 class Spares:
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY) -> None:
+    """`count`: so many wait, as far as `refill` is called."""
+
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY, count: int = 1) -> None:
         self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
-        self._child: Child | None = None
-        self._rested: list[Child] = []
+        self._count = count
+        self._waiting: list[Child] = []
         self._generation = -1
         self.dying = Dying()
 
     def take(self) -> Child:
+        """The one that rested last, else the one that waits for longest."""
         self._forget_the_dead()
-        if self._rested:
-            return self._rested.pop()
-        child, self._child = self._child, None
-        return child or self._spawn()
+        return self._waiting.pop() if self._waiting else self._spawn()
 
     def give(self, child: Child) -> None:
         """Told to rest, it is ready for other work soon."""
         self._forget_the_dead()
-        self._rested.append(child)
-        while len(self._rested) > _MOST_RESTED:
-            self.dying.add(self._rested.pop(0))
-
-    def rested(self) -> None:
-        """Returns when all that rest have given their memory back."""
-        for child in self._rested:
-            select.select([child.channel], [], [], _SETTLE_S)
+        self._waiting.append(child)
+        while len(self._waiting) > _MOST_RESTED:
+            self.dying.add(self._waiting.pop(0))
 
     def refill(self) -> None:
+        """Returns at once."""
         self._forget_the_dead()
-        if self._child is None:
-            with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
-                self._child = self._spawn()
+        with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
+            while len(self._waiting) < self._count:
+                self._waiting.insert(0, self._spawn())
 
     def settle(self) -> None:
-        for child in (*self._rested, *([self._child] if self._child else ())):
+        """Returns when all that wait have their context, and those that rest have given their memory back."""
+        for child in self._waiting:
             select.select([child.channel], [], [], _SETTLE_S)
 
     def close(self) -> None:
-        self._drop()
-        while self._rested:
-            self._rested.pop().close()
+        while self._waiting:
+            self._waiting.pop().close()
         self.dying.close()
-
-    def _drop(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
 
     def _forget_the_dead(self) -> None:
         """They die with their zygote, too."""
         is_gone = self._generation != self._zygote.generation
-        if self._child is not None and (is_gone or self._child.has_ended()):
-            self._drop()
-        for child in [child for child in self._rested if is_gone or child.has_ended()]:
-            self._rested.remove(child)
+        for child in [child for child in self._waiting if is_gone or child.has_ended()]:
+            self._waiting.remove(child)
             child.close()
 
     def _spawn(self) -> Child:

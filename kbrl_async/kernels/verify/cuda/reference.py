@@ -15,7 +15,7 @@ import os
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
-from kbrl_async.kernels.verify.known import outlines
+from kbrl_async.kernels.verify.known import Draws, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import Judged, Session, Submission
@@ -46,6 +46,10 @@ _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithm
 """A problem whose text changes settings of its process has that process to itself."""
 _KEPT_SHARE = 0.25
 """Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
+
+
+class DoesNotFit(ProblemError):  # noqa: N818 - an answer as long as memory can be given back
+    """The GPU has no memory for a reference, at least not now."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -92,7 +96,7 @@ class CudaReference(Reference):
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
 
     def _begin(self, zygote: Zygote) -> Session:
         options = self._options
@@ -188,7 +192,7 @@ class CudaReference(Reference):
         try:
             super().refresh()
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 
@@ -220,7 +224,7 @@ class CudaReference(Reference):
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 
-    def _attach_own(self, draws: Sequence[list[torch.Tensor]]) -> None:
+    def _attach_own(self, draws: Draws) -> None:
         """Twice: first to see the outputs and the time, then with as many slots as that asks for."""
         session, deadline = self.session, self._options.reference_deadline_s
         assert isinstance(session, CudaSession)
@@ -273,16 +277,18 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> None:
-    """Close the references used longest ago until the GPU has room for another."""
-    while kept:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
-        if free >= _ROOM_SHARE * memory_of(options):
-            return
+def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> bool:
+    """Close the references used longest ago until the GPU has room for another; whether it has."""
+    while not (has_room := _is_free(options)) and kept:
         kept.popitem(last=False)[1].retire()
-        homes.rested()
+        homes.settle()
         homes.dying.close()  # until then the driver has its memory
+    return has_room
+
+
+def _is_free(options: BenchOptions) -> bool:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(torch.device(options.device))[0] >= _ROOM_SHARE * memory_of(options)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

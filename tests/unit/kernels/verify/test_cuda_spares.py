@@ -101,6 +101,16 @@ def test_who_rests_is_taken_first_and_at_most_two_rest(zygote: Zygote) -> None:
     assert len(zygote.children) == 4
 
 
+def test_two_may_wait_and_who_waits_for_longest_is_taken_first(zygote: Zygote) -> None:
+    waiting = Spares(cast(Any, zygote), Limits(), "cuda:0", count=2)
+    waiting.refill()
+    first = waiting.take()
+    waiting.refill()
+    assert cast(Any, first) is zygote.children[0]
+    assert cast(Any, waiting.take()) is zygote.children[1]
+    assert len(zygote.children) == 3
+
+
 def test_who_died_while_it_rested_serves_nobody(zygote: Zygote) -> None:
     homes = spares(zygote)
     homes.give(homes.take())

@@ -37,7 +37,9 @@ class Way:
                 wrong, worst_wrong = wrong + 1, max(worst_wrong, (INF if math.isnan(error) else error, -place))
             if not math.isnan(error):
                 worst = max(worst, (error, -place))
-        return Counted(wrong, nans, (max(0.0, worst[0]), -worst[1]), (worst_wrong[0], -worst_wrong[1]) if wrong else None)
+        return Counted(
+            wrong, nans, (max(0.0, worst[0]), -worst[1]), (worst_wrong[0], -worst_wrong[1]) if wrong else None
+        )
 
     def furthest(self, a: torch.Tensor, b: torch.Tensor) -> float | None:
         self.asked.append("furthest")

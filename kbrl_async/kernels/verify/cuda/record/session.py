@@ -38,17 +38,21 @@ _MAX_BYTES = 16 << 20
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 
 
+def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> Spares:
+    """Recorders that wait for their first candidate."""
+    return Spares(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY, count)
+
+
 class Recorders:
     """`arena` is the bench's own mapping of what the present recorder maps: another one with each process, because one
     that is being killed may still write into its own for seconds.
     """
 
-    def __init__(
-        self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int, most_served: int = MAX_SERVED
-    ) -> None:
+    def __init__(self, spares: Spares, device: str, arena_bytes: int, most_served: int = MAX_SERVED) -> None:
+        """`spares`: as `spares_for` makes them, maybe others' too."""
         self._device, self._most_served = device, most_served
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
-        self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY)
+        self._spares = spares
         self._child: Child | None = None
         self._dying = Dying()
         self._is_used = self._is_begun = False
@@ -58,16 +62,7 @@ class Recorders:
     def close(self) -> None:
         self._end()
         self._dying.close()
-        self._spares.close()
         self.arena.close()
-
-    def settle(self) -> None:
-        """Returns when the one that waits for its work is on the device."""
-        self._spares.settle()
-
-    def refill(self) -> None:
-        """Start the next one; returns at once."""
-        self._spares.refill()
 
     def grow(self, arena_bytes: int) -> None:
         """The next candidate gets a fresh process with so much memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def written(*nodes: Any) -> recording.Recording:
 def replays(monkeypatch: pytest.MonkeyPatch, of: recording.Recording, second: Recorders) -> Replays:
     monkeypatch.setattr(candidates, "Recorders", lambda *_: second)
     made = Replays(cast(Any, None), Limits(), "cuda:0", 1.0)
-    made._recorders = cast(Any, Recorders())
+    made._recorders, made._spares = cast(Any, Recorders()), cast(Any, Mock())
     made._last = _Written(recording.encode(of), [], 0, of)
     return made
 
