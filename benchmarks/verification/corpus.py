@@ -38,6 +38,7 @@ State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing
 """`built`: it ran to its end where tensors have no values, and all that it asked for was compiled. From `no_kernel` on
 it says nothing of the candidate: it needs a package that is `missing` here, or its run without a GPU was `cut_short`.
 """
+_FALLBACK = re.compile(r" full: ([^;]*)")
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: ")
 Corpus = Annotated[Path, "a folder of pairs"]
 Out = Annotated[Path | None, "a file with one JSON object a pair"]
@@ -53,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
     message: str = ""
     hint: str = ""
     seconds: float = 0.0
+    toolchain: str = ""
 
     @property
     def counts(self) -> bool:
@@ -122,7 +124,7 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
         return Outcome(folder.name, "no_kernel", message="no backend knows what it is")
     try:
         path = folder / "problem.py"
-        verdict, state, seconds = _judged(candidate, load_file(path) if path.is_file() else None, verifier)
+        verdict, state, seconds, tools = _judged(candidate, load_file(path) if path.is_file() else None, verifier)
     except (ProblemError, UnicodeError) as error:
         return Outcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
@@ -130,12 +132,13 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
         return Outcome(folder.name, "host", message=str(error))
     v = verdict
     return Outcome(
-        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint, round(seconds, 2)
-    )
+        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint, round(seconds, 2),
+        tools,
+    )  # fmt: skip
 
 
-def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float]:
-    """The verdict, what an accepted one is called, and seconds."""
+def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float, str]:
+    """The verdict, what an accepted one is called, seconds, and the compilers."""
     device = choose_device(candidate.backend, None)
     try:
         check_device(device)
@@ -145,14 +148,14 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate)
         verdict, state = _refused(result.verdict) if not result.ok else (result.verdict, "accepted")
-        return verdict, state, sum(result.seconds.values())
+        return verdict, state, sum(result.seconds.values()), result.toolchain
     build = verifier.build(candidate, problem)
     seconds = build.finished_at - build.started_at
     if build.fault is Fault.OK:
         is_cut = build.hint.startswith("not all was compiled ahead")
         state: State = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
-        return early(Fault.OK, build.hint), state, seconds
-    return *_refused(unbuilt(build)), seconds
+        return early(Fault.OK, build.hint), state, seconds, build.toolchain
+    return *_refused(unbuilt(build)), seconds, build.toolchain
 
 
 def _refused(verdict: Verdict) -> tuple[Verdict, State]:
@@ -176,6 +179,7 @@ def _counted(outcomes: list[Outcome]) -> Result:
         "pairs": len(outcomes),
         "states": dict(Counter(one.state for one in outcomes)),
         "refused": dict(refused),
+        "not_built_fast": dict(Counter(why for one in outcomes for why in _FALLBACK.findall(one.toolchain))),
         "not_counted": [f"{one.name}: {one.state}: {one.message[:160]}" for one in outcomes if not one.counts],
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
     }

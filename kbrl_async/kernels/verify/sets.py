@@ -170,18 +170,18 @@ class SetMaker:
         if not self.sets:
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
-        tolerances = self._tolerances(kind, blocks, expected)
+        tolerances, forgiving = self._tolerances(kind, blocks, expected)
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
         if reason := self._strays(blocks, expected):
             self._leave(kind, reason)
             return None
-        is_degenerate_ = is_degenerate(blocks, expected, tolerances)
         if not self.sets:
             self._refuse_random(blocks, expected, tolerances)
+        is_degenerate_ = is_degenerate(blocks, expected, forgiving)
         known = Held(blocks, expected) if self._keeps else Asked(self._recent, lambda: self._again(make))
-        return InputSet(kind.name, known, tolerances, mutated, is_degenerate_)
+        return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
 
     def _again(self, make: Callable[[], list[torch.Tensor]]) -> Held:
         blocks = make()
@@ -231,7 +231,10 @@ class SetMaker:
 
     def _tolerances(
         self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor]
-    ) -> list[compare.Tolerance]:
+    ) -> tuple[list[compare.Tolerance], list[compare.Tolerance]]:
+        """What tells a reference from a random one, and what a candidate is held to: an output that is nothing but
+        rounding errors proves nothing, but no honest kernel is wrong for making others.
+        """
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
         wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         found = [
@@ -246,9 +249,8 @@ class SetMaker:
             for i, tensor in enumerate(expected)
         ]
         if kind.name != "nominal" or wide is None:
-            return found
-        # An output that is nothing but rounding errors proves nothing; but no honest kernel is wrong for others.
-        return [
+            return found, found
+        return found, [
             msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
             for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
         ]
