@@ -86,6 +86,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """What correct kernels are compared with besides eager: the reference, compiled ahead by Inductor."""
     sanitize_share: Fraction = 0.0
     """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Of the device's memory, what a bench plans with; benches that take turns share it. More is refused, in bytes."""
     flush_bytes: Count = 0
     """Memory streamed through before each call so that caches are cold; 0: twice the core's L2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
