@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only what this run's policy may solve",
     )
     completed(near, run_names)
-    generate.add_argument("--jobs", type=int, default=0, help="worker processes, of import too; default: one a core")
+    generate.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes, of import too; default: one a core",
+    )
     importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
     importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
     importing.add_argument(
@@ -148,11 +153,10 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs = args.jobs or len(os.sched_getaffinity(0))
         avoid = known() + _avoided(args)
         between = _between(args.difficulty)
         fits = _fits(args)
-        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=jobs, told=told))
+        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=args.jobs, told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -187,7 +191,7 @@ def _import(args: argparse.Namespace, place: str) -> int:
     name, found = read(place, args.format)
     memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 4
     device = "cuda:0" if args.device == "cuda" else args.device
-    jobs = 1 if args.device == "cuda" else args.jobs or len(os.sched_getaffinity(0))
+    jobs = 1 if args.device == "cuda" else args.jobs
     importer = Importer(out, Limits(device, min(args.time_limit, 30.0), round(memory, 2)), _avoided(args), jobs)
     with Progress(*Progress.get_default_columns()[:1], TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"importing {name}", total=None)

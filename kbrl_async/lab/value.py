@@ -28,7 +28,6 @@ from kbrl_async.runs.archive.archive import FILE, Archive
 from protocols.records import VERIFIER
 
 SIZE = 1 << 16
-NOTHING = np.empty(0, np.int64)
 MOST_PAIRS = 60
 """Of one problem: those with thousands would be all that is learned."""
 LEAST_PAIRS = 20

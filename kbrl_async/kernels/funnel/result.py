@@ -39,6 +39,8 @@ class Result(msgspec.Struct, frozen=True):
     """Compiler options of the candidate by which its arithmetic may differ from what its source says."""
     not_sanitized: str = ""
     """Why one that was asked for could not say anything, or not about everything."""
+    missing_baselines: dict[str, str] = {}
+    """Why one that was asked for could not be had, by its name."""
 
     @property
     def fault(self) -> Fault:

@@ -23,7 +23,7 @@ from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
 from kbrl_async.kernels.verify import wire
-from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
-from kbrl_async.kernels.verify.session import CandidateFault
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 
@@ -159,7 +159,7 @@ class Bench:
         """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
         the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
         """
-        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        checker = self._checker(reference, options)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
         is_right = verdict.fault is Fault.OK
@@ -169,18 +169,24 @@ class Bench:
             return verdict, timed
         is_repeated = False
         if options.alone_share < 1 or not is_in_doubt:
-            paths = {key: str(path) for key, path in artifacts.items()}
+            code = submitted(candidate, artifacts)
             with span("repeated"):
-                is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
+                is_repeated = self._device.is_repeated(reference, code, options, is_right)
         if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
-        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        checker = self._checker(reference, options)
         with span("judged alone"):
             alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
         if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
             self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone
+
+    def _checker(self, reference: Reference, options: BenchOptions) -> Checker:
+        def opens(code: Submission, is_alone: bool) -> Judged:
+            return self._device.judged(reference, self._zygote, code, options, self._rng, is_alone)
+
+        return Checker(self._zygote, reference, options, self._rng, opens)
 
     def _judge(
         self,

@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -32,34 +31,26 @@ from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
+Opens = Callable[[Submission, bool], Judged]
+"""`Device.judged`, bound to what the checker was made with."""
 
-class Opens(Protocol):
-    """A device, as far as a checker needs it."""
 
-    def judged(
-        self,
-        reference: Reference,
-        zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        rng: random.Random,
-        is_alone: bool,
-    ) -> Judged: ...
+def submitted(candidate: Candidate, artifacts: dict[str, Path]) -> Submission:
+    return Submission(candidate.source, candidate.backend, {key: str(path) for key, path in artifacts.items()})
 
 
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Opens
+        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, opens: Opens
     ) -> None:
         self.reference, self.options = reference, options
-        self._zygote, self._rng, self._device = zygote, rng, device
+        self._zygote, self._rng, self._opens = zygote, rng, opens
         self.session: Judged | None = None
         self.fault: CandidateFault | None = None
         self.passed = 0
@@ -103,17 +94,15 @@ class Checker:
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())
-        paths = {key: str(path) for key, path in artifacts.items()}
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
-        reference, options = self.reference, self.options
         try:
             self._refuse_copied(candidate)
-            self.session = self._device.judged(reference, self._zygote, candidate, paths, options, self._rng, is_alone)
+            self.session = self._opens(submitted(candidate, artifacts), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self.is_shared = self.session.is_shared
-            reference.attach(self.session)
+            self.reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
             self.fault = fault
@@ -187,6 +176,7 @@ class Checker:
                     break
                 op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
                 slot = number % len(self.session.slots)
+                self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number == overwritten)
                 self._wait(tick)
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
@@ -201,7 +191,7 @@ class Checker:
         return bool(self.failed) and 0 < self.options.strictness.sets <= done
 
     def _wait(self, tick: Callable[[], None]) -> None:
-        """Whoever shares the device may hold us here: that is no time of the candidate's."""
+        """Others on the device may hold us here, and a set may be made anew: that is no time of the candidate's."""
         begun = time.monotonic()
         tick()
         self._deadline += time.monotonic() - begun
@@ -298,7 +288,8 @@ class Checker:
             if overwrite and not self.reference.aliases:
                 self.refuse_aliasing(slot, outcome, got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
-        self._earlier = list(zip(outcome.tensors, got, strict=True))
+        if self.options.outputs != "kept":
+            self._earlier = list(zip(outcome.tensors, got, strict=True))
         if input_set.name == "nominal":
             agrees = all(map(compare.kernelbench, got, input_set.expected))
             self.kernelbench = agrees and self.kernelbench is not False
@@ -327,7 +318,7 @@ class Checker:
         session = session or self.session
         assert session is not None
         reference = self.reference
-        expected = reference.sets[0].expected
+        expected = reference.wanted
         if len(outcome.tensors) != len(expected):
             text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
             raise CandidateFault(Fault.INCORRECT, text, "structure")
@@ -362,7 +353,7 @@ class Checker:
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if not self._earlier or not self.session.keeps_outputs or self.options.outputs == "kept":
+        if not self._earlier or not self.session.keeps_outputs:
             return
         earlier = [meta for meta, _ in self._earlier]
         metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())
@@ -387,7 +378,7 @@ class Checker:
         self.carries_state = answers == {True, False}
 
     def _is_first(self, input_set: InputSet) -> bool:
-        return input_set.blocks is self.reference.sets[0].blocks
+        return input_set.known is self.reference.sets[0].known
 
     def _refuse(self, finding: proof.Finding | None) -> None:
         """Only a candidate that is right so far: a wrong one has its verdict."""

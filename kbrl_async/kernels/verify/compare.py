@@ -12,9 +12,18 @@ import torch
 
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.fused import Counted
-from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_scale, tolerance
+from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
-__all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
+__all__ = [
+    "Difference",
+    "Tolerance",
+    "difference",
+    "kernelbench",
+    "largest_error",
+    "output_scale",
+    "same_values",
+    "tolerance",
+]
 
 _FAR_SHARE = 0.01
 _LARGEST = torch.finfo(torch.float32).max

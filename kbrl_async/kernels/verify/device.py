@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem, Timing
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Device:
         self,
         reference: Reference,
         zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
+        code: Submission,
         options: BenchOptions,
         rng: random.Random,
         is_alone: bool,
@@ -84,16 +83,9 @@ class Device:
 
         :raises CandidateFault: it ends itself.
         """
-        return reference.open(zygote, candidate.source, "ModelNew", artifacts, options.deadline_s, candidate.backend)
+        return reference.open(zygote, code, options.deadline_s)
 
-    def is_repeated(
-        self,
-        reference: Reference,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        is_right: bool,
-    ) -> bool:
+    def is_repeated(self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool) -> bool:
         """Whether a process of another history makes the same of the last candidate as the one before it."""
         return False
 

@@ -48,7 +48,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     reference_bytes: int = 320 * 2**20
     """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
     memory_share: float = 1.0
-    """Of the GPU's memory, what this bench may plan with: a third where three benches are on it."""
+    """Of the device's memory, what this bench may plan with: a third where three benches are on it."""
     reuse: int = 64
     """Candidates that see the same secret input sets before new ones are drawn."""
     pool: int = 4
@@ -91,6 +91,7 @@ def bench_options(
         cores=cores,
         deadline_s=settings.deadline_s,
         outputs=settings.outputs,
+        memory_share=more.pop("memory_share", 1.0) * settings.memory_share,
         recipe=recipe or Recipe.of(settings),
         limits=limits or Limits(cores=cores),
         **more,

@@ -51,6 +51,16 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
         super().__init__(text)
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """What a child is to run: a candidate, or the reference's own source."""
+
+    source: str
+    backend: str = ""
+    artifacts: dict[str, str] = {}
+    """Paths of what was built, by key."""
+    entry: str = "ModelNew"
+
+
 def no_meter() -> tuple[int, int]:
     return 0, 0
 
@@ -176,6 +186,7 @@ class Session:
         self._child.channel.send(wire.encode(wire.Draw(seed)))
         drawn = self._expect(wire.Drawn, deadline_s)
         data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
+        os.ftruncate(fd, 0)
         try:
             return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
         except (ValueError, RuntimeError) as error:

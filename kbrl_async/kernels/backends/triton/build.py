@@ -20,12 +20,14 @@ from typing import ClassVar
 import msgspec
 
 from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends.backend import Backend, Shot
+from kbrl_async.kernels.backends.backend import Backend
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton.tuning import is_tuned
+from kbrl_async.kernels.problems.beside import modules_of
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 CURE = "Install it with `pip install 'kbrl-async[triton]'`"
@@ -50,6 +52,7 @@ class Order(msgspec.Struct, frozen=True):
     problem: str
     arch: int
     folder: str
+    tuning_s: float = 0.0
 
 
 class Ahead(msgspec.Struct, frozen=True):
@@ -59,12 +62,15 @@ class Ahead(msgspec.Struct, frozen=True):
     """Triton's own compile error, as `line N: source: reason`."""
     note: str = ""
     """Why not everything was compiled."""
+    tuning: str = ""
+    """What a tuner has to do without."""
 
 
 class TritonBackend(Backend):
     """See the module."""
 
     name = "triton"
+    prompt = "kbrl_async.kernels.backends.triton.prompt"
     runs_on = frozenset({"cpu", "cuda"})
     is_recorded = True
     reads_bytes = True
@@ -91,18 +97,6 @@ class TritonBackend(Backend):
             cure = "Verify it where there is a GPU"
             raise InfraError("Triton's interpreter computes wrongly with bfloat16, so it says nothing here", cure)
 
-    @property
-    def contracts(self) -> Mapping[str, str]:
-        from kbrl_async.kernels.backends.triton import prompt
-
-        return prompt.CONTRACTS
-
-    @property
-    def shots(self) -> tuple[Shot, ...]:
-        from kbrl_async.kernels.backends.triton import prompt
-
-        return prompt.SHOTS
-
     def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else f"triton is not installed: {CURE}"
 
@@ -125,9 +119,11 @@ class TritonBackend(Backend):
         known = "" if problem is None else problem.source
 
         def compile_() -> tuple[BuildReport, bool]:
-            deadline = context.farm.deadline_s
+            more = context.farm.tuning_s if is_tuned(modules_of(candidate.source)) else 0.0
+            deadline = context.farm.deadline_s + more
             with context.folder() as folder:
-                order = Order(candidate.source, known, int(arch.removeprefix("sm_").rstrip("af")), str(folder))
+                number = int(arch.removeprefix("sm_").rstrip("af"))
+                order = Order(candidate.source, known, number, str(folder), context.farm.tuning_s)
                 payload = msgspec.msgpack.encode(order)
                 child = context.python(_CHILD, payload, folder, deadline_s=deadline)
                 done = answers.collect(child, folder, deadline)
@@ -156,7 +152,7 @@ def _report(done: answers.Collected, source: str, context: BuildContext, deadlin
         hint = next((hint for pattern, hint in _HINTS if pattern in ahead.error), "Fix the kernel at this line.")
         return BuildReport(Fault.COMPILE_ERROR, message=ahead.error[:_MAX_TEXT], hint=hint)
     artifacts = {triton_cache.key(source): context.store.put(bundle.pack(done.files))}
-    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ""
+    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ahead.tuning[:_MAX_TEXT]
     return BuildReport(Fault.OK, artifacts, hint=note, kernels=triton_cache.kernel_names(done.files))
 
 

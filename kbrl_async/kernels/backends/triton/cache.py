@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.backends.triton.tuning import only_compiled
 
 PREFIX = "triton:"
 _KEPT = (".json", ".cubin")
@@ -101,7 +102,9 @@ def prepare(path: str, device: str) -> None:
     if device == "cpu":
         _interpret()
         return
-    use_bundle_cache(bundle.unpack(Path(path).read_bytes()))
+    files = bundle.unpack(Path(path).read_bytes())
+    use_bundle_cache(files)
+    only_compiled(files)
     _leave_assembling_to_the_driver()
     from triton.runtime import driver
 

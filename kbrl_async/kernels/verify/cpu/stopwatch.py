@@ -118,7 +118,7 @@ class Stopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty, sample.worked_ns - self._idle)
 
     def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
-        self._slot = (self._slot + 1) % self._options.slots
+        self._slot = (self._slot + 1) % len(self._candidate.slots)
         arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
         self._rng.shuffle(arenas)
         self._checker.reference.renew()

@@ -29,9 +29,10 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
+from kbrl_async.kernels.verify.known import Draws, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Judged, Session
+from kbrl_async.kernels.verify.session import Judged, Session, Submission
 from protocols.records import Problem
 
 BATCH_NS = 600_000
@@ -124,30 +125,19 @@ class CudaReference(Reference):
             arena.close()
         self._drawn, self._weights = [], None
 
-    def open(
-        self,
-        zygote: Zygote,
-        source: str,
-        entry: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        backend: str = "",
-    ) -> CudaSession:
+    def setup(self, code: Submission) -> wire.Setup:
+        made = super().setup(code)
+        return msgspec.structs.replace(made, device=self._options.device, weights_bytes=self.weights_bytes)
+
+    def open(self, zygote: Zygote, code: Submission, deadline_s: float) -> CudaSession:
         """The weights are copied for each child: it can write to what it is given."""
-        setup = msgspec.structs.replace(
-            self.setup(source, entry, artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
+            return CudaSession(zygote, self.setup(code), fds, self._options.limits, deadline_s, self.spares)
 
     def record(
         self,
         recorders: Recorders,
-        source: str,
-        artifacts: dict[str, str],
-        backend: str,
+        code: Submission,
         slots: list[list[wire.TensorMeta]],
         start: int,
         deadline_s: float,
@@ -159,15 +149,10 @@ class CudaReference(Reference):
         def fill(arena: DeviceArena) -> None:
             for places in slots:
                 for meta, example in zip(places, self.examples, strict=True):
-                    arena.view(meta).copy_(example)
+                    arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
-        setup = msgspec.structs.replace(
-            self.setup(source, "ModelNew", artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s, fill)
+            return recorders.record(wire.Record(self.setup(code), self.tree, slots, start), fds, deadline_s, fill)
 
     @contextlib.contextmanager
     def _copied_weights(self) -> Iterator[tuple[int, ...]]:
@@ -212,33 +197,58 @@ class CudaReference(Reference):
         torch.cuda.empty_cache()
 
     def _prepare(self) -> None:
-        while self._drawn:
-            self._drawn.pop().close()
+        self._close_drawn()
         super()._prepare()
 
-    def _draw(self) -> list[torch.Tensor]:
-        assert isinstance(self.session, CudaSession)
-        seed = self._rng.getrandbits(31)
-        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
-        self._drawn.append(arena)
-        self.examples = tensors
-        return [values.flat(tensor) for tensor in tensors]
+    def _close_drawn(self) -> None:
+        while self._drawn:
+            self._drawn.pop().close()
 
-    def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
+    def _draw(self, seed: int) -> list[torch.Tensor]:
+        """Where draws are not kept, in memory of torch's: an arena has to be held as long as anything lies in it."""
+        assert isinstance(self.session, CudaSession)
+        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
+        if self.keeps_sets:
+            self._drawn.append(arena)
+            self.examples = tensors
+            return [values.flat(tensor) for tensor in tensors]
+        self.examples, copies = outlines(tensors), [values.flat(tensor).clone() for tensor in tensors]
+        del tensors
+        arena.close()
+        return copies
+
+    def _memory(self) -> int:
+        return memory_of(self._options)
+
+    def _forget_outputs(self) -> None:
+        self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
+        torch.cuda.empty_cache()
+
+    def _attach_own(self, draws: Draws) -> None:
         """Twice: first to see the outputs and the time, then with as many slots as that asks for."""
         session, deadline = self.session, self._options.reference_deadline_s
         assert isinstance(session, CudaSession)
+        if not self.keeps_sets:
+            self._close_drawn()
+        first = draws[0]
         session.attach(self.tree, self.examples, 1)
-        for place, block in zip(session.slots[0], draws[0], strict=True):
+        for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
+        self._planned(
+            [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
+        )
+        session.is_widened = self.widens
         session.attach(self.tree, self.examples, 1, outs=self._outs)
-        for place, block in zip(session.slots[0], draws[0], strict=True):
+        for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         self.forward_ns = elapsed
-        self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
-        self.attach(session)
+        if self.keeps_sets:
+            self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
+            self.attach(session)
+        else:
+            self.plan = Plan(1, 1)  # it is attached so
 
     @property
     def slot_bytes(self) -> int:
@@ -254,7 +264,7 @@ class CudaReference(Reference):
         session = self.session
         assert isinstance(session, CudaSession)
         arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
-        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in (*one.blocks, *one.expected))
+        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in one.known.held)
 
 
 def memory_of(options: BenchOptions) -> int:

@@ -89,6 +89,8 @@ class CudaSession(Session):
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
     is_trusted = False
+    is_widened = False
+    """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf
 
     def __init__(
@@ -184,7 +186,7 @@ class CudaSession(Session):
             placed, end = values.layout(tensors, end, ALIGNMENT)
             metas.append(placed)
         self._outputs_at = end
-        self._outs, end = _place_outputs(outs or [], slots, end)
+        self._outs, end = _place_outputs(outs or [], slots, end, self.is_widened)
         if self.shared is not None:
             self.shared.close()
         self.shared = DeviceArena.new(end, self._where)
@@ -310,9 +312,9 @@ def _moved(meta: wire.TensorMeta, by: int) -> wire.TensorMeta:
 
 
 def _place_outputs(
-    outs: list[wire.TensorMeta], slots: int, start: int
+    outs: list[wire.TensorMeta], slots: int, start: int, is_widened: bool
 ) -> tuple[list[tuple[wire.TensorMeta, int]], int]:
-    """For each output: its place in slot 0 and the step to the next slot. An fp64 version of slot 0 fits, too."""
+    """For each output: its place in slot 0 and the step to the next slot. `is_widened`: fp64 of slot 0 fits, too."""
     placed, single = [], 0
     end = start
     for meta in outs:
@@ -322,7 +324,7 @@ def _place_outputs(
         placed.append((msgspec.structs.replace(meta, place=end, strides=strides), step))
         end += step * slots
         single += values.padded(math.prod(meta.shape) * 8, ALIGNMENT)
-    return placed, max(end, start + single)
+    return placed, max(end, start + single if is_widened else 0)
 
 
 def _stacked(arena: DeviceArena, meta: wire.TensorMeta, step: int, count: int) -> torch.Tensor:
