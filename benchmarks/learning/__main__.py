@@ -339,7 +339,7 @@ def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> s
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]
         points = [(float(turn), y) for turn, y in enumerate(_by_turn(answers, problems), start=1)]
-        lines.append(plots.Line(names[arm], points, band=band))
+        lines.append(plots.Series(names[arm], points, band=band))
     words = {"title": "Rollouts with a correct kernel, by what was trained", "x": "turns taken", "y": "share"}
     return str(
         plots.line_chart(

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kbrl_async.cli.shared import add_old_run, add_run, facts, print_json, run_of
 from kbrl_async.errors import UserError
+from kbrl_async.kernels.funnel.result import workload_lines
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import earns, part_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
@@ -225,6 +226,7 @@ def _bench(bench: BenchReport, console: Console) -> None:
     console.print("\n[bold]correctness and timing[/]")
     console.print(_steps(bench.stages))
     console.print(facts(_of_verdict(bench.verdict)))
+    console.print(facts([("workload", line) for line in workload_lines(bench.verdict, bench.timing)]))
     if bench.timing is not None:
         console.print(facts(_of_timing(bench.timing)))
 

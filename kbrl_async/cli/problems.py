@@ -22,6 +22,7 @@ from kbrl_async.cli.shared import completed, find, run_names, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
+from kbrl_async.kernels.problems.cases import described
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
@@ -95,11 +96,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
-    rows = table(("problem", "level", "difficulty", "split", "audit"))
     problems = load_problems(source, levels=args.level)
+    loads = {problem.problem_id: words for problem in problems if (words := described(problem))}
+    rows = table(("problem", "level", "difficulty", "split", "audit", *(["workloads"] if loads else [])))
     for problem in problems:
         facts = (problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
-        rows.add_row(*facts, ", ".join(problem.flags))
+        rows.add_row(*facts, ", ".join(problem.flags), *([loads.get(problem.problem_id, "1")] if loads else []))
     console = Console()
     console.print(rows)
     heldout = sum(problem.split == "heldout" for problem in problems)

@@ -192,7 +192,8 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     patience: AtLeastOne = 2
     """stop=plateau: turns without a better score after which a rollout ends."""
     profile: bool = False
-    """Tell a policy what limits its correct kernel, as kbrl profile does; compiles each kernel once more for it."""
+    """Tell a policy what limits its correct kernel, as kbrl profile does; compiles each kernel once more. Compact
+    prompts have no room for it, the report has."""
 
 
 class Agents(msgspec.Struct, frozen=True, kw_only=True):

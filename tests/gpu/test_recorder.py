@@ -51,7 +51,7 @@ def record(recorders: tuple[References, Recorders], gpu_builder: Builder) -> Rec
         built = gpu_builder.build(candidate, problem)
         assert built.fault is Fault.OK, built.message
         paths = {key: str(gpu_builder.store.path(address)) for key, address in built.artifacts.items()}
-        reference = references.get(problem)
+        reference = references.get(problem).cases[0].reference
         assert isinstance(reference, CudaReference)
         slots, start = place_inputs(reference.examples, SLOTS, random.Random(2))
         content = reference.record(made, Submission(kind.source, kind.backend, paths), slots, start, 20.0)

@@ -25,7 +25,7 @@ def cheap_outputs(zygote: Zygote, problem: Problem, options: BenchOptions, rng: 
     :raises ProblemError: the reference fails, is random or gives nothing finite.
     """
     with contextlib.closing(References(zygote, options, rng)) as references:
-        return _trials(list(references.get(problem).sets))
+        return _trials(references.get(problem).cases[0].reference.sets)
 
 
 def _trials(sets: list[InputSet]) -> tuple[Trial, ...]:

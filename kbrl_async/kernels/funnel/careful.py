@@ -45,6 +45,8 @@ class Careful(msgspec.Struct, frozen=True):
     """On a GPU: other memory for both sides after so many pairs; None: as is usual."""
     core: int | None = None
     """On a CPU; None: the last one that this process may use."""
+    patience_s: float = 20.0
+    """How long one measurement waits, in all, for moments in which others leave the core alone."""
 
     @property
     def recipe(self) -> Recipe:
@@ -54,6 +56,7 @@ class Careful(msgspec.Struct, frozen=True):
             looks=10,
             warmup=10,
             warmup_s=0.025,
+            patience_s=self.patience_s,
             pairs_a_place=CAREFUL_PAIRS_A_PLACE if self.pairs_a_place is None else self.pairs_a_place,
             enough_below=0.0,
         )

@@ -43,14 +43,25 @@ def submitted(candidate: Candidate, artifacts: dict[str, Path]) -> Submission:
     return Submission(candidate.source, candidate.backend, {key: str(path) for key, path in artifacts.items()})
 
 
+def _close(session: Judged) -> None:
+    session.close()
+
+
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, opens: Opens
+        self,
+        zygote: Zygote,
+        reference: Reference,
+        options: BenchOptions,
+        rng: random.Random,
+        opens: Opens,
+        release: Callable[[Judged], None] = _close,
     ) -> None:
+        """`release`: told of what was opened when it is needed no more."""
         self.reference, self.options = reference, options
-        self._zygote, self._rng, self._opens = zygote, rng, opens
+        self._zygote, self._rng, self._opens, self._release = zygote, rng, opens, release
         self.session: Judged | None = None
         self.fault: CandidateFault | None = None
         self.passed = 0
@@ -68,6 +79,7 @@ class Checker:
         self.trust, self.trust_reason, self.is_shared = OBSERVED, "", False
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
+        self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
         self._is_recorded = False
@@ -84,13 +96,15 @@ class Checker:
 
     def close(self) -> None:
         if self.session is not None:
-            self.session.close()
+            self._release(self.session)
             self.session = None
 
     def start(self, candidate: Candidate, artifacts: dict[str, Path], is_alone: bool = False) -> None:
         """Fork, confine and build the candidate. `is_alone`: in no process that has served another one."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
-        is_asked = self.reference.records and not plan.is_plan(candidate.source)
+        # Where every output is empty, there is no work to do.
+        has_work = any(tensor.numel() for tensor in self.reference.wanted)
+        is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.options.is_proven and has_work
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())
@@ -121,7 +135,7 @@ class Checker:
         except Refused as reason:
             self.trust_reason = str(reason)
             return
-        session.close()
+        self._release(session)
         self.trust, self.trust_reason, self.own_share = REPLAYED, "", self.session.own_share
 
     @property
@@ -185,6 +199,7 @@ class Checker:
         self._compare_repeated()
         if self._trace is not None:
             self._refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
+            self._refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def _is_enough(self, done: int) -> bool:
         """A kernel that has failed need not see every set; one that may be right does, whatever was asked for."""
@@ -287,6 +302,8 @@ class Checker:
             self._refuse_overwriting(slot)
             if overwrite and not self.reference.aliases:
                 self.refuse_aliasing(slot, outcome, got)
+        if self.reference.declared.deterministic and self._is_first(input_set):
+            self._refuse_other_bits(got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
         if self.options.outputs != "kept":
             self._earlier = list(zip(outcome.tensors, got, strict=True))
@@ -345,6 +362,13 @@ class Checker:
             self.evidence = evidence
             text = "ModelNew is the reference's own code under other names"
             raise CandidateFault(Fault.CHEATING, text, "reference_copied")
+
+    def _refuse_other_bits(self, got: list[torch.Tensor]) -> None:
+        """Of the first set's inputs, which come twice."""
+        before, self._first_answer = self._first_answer, got
+        if before and not all(map(compare.same_values, got, before)):
+            text = "the same inputs gave answers that differ in bits, and the problem declares DETERMINISTIC"
+            raise CandidateFault(Fault.INCORRECT, text, "not_deterministic")
 
     def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
         for number, (given, block) in enumerate(zip(places, blocks, strict=True)):

@@ -16,8 +16,10 @@ from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, S
 from protocols.records import Candidate, Problem, Timing
 
 if TYPE_CHECKING:
+    from kbrl_async.kernels.problems.workloads import Bound
     from kbrl_async.kernels.verify.checks import Checker
-    from kbrl_async.kernels.verify.reference import Reference
+    from kbrl_async.kernels.verify.family import Family
+    from kbrl_async.kernels.verify.reference import Reference, Share
 
 _KINDS = {
     "cpu": "kbrl_async.kernels.verify.cpu.device:CpuDevice",
@@ -37,6 +39,9 @@ class Device:
     """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does. What has a body here is
     right where children share the host's memory and nothing is started ahead.
     """
+
+    shares = False
+    """Whether a candidate's process can serve one workload after the other."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,11 +69,24 @@ class Device:
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        kept: OrderedDict[str, Reference],
+        kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
         """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
         raise NotImplementedError
+
+    def sibling(
+        self,
+        bound: Bound,
+        shares: dict[tuple[str, str], Share],
+        zygote: Zygote,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Family],
+        tick: Tick,
+    ) -> Reference:
+        """A new reference of one workload of several; `shares`: what those before it have of each module."""
+        return self.reference(zygote, bound.problem, options, rng, kept, tick)
 
     def judged(
         self,

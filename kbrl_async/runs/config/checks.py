@@ -33,10 +33,11 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _examples(config)
     yield from _endpoint(config)
     yield from _vllm(config)
-    yield from _learning(config)
-    yield from _held_weights(config)
-    yield from _ranks(config)
-    yield from _demonstrations(config)
+    if config.evaluation.policy is None:  # an evaluation inherits how its run learned, and learns nothing
+        yield from _learning(config)
+        yield from _held_weights(config)
+        yield from _ranks(config)
+        yield from _demonstrations(config)
     yield from _names(config)
     yield from _addresses(config)
     bench, learner = config.timing_bench, config.learner
@@ -147,14 +148,14 @@ def _pays_for_speed(reward: Reward) -> bool:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
-    defaults = Config()
+    defaults, trains = Config(), config.evaluation.policy is None
     if config.mode != "single_turn" and config.max_turns < 2:
         yield "max_turns", f"mode={config.mode} needs at least two turns", "Use max_turns=4, or mode=single_turn"
-    if config.mode == "single_turn" and config.max_turns != defaults.max_turns:
+    if config.mode == "single_turn" and config.max_turns != defaults.max_turns and trains:
         yield "max_turns", f"max_turns={config.max_turns} needs mode=multi_turn", "Add mode=multi_turn"
     if config.agents.adapters and (config.mode != "agents" or not config.lora_rank):
         yield "agents.adapters", "agents.adapters needs mode=agents and a lora_rank", "Add mode=agents lora_rank=32"
-    if config.mode != "multi_turn" and config.turns != defaults.turns:
+    if config.mode != "multi_turn" and config.turns != defaults.turns and trains:
         yield "turns", "turns.* needs mode=multi_turn", "Add mode=multi_turn"
 
 

@@ -12,7 +12,7 @@ from kbrl_async.kernels.generator import Drawn, generate, generating
 from kbrl_async.lab.edge import Edge
 from kbrl_async.lab.optimize.search import Chooser, Search, SearchOptions
 from kbrl_async.lab.optimize.tree import Judgement
-from kbrl_async.lab.value import LEAST_PAIRS, Judged, ValueModel, judged_in, pairs_of
+from kbrl_async.lab.value import LEAST_PAIRS, JudgedKernel, ValueModel, judged_in, pairs_of
 from protocols.records import Fault
 
 MODULE = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.{}(x)\n"
@@ -22,9 +22,9 @@ def kernel(operation: str, number: int) -> str:
     return f"void run(float* x, int n{number}) {{ x[{number}] = {operation}(x[{number}]); }}"
 
 
-def judged(module: str, operation: str, number: int) -> Judged:
+def judged(module: str, operation: str, number: int) -> JudgedKernel:
     """Right where the kernel does what the module does."""
-    return Judged(MODULE.format(module), kernel(operation, number), (float(module == operation), 0.0, 0.0))
+    return JudgedKernel(MODULE.format(module), kernel(operation, number), (float(module == operation), 0.0, 0.0))
 
 
 KERNELS = [judged(m, o, n) for m in ("sin", "cos") for o in ("sin", "cos") for n in range(12)]

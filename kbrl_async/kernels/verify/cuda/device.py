@@ -30,6 +30,7 @@ from protocols.records import Candidate, Problem
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+    from kbrl_async.kernels.verify.family import Family
 
 PRELOAD = (
     *("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner"),
@@ -87,7 +88,7 @@ class CudaDevice(Device):
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        kept: OrderedDict[str, Reference],
+        kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
         if self._spares is None or self._homes is None:

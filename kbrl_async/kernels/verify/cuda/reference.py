@@ -16,6 +16,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -34,6 +35,9 @@ from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import Judged, Session, Submission
 from protocols.records import Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.family import Family
 
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
@@ -277,7 +281,7 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, homes: Spares) -> bool:
+def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: Spares) -> bool:
     """Close the references used longest ago until the GPU has room for another; whether it has."""
     while not (has_room := _is_free(options)) and kept:
         kept.popitem(last=False)[1].retire()

@@ -148,7 +148,7 @@ def test_an_output_of_rounding_errors_alone_refuses_nobody_and_proves_nothing(be
     problem = parse_problem(NOISE, "L2/23_noise")
     verdict = bench.evaluate(problem, Candidate(NOISE + WIDE, "torch"), {}, timing=False).verdict
     assert verdict.fault is Fault.OK, verdict
-    assert all(one.degenerate for one in bench._references.get(problem).sets)
+    assert all(one.degenerate for one in bench._references.get(problem).references[0].sets)
 
 
 def test_a_jump_is_no_noise() -> None:

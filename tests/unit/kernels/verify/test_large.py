@@ -50,7 +50,7 @@ def test_one_set_at_a_time_is_judged_as_all_at_once(
 ) -> None:
     memory(20 * SIZE)
     right = judge(bench, RIGHT, compile_raw, timing=True)
-    reference = next(iter(bench._references._kept.values()))
+    reference = next(iter(bench._references._kept.values())).references[0]
     assert not reference.keeps_sets
     assert all(isinstance(one.known, Asked) for one in reference.sets)
     assert reference.host_bytes < 3 * SIZE, "no more than the numbers that mixtures take"
@@ -67,14 +67,14 @@ def test_where_memory_is_shorter_still_nothing_runs_in_fp64(
 ) -> None:
     memory(12 * SIZE)
     assert judge(bench, RIGHT, compile_raw).verdict.fault is Fault.OK
-    reference = next(iter(bench._references._kept.values()))
+    reference = next(iter(bench._references._kept.values())).references[0]
     assert not reference.widens
     assert reference.sets[0].tolerances[0].relative == 1e-4
 
 
 def test_a_set_made_again_is_the_same_set(bench: Bench, memory: Memory) -> None:
     memory(20 * SIZE)
-    reference = bench._references.get(PROBLEM)
+    reference = bench._references.get(PROBLEM).references[0]
     seen = [[block.clone() for block in (*one.blocks, *one.expected)] for one in reference.sets]
     for one, before in zip(reference.sets, seen, strict=True):
         assert all(map(torch.equal, (*one.blocks, *one.expected), before)), one.name
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_in_bytes_before_anything_is_made(bench: Be
 
 
 def test_small_problems_keep_their_sets(bench: Bench) -> None:
-    reference = bench._references.get(PROBLEM)
+    reference = bench._references.get(PROBLEM).references[0]
     assert reference.keeps_sets
     assert all(isinstance(one.known, Held) for one in reference.sets)
 

@@ -51,6 +51,8 @@ class Idle:
     def close(self) -> None:
         pass
 
+    retire = close
+
 
 @pytest.mark.parametrize(("room", "kept"), [(100.0, 4), (20.0, 2), (1.0, 1)])
 def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPatch, room: float, kept: int) -> None:

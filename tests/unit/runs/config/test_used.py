@@ -111,7 +111,7 @@ OTHERWISE: Mapping[str, str] = {
     "Progress.samples": COUNTED,
     "chart.window": DRAWN,
     "compare_page.window": DRAWN,
-    "Line.window": DRAWN,
+    "Series.window": DRAWN,
     "linear.steps": DRAWN,
     "Order.temperature": "the wire between ranks, whose orders say it where it counts",
     "load_model.lora_rank": AS_IT_IS,

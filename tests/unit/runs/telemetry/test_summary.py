@@ -17,7 +17,7 @@ from kbrl_async.kernels.timing import Recipe
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
+from kbrl_async.runs.telemetry.by_version import FIELDS, Answers, ScoredAnswer
 from protocols.records import Timing
 from tests.records import stats
 
@@ -40,7 +40,7 @@ def wrong(reward: float = 0.0, *, compiled: bool = False) -> RolloutStats:
 
 def built(rollouts: list[RolloutStats], **values: Any) -> dict[str, Any]:
     """Of groups that hold one rollout each."""
-    answers = Answers([Answer(f"g{number}", rollout) for number, rollout in enumerate(rollouts)])
+    answers = Answers([ScoredAnswer(f"g{number}", rollout) for number, rollout in enumerate(rollouts)])
     return summary.build(**{"counters": COUNTERS, "answers": answers, "wall_s": 200.0, "busy": {}, **values})
 
 
