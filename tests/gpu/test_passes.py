@@ -58,6 +58,22 @@ def test_a_comparison(passes: Passes, dtype: torch.dtype, count: int, spoil: int
         assert (told.got, told.expected) == pytest.approx((plain.got, plain.expected), nan_ok=True)
 
 
+def test_what_is_no_number_or_infinite(passes: Passes) -> None:
+    nothing, endless = torch.full((65,), torch.nan, device=WHERE), torch.full((65,), torch.inf, device=WHERE)
+    allowed = Tolerance(1e-3, 1e-4, 2e-4)
+    cases = (
+        (nothing, nothing, 0),
+        (endless, endless, 0),
+        (-endless, endless, 65),
+        (torch.zeros_like(endless), endless, 65),
+    )
+    for got, expected, wrong in cases:
+        found = passes.difference(got, expected, allowed)
+        assert found is not None
+        assert found.wrong == compare.difference(got, expected, allowed).wrong == wrong
+        assert compare._told(found, got, expected, allowed).wrong == wrong
+
+
 def test_equality_and_one_byte_everywhere(passes: Passes) -> None:
     block = torch.full((1 << 22,), 0x7F, dtype=torch.uint8, device=WHERE)
     other = block.clone()

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _FAR_SHARE = 0.01
+_LARGEST = torch.finfo(torch.float32).max
 CHUNK = 1 << 24
 """Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""
 
@@ -120,7 +121,7 @@ def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> C
 def _told(counted: Counted, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     error, place = counted.worst if counted.worst_wrong is None else counted.worst_wrong
     values = torch.stack((got.view(-1)[place], expected.view(-1)[place])).tolist()
-    limit = max(abs(values[1]) * allowed.relative + allowed.absolute, allowed.honest)
+    limit = min(max(allowed.honest, abs(values[1]) * allowed.relative + allowed.absolute), _LARGEST)
     if counted.worst_wrong is None:
         return Difference(0, expected.numel(), error, limit)
     index = tuple(map(int, torch.unravel_index(torch.tensor(place), expected.shape)))
@@ -160,7 +161,8 @@ def _of_all(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Di
     if allowed.exact:
         limit = torch.zeros_like(error)
     else:
-        limit = (expected.abs() * allowed.relative + allowed.absolute).clamp_(min=allowed.honest)
+        limit = expected.abs() * allowed.relative + allowed.absolute
+        limit.clamp_(allowed.honest, torch.finfo(limit.dtype).max)  # what is to be infinite must be
     passes = error <= limit
     if bool(passes.all()):
         worst = int(error.argmax())

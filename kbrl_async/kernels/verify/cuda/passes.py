@@ -67,11 +67,12 @@ extern "C" __global__ void compare_NAME(const TYPE *got, const TYPE *expected, u
         v = expected[i];
         float w = LOAD;
         float error = fabsf(g - w), limit = fmaxf(__fadd_rn(__fmul_rn(fabsf(w), relative), absolute), honest);
+        limit = fminf(limit, __uint_as_float(0x7f7fffffu));  // what is to be infinite must be
         bool both = g != g && w != w;
         u64 place = 0xffffffffu - (unsigned)i;
         nans += g != g;
         if (!(error <= limit) && g != w && !both) {
-            unsigned bits = error != error ? 0x7f800000u : __float_as_uint(error);
+            unsigned bits = error != error ? 0x7fc00000u : __float_as_uint(error);
             u64 packed = (u64)bits << 32 | place;
             worst_wrong = packed > worst_wrong ? packed : worst_wrong;
             ++wrong;

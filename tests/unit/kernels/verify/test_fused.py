@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,7 @@ class Way:
         wrong = nans = 0
         for place, (g, w) in enumerate(zip(got.flatten().tolist(), expected.flatten().tolist(), strict=True)):
             error, limit = abs(g - w), max(abs(w) * allowed.relative + allowed.absolute, allowed.honest)
+            limit = min(limit, sys.float_info.max)
             nans += math.isnan(g)
             if not error <= limit and g != w and not (math.isnan(g) and math.isnan(w)):
                 wrong, worst_wrong = wrong + 1, max(worst_wrong, (INF if math.isnan(error) else error, -place))
@@ -70,6 +72,7 @@ CASES = {
     "NaN": ([1.0, NAN, 9.0], [1.0, 2.0, 3.0]),
     "NaN at its place": ([1.0, NAN, 9.0], [1.0, NAN, 3.0]),
     "NaN everywhere": ([NAN, INF], [NAN, INF]),
+    "not infinite": ([1.0, 3e38, 3.0], [1.0, INF, 3.0]),
     "infinite": ([INF, -INF, 3.0], [INF, 1.0, 3.0]),
 }
 
@@ -96,6 +99,14 @@ def test_a_devices_own_way_finds_what_torchs_operators_find(case: str, allowed: 
     if plain.wrong:
         assert [found.got, found.expected] == pytest.approx([plain.got, plain.expected], nan_ok=True)
         assert found.allowed == pytest.approx(plain.allowed, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_what_is_to_be_infinite_must_be(dtype: torch.dtype) -> None:
+    """A share of infinity is infinite: as much as that would be allowed."""
+    expected = torch.tensor([1.0, -INF], dtype=dtype)
+    assert compare.difference(torch.tensor([1.0, 0.0], dtype=dtype), expected, ALLOWED).wrong == 1
+    assert compare.difference(expected.clone(), expected, ALLOWED).wrong == 0
 
 
 def test_what_a_device_has_no_way_for_is_done_by_torch(way: Way) -> None:
