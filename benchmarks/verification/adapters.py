@@ -1,16 +1,23 @@
 """From checkouts of other people's kernels to folders of pairs. Nothing is run, nothing of theirs is kept here.
 
-An operator of a library becomes a candidate whose ModelNew calls it; where its reference is not in the same checkout,
-the pair has no problem and is only built.
+An operator of a library becomes a candidate whose ModelNew calls it, for a problem of `posed`; kernels without one are
+only built.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Callable, Iterable
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+import msgspec
+
+from benchmarks.verification import posed
+from benchmarks.verification.cheats import Cheat, on_cpu, on_gpu
 from kbrl_async.kernels.problems import beside
 
 _MODEL = """
@@ -29,12 +36,35 @@ import torch
 from torch.utils.cpp_extension import load
 
 extension = load(name="{name}", sources=[str(pathlib.Path(__file__).with_name("kernel.cu"))])
-
+"""
+_CALLS = """
 
 class ModelNew(torch.nn.Module):
     def forward(self, *inputs):
         return extension.forward(*inputs)
 """
+_OPERATOR = """{first}
+import torch
+import triton
+
+from {package}.ops.{module} import {function}
+
+
+class ModelNew(torch.nn.Module):
+    def forward(self, {arguments}):
+        return {call}
+"""
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """What of a package its imports do not name."""
+
+    first: str = ""
+    """What a candidate does before it is imported."""
+    also: tuple[str, ...] = ()
+    init: str = ""
+    """Its `__init__.py`, without what that would import."""
+    """Files that it finds at run time, below the package."""
 
 
 def kernelbench(checkout: Path, corpus: Path) -> int:
@@ -60,22 +90,41 @@ def tritonbench(checkout: Path, corpus: Path) -> int:
 
 
 def liger(checkout: Path, corpus: Path) -> int:
-    """Liger-Kernel's operators, each with the package that they are in."""
-    return _package(checkout / "src" / "liger_kernel", "ops", corpus)
+    """Liger-Kernel's operators, each with what it needs of its package: with a problem, and those that have none."""
+    package = checkout / "src" / "liger_kernel"
+    made = _operators(package, posed.posed(posed.LIGER), corpus, _LIGER)
+    return made + _package(package, "ops", corpus, {one.module for one in posed.posed(posed.LIGER)})
 
 
 def flaggems(checkout: Path, corpus: Path) -> int:
-    """FlagGems' operators, each with the package that they are in."""
-    return _package(checkout / "src" / "flag_gems", "ops", corpus)
+    """FlagGems' operators, each with what it needs of its package."""
+    return _operators(checkout / "src" / "flag_gems", posed.posed(posed.FLAGGEMS), corpus, _FLAGGEMS)
 
 
 def robust_kbench(checkout: Path, corpus: Path) -> int:
-    """The highlighted kernels: CUDA with bindings of their own, loaded from beside the candidate."""
+    """CUDA with bindings of its own, loaded from beside the candidate: highlighted kernels and those of its tasks."""
     made = 0
-    for path in sorted(checkout.glob("highlighted/**/kernel.cu")):
-        name = "_".join(path.parent.relative_to(checkout / "highlighted").parts)
-        made += _pair(corpus / name, _EXTENSION.format(name=name), files={"kernel.cu": path.read_text()})
+    for path in sorted([*checkout.glob("highlighted/*/*/kernel.cu"), *checkout.glob("tasks/*/*ward.cu")]):
+        task, way = (path.parts[-3], path.parts[-2]) if path.stem == "kernel" else (path.parts[-2], path.stem)
+        name, text = f"{path.parts[-4] if path.stem == 'kernel' else 'tasks'}_{task}_{way}", path.read_text()
+        posed_by = checkout / "tasks" / task / "func_forward.py"
+        if way == "forward" and posed_by.is_file():
+            problem = posed_by.read_text()
+            problem += "" if "def get_init_inputs" in problem else "\n\ndef get_init_inputs():\n    return []\n"
+            made += _pair(corpus / name, _with_kernel(name, problem), problem, {"kernel.cu": text})
+        else:
+            made += _pair(corpus / name, _EXTENSION.format(name=name) + _CALLS, files={"kernel.cu": text})
     return made
+
+
+def cheats(checkout: Path, corpus: Path) -> int:
+    """Hostile pairs in C for a CPU; `checkout` is not read."""
+    return _hostile(on_cpu.all_of_them(), corpus)
+
+
+def gpu_cheats(checkout: Path, corpus: Path) -> int:
+    """Hostile pairs for a GPU; `checkout` is not read."""
+    return _hostile(on_gpu.all_of_them(), corpus)
 
 
 def files(checkout: Path, corpus: Path) -> int:
@@ -95,16 +144,62 @@ ADAPTERS: dict[str, Callable[[Path, Path], int]] = {
     "flaggems": flaggems,
     "robust-kbench": robust_kbench,
     "files": files,
+    "cheats": cheats,
+    "gpu-cheats": gpu_cheats,
 }
+_LIGER = Packed()
+_FLAGGEMS = Packed(
+    'import os\n\nos.environ.setdefault("GEMS_VENDOR", "nvidia")\n',
+    ("runtime/backend/_nvidia/*.py", "runtime/backend/_nvidia/*.yaml", "runtime/backend/backend_utils.py"),
+    'device = "cuda"\nvendor_name = "nvidia"\n',
+)
 
 
-def _package(package: Path, folder: str, corpus: Path) -> int:
+def _operators(package: Path, wanted: Iterable[posed.Posed], corpus: Path, how: Packed) -> int:
+    """Operators with their problems, as far as they are there. Its `__init__.py`s would bring all of it along."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(package, Path(folder) / package.name))
+        for place in (copy, copy / "ops"):
+            (place / "__init__.py").write_text(how.init)
+        return sum(_operator(copy, one, corpus, how) for one in wanted if (copy / "ops" / f"{one.module}.py").is_file())
+
+
+def _operator(package: Path, one: posed.Posed, corpus: Path, how: Packed) -> int:
+    source = _OPERATOR.format(
+        first=how.first, package=package.name, module=one.module, function=one.function,
+        arguments=one.arguments, call=one.call,
+    )  # fmt: skip
+    found = beside.files_of(beside.gathered(package.with_name("candidate.py"), source))
+    more = [path for pattern in how.also for path in package.glob(pattern)]
+    found |= {path.relative_to(package.parent).as_posix(): path.read_text() for path in more}
+    return _pair(corpus / one.name, beside.pack(source, found), one.problem)
+
+
+def _with_kernel(name: str, problem: str) -> str:
+    """The task's own module, whose function is the kernel: its weights are where the reference has them."""
+    tree = ast.parse(problem)
+    kept = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    model = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
+    model.name = "ModelNew"
+    text = re.sub(r"super\(Model,", "super(ModelNew,", ast.unparse(model))
+    imports = "\n".join(map(ast.unparse, kept))
+    return f"{imports}\n{_EXTENSION.format(name=name)}forward_fn = extension.forward\n\n\n{text}\n"
+
+
+def _hostile(found: dict[str, Cheat], corpus: Path) -> int:
+    for name, cheat in found.items():
+        expected = json.dumps({"rules": cheat.rules, "told_by": cheat.told_by})
+        _pair(corpus / re.sub(r"\W+", "-", name), cheat.source, cheat.problem, {"expected.json": expected})
+    return len(found)
+
+
+def _package(package: Path, folder: str, corpus: Path, without: Collection[str] = ()) -> int:
     """Each module of `package/folder` that has a kernel, as a candidate with what it needs of its package."""
     made = 0
     for path in sorted((package / folder).glob("*.py")):
         text = path.read_text()
         call = _entry(text)
-        if path.stem == "__init__" or not call or "triton" not in text:
+        if path.stem in {"__init__", *without} or not call or "triton" not in text:
             continue
         module = ".".join([package.name, folder, path.stem])
         name = call.partition(".")[0]

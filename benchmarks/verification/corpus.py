@@ -1,17 +1,20 @@
 """Kernels that others wrote: is each honest one accepted, and each hostile one refused for its reason?
 
 A corpus is a folder with one folder a pair: `candidate.py` with whatever lies beside it, `problem.py` (without it a
-pair is only built), and for a hostile one `expected.json`: `{"rules": ["decoy_kernel"]}`. `adapt` makes such folders.
+pair is only built), and for a hostile one `expected.json`: `{"rules": ["decoy_kernel"]}`, a fault where no rule has a
+name. `adapt` makes such folders.
 
 ::
 
     pair ─▶ is it a kernel? a problem? ─▶ built (rules) ─▶ judged, where this host has its device ─▶ accepted | refused
-                     └─ no_kernel, problem: named, counted, nobody's fault
+                     └─ no_kernel, problem, missing, cut_short, host: named, counted, nobody's fault, in no share
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +23,7 @@ import msgspec
 
 from benchmarks.harness import Result, say
 from benchmarks.verification import adapters
-from kbrl_async.errors import KbrlError, ProblemError
+from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions, read_candidate
@@ -31,8 +34,12 @@ from kbrl_async.kernels.settings import Rules
 from protocols.records import Candidate, Fault, Problem, Verdict
 
 ENOUGH_HONEST, ENOUGH_HOSTILE = 0.97, 0.99
-State = Literal["accepted", "built", "refused", "no_kernel", "problem", "host"]
-"""`built`: it passed all that this host can do with it. The last three are nobody's fault and in no share."""
+State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing", "cut_short", "host"]
+"""`built`: it ran to its end where tensors have no values, and all that it asked for was compiled. From `no_kernel` on
+it says nothing of the candidate: it needs a package that is `missing` here, or its run without a GPU was `cut_short`.
+"""
+_FALLBACK = re.compile(r" full: ([^;]*)")
+_MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: ")
 Corpus = Annotated[Path, "a folder of pairs"]
 Out = Annotated[Path | None, "a file with one JSON object a pair"]
 
@@ -47,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
     message: str = ""
     hint: str = ""
     seconds: float = 0.0
+    toolchain: str = ""
 
     @property
     def counts(self) -> bool:
@@ -63,12 +71,15 @@ def honest(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, o
     return {"ok": ok, "accepted_share": share, "accused": accused, **_counted(outcomes)}
 
 
-def hostile(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, out: Out = None) -> Result:
+def hostile(
+    *, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, timing: bool = False, out: Out = None
+) -> Result:
     """Every pair through the funnel; `ok` where at least 99 % are refused, each by a rule that its `expected.json` has.
 
-    An accepted one, and one that is refused for another reason, is named.
+    An accepted one, and one that is refused for another reason, is named. With `timing`, cheats of the clock are in
+    their place, too.
     """
-    outcomes = run(corpus, rules, deadline_s, out)
+    outcomes = run(corpus, rules, deadline_s, out, timing)
     judged = [one for one in outcomes if one.counts]
     wrong = [one for one in judged if not _is_expected(corpus / one.name, one)]
     share = 1 - len(wrong) / max(1, len(judged))
@@ -79,10 +90,10 @@ def hostile(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, 
 
 
 def adapt(
-    source: Annotated[Literal["kernelbench", "tritonbench", "liger", "flaggems", "robust-kbench", "files"], "of what"],
+    source: Annotated[Literal[tuple(adapters.ADAPTERS)], "of what"],
     /,
     *,
-    checkout: Annotated[Path, "its checkout; for files, a folder of candidates"],
+    checkout: Annotated[Path, "its checkout; for files, a folder of candidates; for cheats, nothing"] = Path(),
     corpus: Annotated[Path, "where pairs are written"],
 ) -> Result:
     """Pairs from a checkout of somebody's kernels."""
@@ -90,18 +101,17 @@ def adapt(
     return {"ok": made > 0, "pairs": made}
 
 
-def run(corpus: Path, rules: Rules, deadline_s: float, out: Path | None) -> list[Outcome]:
+def run(corpus: Path, rules: Rules, deadline_s: float, out: Path | None, timing: bool = False) -> list[Outcome]:
     """One outcome a pair, in order; whatever a pair is, it is an outcome and no exception."""
     farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=deadline_s)
-    options = under(VerifyOptions(timing=False, farm=farm), rules)
+    options = under(VerifyOptions(timing=timing, farm=farm), rules)
     folders = sorted(path for path in corpus.iterdir() if path.is_dir())
     outcomes = []
-    with Verifier(None, options) as verifier:
+    with Verifier(None, options) as verifier, (out or Path(os.devnull)).open("wb", buffering=0) as lines:
         for folder in folders:
             outcomes.append(_one(folder, verifier))
+            lines.write(msgspec.json.encode(outcomes[-1]) + b"\n")  # at once: whoever stops a long one keeps these
             say(f"{outcomes[-1].state:9} {folder.name} {outcomes[-1].rule or outcomes[-1].message[:100]}")
-    if out is not None:
-        out.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in outcomes))
     return outcomes
 
 
@@ -111,24 +121,27 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
     try:
         text = read_text(folder / "candidate.py")
         candidate = read_candidate(text, response=False).candidate
-        if candidate is None or max(load_backend(name).claims(text) for name in backends()) <= 0:
-            return Outcome(folder.name, "no_kernel", message="no backend knows what it is")
+    except (UserError, UnicodeError) as error:
+        return Outcome(folder.name, "no_kernel", message=str(error))
+    if candidate is None or max(load_backend(name).claims(text) for name in backends()) <= 0:
+        return Outcome(folder.name, "no_kernel", message="no backend knows what it is")
+    try:
         path = folder / "problem.py"
-        verdict, state, seconds = _judged(candidate, load_file(path) if path.is_file() else None, verifier)
-    except ProblemError as error:
+        verdict, state, seconds, tools = _judged(candidate, load_file(path) if path.is_file() else None, verifier)
+    except (ProblemError, UnicodeError) as error:
         return Outcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
         verifier.restart()
         return Outcome(folder.name, "host", message=str(error))
     v = verdict
-    state = state if v.fault is Fault.OK else "refused"
     return Outcome(
-        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint, round(seconds, 2)
-    )
+        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint, round(seconds, 2),
+        tools,
+    )  # fmt: skip
 
 
-def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float]:
-    """The verdict, what an accepted one is called, and seconds."""
+def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float, str]:
+    """The verdict, what an accepted one is called, seconds, and the compilers."""
     device = choose_device(candidate.backend, None)
     try:
         check_device(device)
@@ -137,10 +150,21 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
         is_here = False
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate)
-        return result.verdict, "accepted", sum(result.seconds.values())
+        verdict, state = _refused(result.verdict) if not result.ok else (result.verdict, "accepted")
+        return verdict, state, sum(result.seconds.values()), result.toolchain
     build = verifier.build(candidate, problem)
-    verdict = unbuilt(build) if build.fault is not Fault.OK else early(Fault.OK, build.hint)
-    return verdict, "built", build.finished_at - build.started_at
+    seconds = build.finished_at - build.started_at
+    if build.fault is Fault.OK:
+        is_cut = build.hint.startswith("not all was compiled ahead")
+        state: State = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
+        return early(Fault.OK, build.hint), state, seconds, build.toolchain
+    return *_refused(unbuilt(build)), seconds, build.toolchain
+
+
+def _refused(verdict: Verdict) -> tuple[Verdict, State]:
+    """What was not there when it ran is nobody's fault; a rule that names an import is one."""
+    is_missing = verdict.fault is Fault.RUNTIME_ERROR and _MISSING.search(verdict.message)
+    return verdict, "missing" if is_missing else "refused"
 
 
 def _is_expected(folder: Path, outcome: Outcome) -> bool:
@@ -148,7 +172,7 @@ def _is_expected(folder: Path, outcome: Outcome) -> bool:
         wanted: dict[str, Any] = json.loads((folder / "expected.json").read_text())
     except (OSError, ValueError):
         return False
-    return outcome.state == "refused" and outcome.rule in wanted.get("rules", [])
+    return outcome.state == "refused" and (outcome.rule or outcome.fault) in wanted.get("rules", [])
 
 
 def _counted(outcomes: list[Outcome]) -> Result:
@@ -158,5 +182,7 @@ def _counted(outcomes: list[Outcome]) -> Result:
         "pairs": len(outcomes),
         "states": dict(Counter(one.state for one in outcomes)),
         "refused": dict(refused),
+        "not_built_fast": dict(Counter(why for one in outcomes for why in _FALLBACK.findall(one.toolchain))),
+        "not_counted": [f"{one.name}: {one.state}: {one.message[:160]}" for one in outcomes if not one.counts],
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
     }

@@ -16,10 +16,10 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,6 +29,7 @@ from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder, Judge
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.stages import spans
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import bench_options
@@ -64,6 +65,8 @@ class Row(msgspec.Struct, frozen=True):
     begun: float
     ended: float
     stages: dict[str, float]
+    spans: dict[str, float]
+    """Of pieces of work, some of which lie within others."""
     measured: tuple[float, float, float] | None
     """Speedup with its interval."""
 
@@ -114,10 +117,6 @@ def summary(rows: list[Row]) -> Result:
     """Of all verdicts between the first begun and the last ended."""
     wall = max(row.ended for row in rows) - min(row.begun for row in rows)
     right = [row for row in rows if row.fault == Fault.OK]
-    stages: dict[str, list[float]] = {}
-    for row in rows:
-        for stage, seconds in row.stages.items():
-            stages.setdefault(f"{'right' if row.fault == Fault.OK else 'wrong'}: {stage}", []).append(seconds)
     exclusive = [row.stages["alone"] for row in right if "alone" in row.stages]
     accused = [row for row in rows if row.fault == Fault.CHEATING]
     return {
@@ -125,16 +124,35 @@ def summary(rows: list[Row]) -> Result:
         "a_second": len(rows) / wall,
         "faults": Counter(row.fault for row in rows),
         "observed": Counter(row.reason[:90] for row in rows if row.trust == OBSERVED),
+        "observed_of": [(row.problem, row.fault, row.slips) for row in rows if row.trust == OBSERVED][:12],
         "right_s": _spread([row.ended - row.begun for row in right]),
         "wrong_s": _spread([row.ended - row.begun for row in rows if row.fault != Fault.OK]),
         "exclusive_s": _spread(exclusive),
-        "stages_mean_s": {stage: [len(found), mean(found)] for stage, found in sorted(stages.items())},
+        "stages_mean_s": _of_each(rows, lambda row: row.stages),
+        "spans_mean_s": _of_each(rows, lambda row: row.spans),
         "right_though_slipped": sum(bool(row.slips) for row in right),
         "wrong_without_a_slip": [
             (row.problem, row.fault, row.rule) for row in rows if row.fault != Fault.OK and not row.slips
         ][:8],
         "accused": [(row.problem, row.rule, row.slips) for row in accused][:8],
     }  # fmt: skip
+
+
+def _of_each(rows: list[Row], of: Callable[[Row], dict[str, float]]) -> dict[str, list[float]]:
+    """How many candidates had each, its seconds on the mean and at the median, and those a verdict (of its kind)."""
+    found: dict[str, list[float]] = {}
+    kinds = Counter(_kind(row) for row in rows)
+    for row in rows:
+        for name, seconds in of(row).items():
+            found.setdefault(f"{_kind(row)}: {name}", []).append(seconds)
+    return {
+        name: [len(each), mean(each), median(each), sum(each) / kinds[name.partition(":")[0]]]
+        for name, each in sorted(found.items())
+    }
+
+
+def _kind(row: Row) -> str:
+    return "right" if row.fault == Fault.OK else "wrong"
 
 
 def _spread(seconds: list[float]) -> list[float]:
@@ -282,12 +300,15 @@ class _Windows:
 def _judged(judge: Judge, problem: Problem, item: Item, timing: bool, windows: _Windows) -> Row:
     begun = time.time()
     windows.seconds.clear()
+    pieces = dict[str, float]()
+    token = spans.set(pieces)
     report = judge.judge(problem, item.candidate, item.build, timing=timing, tick=windows.turns.breathe)
+    spans.reset(token)
     ended, verdict, timed = time.time(), report.verdict, report.timing
     parts = dict(windows.seconds)
     for stage in report.stages:
         parts[stage.name] = parts.get(stage.name, 0.0) + stage.seconds
     return Row(
         problem.problem_id, verdict.fault, verdict.rule, verdict.trust, verdict.trust_reason, item.slips, begun, ended,
-        parts, None if timed is None else (timed.speedup, timed.lo, timed.hi),
+        parts, pieces, None if timed is None else (timed.speedup, timed.lo, timed.hi),
     )  # fmt: skip

@@ -51,6 +51,8 @@ class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):
     """Size limit of the artifact store; the least recently used artifacts go first."""
     deadline_s: Positive = 20.0
     """Wall clock that one candidate's compilation may take."""
+    tuning_s: Positive = 60.0
+    """Wall clock, beside deadline_s, for the configurations of an autotuned kernel; those left then are not tried."""
     nice: Annotated[int, Meta(ge=0, le=19)] = 19
     """Scheduling priority of the compiler; 19 is the lowest, so that it disturbs timing least."""
     march: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._+-]*$")] = "native"
@@ -88,6 +90,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """What correct kernels are compared with besides eager: the reference, compiled ahead by Inductor."""
     sanitize_share: Fraction = 0.0
     """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Of the device's memory, what a bench plans with; benches that take turns share it. More is refused, in bytes."""
     flush_bytes: Count = 0
     """Memory streamed through before each call so that caches are cold; 0: twice the core's L2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -5,10 +5,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 from protocols.records import Fault, StageReport
 
 _SHOWN_S = 0.005
+spans: ContextVar[dict[str, float] | None] = ContextVar("spans", default=None)
+"""Where seconds of parts are added up, for whoever asks what a candidate's time goes into."""
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """A piece of work whose seconds are wanted by `spans`."""
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        _spent(name, time.perf_counter() - begun)
+
+
+def _spent(name: str, seconds: float) -> None:
+    if (found := spans.get()) is not None:
+        found[name] = found.get(name, 0.0) + seconds
 
 
 class StageClock:
@@ -33,7 +51,9 @@ class StageClock:
         try:
             yield
         finally:
-            self._parts[name] = self._parts.get(name, 0.0) + self._now() - begun
+            seconds = self._now() - begun
+            self._parts[name] = self._parts.get(name, 0.0) + seconds
+            _spent(name, seconds)
 
     def ends(self, name: str, fault: Fault = Fault.OK, detail: str = "") -> None:
         mark = self._now()

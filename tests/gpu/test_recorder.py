@@ -13,7 +13,7 @@ from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import bench_options, recording
 from kbrl_async.kernels.verify.bench import zygote_for
-from kbrl_async.kernels.verify.cuda.record.session import Recorders
+from kbrl_async.kernels.verify.cuda.record.session import Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.session import place_inputs
 from kbrl_async.kernels.verify.device import device_of
@@ -36,8 +36,9 @@ def recorders() -> Iterator[tuple[References, Recorders]]:
         device.open()
         device.enter()
         references = References(zygote, options, random.Random(1), device)
-        made = Recorders(zygote, options.limits, "cuda:0", ARENA)
-        with contextlib.closing(references), contextlib.closing(made):
+        spares = spares_for(zygote, options.limits, "cuda:0", 1)
+        made = Recorders(spares, "cuda:0", ARENA)
+        with contextlib.closing(references), contextlib.closing(spares), contextlib.closing(made):
             yield references, made
 
 

@@ -99,7 +99,7 @@ def _tolerance(program: Program, given: Values, expected: Values) -> list[compar
         if not bool(torch.isfinite(tensor).all()) or not _SMALLEST <= scale <= _LARGEST:
             raise Unsound("outputs too small, too large or not finite")
     allowed = [
-        compare.tolerance(one, far, scale, near)
+        compare.tolerance(one, far, scale, error=compare.largest_error(one, near))
         for one, far, scale, near in zip(expected, wide, scales, moved, strict=True)
     ]
     if any(tolerance.ill for tolerance in allowed):

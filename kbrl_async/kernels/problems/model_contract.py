@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,13 @@ def load(name: str, source: str, *, folder: str = "") -> types.ModuleType:
 
 def _settle(folder: str, file: str, source: str) -> None:
     """Its files, and a place to write for libraries. A host without private folders has neither: the candidate's own
-    error then says what is missing.
+    error then says what is missing. Locks between processes would lie in memory that all see; where there is but one
+    process, those between threads do the same.
     """
     os.environ.update(dict.fromkeys(_FOLDERS, folder))
     tempfile.tempdir = folder
+    for lock in ("Lock", "RLock", "Semaphore", "BoundedSemaphore"):
+        setattr(multiprocessing, lock, getattr(threading, lock))
     for name, module in list(sys.modules.items()):  # of a candidate that was here before
         place = getattr(module, "__file__", None)
         if isinstance(place, str) and place.startswith(folder + os.sep):

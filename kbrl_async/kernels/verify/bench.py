@@ -18,7 +18,7 @@ import msgspec
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend, modules_of
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.stages import StageClock
+from kbrl_async.kernels.stages import StageClock, span
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
@@ -200,12 +200,14 @@ class Bench:
         is_repeated = False
         if options.alone_share < 1 or not is_in_doubt:
             code = submitted(candidate, artifacts)
-            is_repeated = self._device.is_repeated(reference, code, options, is_right)
+            with span("repeated"):
+                is_repeated = self._device.is_repeated(reference, code, options, is_right)
         if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
         checker = self._checker(reference, options, shared)
-        alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
+        with span("judged alone"):
+            alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
         if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
             self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone
@@ -345,8 +347,9 @@ class Bench:
         stopwatch = self._device.stopwatch(checker, twin, checker.options, self._rng, tick)
         try:
             with ExitStack() as window:
-                with clock.part("imports"):
-                    ready()  # not in the window, nor what follows: others stand still in it
+                with clock.part("preparing"):
+                    ready()  # not in the window: others stand still in it
+                    stopwatch.prepare()
                 with clock.part("until all is quiet"):
                     window.enter_context(self.quiet())
                 with clock.part("measuring"):

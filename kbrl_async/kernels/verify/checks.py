@@ -27,6 +27,7 @@ from kbrl_async.kernels.backends.launch import plan
 from kbrl_async.kernels.problems import backward
 from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
@@ -104,7 +105,7 @@ class Checker:
         """Fork, confine and build the candidate. `is_alone`: in no process that has served another one."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         # Where every output is empty, there is no work to do.
-        has_work = any(tensor.numel() for tensor in self.reference.sets[0].expected)
+        has_work = any(tensor.numel() for tensor in self.reference.wanted)
         is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.options.is_proven and has_work
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
@@ -193,6 +194,7 @@ class Checker:
                     break
                 op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
                 slot = number % len(self.session.slots)
+                self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number == overwritten)
                 self._wait(tick)
             self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
@@ -208,7 +210,7 @@ class Checker:
         return bool(self.failed) and 0 < self.options.strictness.sets <= done
 
     def _wait(self, tick: Callable[[], None]) -> None:
-        """Whoever shares the device may hold us here: that is no time of the candidate's."""
+        """Others on the device may hold us here, and a set may be made anew: that is no time of the candidate's."""
         begun = time.monotonic()
         tick()
         self._deadline += time.monotonic() - begun
@@ -307,7 +309,7 @@ class Checker:
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
-        one = self.one_call_s
+        one = self.one_call_s if self._answers else max(self.one_call_s, self.options.first_call_s)
         left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
         return max(0.05, min(one, left))
 
@@ -330,7 +332,8 @@ class Checker:
         if self.reference.declared.deterministic and self._is_first(input_set):
             self._refuse_other_bits(got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
-        self._earlier = list(zip(outcome.tensors, got, strict=True))
+        if self.options.outputs != "kept":
+            self._earlier = list(zip(outcome.tensors, got, strict=True))
         if input_set.name == "nominal":
             agrees = all(map(compare.kernelbench, got, input_set.expected))
             self.kernelbench = agrees and self.kernelbench is not False
@@ -359,7 +362,7 @@ class Checker:
         session = session or self.session
         assert session is not None
         reference = self.reference
-        expected = reference.sets[0].expected
+        expected = reference.wanted
         if len(outcome.tensors) != len(expected):
             text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
             raise CandidateFault(Fault.INCORRECT, text, "structure")
@@ -374,7 +377,8 @@ class Checker:
     def compare(
         self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
     ) -> compare.Difference:
-        found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
+        with span("compared"):
+            found = [compare.difference(*three) for three in zip(got, expected, tolerances, strict=True)]
         return max(found, key=lambda d: (d.wrong, d.worst), default=compare.Difference(0, 0, 0.0, 0.0))
 
     def _refuse_copied(self, candidate: Candidate) -> None:
@@ -400,7 +404,7 @@ class Checker:
 
     def _refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
-        if not self._earlier or not self.session.keeps_outputs or self.options.outputs == "kept":
+        if not self._earlier or not self.session.keeps_outputs:
             return
         earlier = [meta for meta, _ in self._earlier]
         metas = self.session.again(wire.OP_HELD, slot, earlier, self.call_deadline())
@@ -425,7 +429,7 @@ class Checker:
         self.carries_state = answers == {True, False}
 
     def _is_first(self, input_set: InputSet) -> bool:
-        return input_set.blocks is self.reference.sets[0].blocks
+        return input_set.known is self.reference.sets[0].known
 
     def _refuse(self, finding: proof.Finding | None) -> None:
         """Only a candidate that is right so far: a wrong one has its verdict."""

@@ -10,10 +10,23 @@ import math
 import msgspec
 import torch
 
-from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, output_scale, tolerance
+from kbrl_async.kernels.verify import fused
+from kbrl_async.kernels.verify.fused import Counted
+from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
-__all__ = ["Difference", "Tolerance", "difference", "kernelbench", "output_scale", "same_values", "tolerance"]
+__all__ = [
+    "Difference",
+    "Tolerance",
+    "difference",
+    "kernelbench",
+    "largest_error",
+    "output_scale",
+    "same_values",
+    "tolerance",
+]
 
+_FAR_SHARE = 0.01
+_LARGEST = torch.finfo(torch.float32).max
 CHUNK = 1 << 24
 """Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""
 
@@ -36,6 +49,8 @@ def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
     if not expected.is_floating_point():
         return torch.equal(got, expected)
     figure = base(expected.dtype)
+    if (counted := _counted(got, expected, Tolerance(figure, figure))) is not None:
+        return counted.wrong == 0 == counted.nans
     return torch.allclose(_wide_enough(got), _wide_enough(expected), rtol=figure, atol=figure)
 
 
@@ -43,6 +58,9 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every bit (so that NaN equals its own bytes)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    way = fused.of(a.device)
+    if way is not None and (found := way.same(a, b)) is not None:
+        return found
     if torch.equal(a, b):
         return True
     if not a.is_floating_point() and not a.is_complex():
@@ -54,6 +72,8 @@ def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> boo
     """Whether `difference` surely finds nothing wrong, in half as many passes over memory; False says nothing."""
     if allowed.exact or not expected.is_floating_point() or expected.numel() == 0:
         return torch.equal(got, expected)
+    if (counted := _counted(got, expected, allowed)) is not None:
+        return counted.wrong == 0
     got, expected = _wide_enough(got), _wide_enough(expected)
     excess = torch.sub(got, expected).abs_().sub_(expected.abs(), alpha=allowed.relative)
     return bool(excess.max() <= allowed.absolute)
@@ -64,9 +84,48 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
     total = expected.numel()
     if total == 0:
         return Difference(0, 0, 0.0, 0.0)
+    if (counted := _counted(got, expected, allowed)) is not None:
+        return _told(counted, got, expected, allowed)
     if total > CHUNK and got.is_contiguous() and expected.is_contiguous():
         return _in_chunks(got, expected, allowed)
     return _of_all(got, expected, allowed)
+
+
+def is_all(block: torch.Tensor, byte: int) -> bool:
+    """Whether each byte of a block of bytes is this one."""
+    way = fused.of(block.device)
+    if way is not None and (found := way.is_all(block, byte)) is not None:
+        return found
+    return bool((block == byte).all())
+
+
+def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether all but a hundredth of the values are about the same: atomic additions come in any order."""
+    return got.shape == wanted.shape and _far_apart(got, wanted) <= _FAR_SHARE * max(1, wanted.numel())
+
+
+def _far_apart(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    if not got.is_floating_point():
+        return int((got != wanted).sum())
+    whole = wanted.float()
+    scale = float(whole.abs().nan_to_num(posinf=0.0).mean())
+    close = torch.isclose(got.float(), whole, rtol=0.05, atol=0.05 * scale, equal_nan=True)
+    return int((~close).sum())
+
+
+def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
+    way = fused.of(expected.device)
+    return None if way is None else way.difference(got, expected, allowed)
+
+
+def _told(counted: Counted, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
+    error, place = counted.worst if counted.worst_wrong is None else counted.worst_wrong
+    values = torch.stack((got.view(-1)[place], expected.view(-1)[place])).tolist()
+    limit = min(max(allowed.honest, abs(values[1]) * allowed.relative + allowed.absolute), _LARGEST)
+    if counted.worst_wrong is None:
+        return Difference(0, expected.numel(), error, limit)
+    index = tuple(map(int, torch.unravel_index(torch.tensor(place), expected.shape)))
+    return Difference(counted.wrong, expected.numel(), error, limit, index, values[0], values[1], counted.nans)
 
 
 def _in_chunks(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
@@ -102,7 +161,8 @@ def _of_all(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Di
     if allowed.exact:
         limit = torch.zeros_like(error)
     else:
-        limit = (expected.abs() * allowed.relative + allowed.absolute).clamp_(min=allowed.honest)
+        limit = expected.abs() * allowed.relative + allowed.absolute
+        limit.clamp_(allowed.honest, torch.finfo(limit.dtype).max)  # what is to be infinite must be
     passes = error <= limit
     if bool(passes.all()):
         worst = int(error.argmax())

@@ -38,3 +38,8 @@ class Family:
     def close(self) -> None:
         for reference in self.references:
             reference.close()
+
+    def retire(self) -> None:
+        """Closed though it is sound: what it ran in may serve another."""
+        for reference in self.references:
+            reference.retire()

@@ -22,7 +22,7 @@ def work_of(reference: Reference) -> Work:
     weights = sum(
         math.prod(meta.shape) * _itemsize(meta.dtype) for _, meta in reference.ready.weights
     )  # counted once, though a kernel may keep them in a cache
-    expected = reference.sets[0].expected
+    expected = reference.wanted
     return Work(roofline.size_of(reference.examples), roofline.size_of(expected), weights)
 
 

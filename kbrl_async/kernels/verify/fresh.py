@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
+from kbrl_async.kernels.verify.known import Draws, Redrawn
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -133,44 +134,58 @@ class Pool:
 
     def __init__(
         self,
-        draws: list[list[torch.Tensor]],
+        draws: Draws,
         examples: list[torch.Tensor],
         rng: random.Random,
         fixed: Collection[int] = (),
     ) -> None:
-        """`fixed`: numbers of inputs that are only ever as they were drawn."""
+        """`fixed`: numbers of inputs that are only ever as they were drawn. Of `Redrawn` draws none is held."""
         assert len(draws) >= 2, "mixing needs two draws"
-        self._draws = [[like(block, one) for block, one in zip(draw, examples, strict=True)] for draw in draws]
-        inputs = list(zip(*self._draws, strict=True))
+        self._draws, self._examples = draws, examples
+        inputs = list(zip(*map(self._shaped, draws), strict=True))
         self._structures = ["fixed" if i in fixed else structure_of(same) for i, same in enumerate(inputs)]
         self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
-        self._examples = examples
-        device = draws[0][0].device if draws[0] else torch.device("cpu")
-        self._weights = Weights(max((block.numel() for block in draws[0]), default=0), device, rng)
+        device = inputs[0][0].device if inputs else torch.device("cpu")
+        self._weights = Weights(max((one.numel() for one in examples), default=0), device, rng)
+
+    def _shaped(self, draw: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [like(block, one) for block, one in zip(draw, self._examples, strict=True)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds."""
-        return [*itertools.chain(*self._draws), *self._weights.tensors]
+        held = self._draws if isinstance(self._draws, list) else []
+        return [*itertools.chain(*held), *self._weights.tensors]
 
     def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
         """Write one fresh set into each of `outs`, as flat blocks: the same values in all of them."""
         first, second = rng.sample(range(len(self._draws)), 2)
+        both = [self._shaped(self._draws[place]) for place in (first, second)]
         for i, structure in enumerate(self._structures):
-            a, b, out = self._draws[first][i], self._draws[second][i], like(outs[0][i], self._examples[i])
+            a, b, out = both[0][i], both[1][i], like(outs[0][i], self._examples[i])
             blend((a, b, out), structure, self._are_numbers[i], self._weights, rng)
             for other in outs[1:]:
                 other[i].copy_(outs[0][i])
+
+    def mixed(self, rng: random.Random) -> list[torch.Tensor]:
+        """One fresh set in memory of its own."""
+        device = self._weights.tensors[0].device
+        blocks = [torch.empty(one.numel(), dtype=one.dtype, device=device) for one in self._examples]
+        self.mix([blocks], rng)
+        return blocks
 
     @property
     def needs_draws(self) -> bool:
         """Whether some input is fresh only where a draw is."""
         return "whole" in self._structures
 
-    def replace(self, draw: list[torch.Tensor], rng: random.Random) -> None:
+    def replace(self, seed: int, draw: Callable[[int], list[torch.Tensor]], rng: random.Random) -> None:
         """A new draw instead of one of those there are."""
-        shaped = [like(block, one) for block, one in zip(draw, self._examples, strict=True)]
-        self._draws[rng.randrange(len(self._draws))] = shaped
+        place = rng.randrange(len(self._draws))
+        if isinstance(self._draws, Redrawn):
+            self._draws.replace(place, seed)
+        elif isinstance(self._draws, list):
+            self._draws[place] = draw(seed)
 
     def be_plain(self) -> None:
         """From now on inputs are drawn or mixed as a whole: for a reference that takes no single elements mixed."""

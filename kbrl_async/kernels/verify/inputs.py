@@ -90,7 +90,12 @@ def is_continuous(tensor: torch.Tensor) -> bool:
     """Floating point, and not a mask, class label or count in disguise."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.numel() == 0:
         return False
-    return not bool((tensor == tensor.round()).all())
+    few = tensor.view(-1)[:_SAMPLE] if tensor.is_contiguous() else tensor  # that they are no integers shows in few
+    return not _are_integers(few) or not (few is tensor or _are_integers(tensor))
+
+
+def _are_integers(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor.round()).all())
 
 
 def vary(
@@ -186,7 +191,7 @@ def moved(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False)
         is_wide = tensor.dtype.itemsize >= 4
         if is_continuous(tensor) and (is_wide or coarse):
             generator = torch.Generator(tensor.device).manual_seed(rng.getrandbits(63))
-            steps = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device)
+            steps = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
             changed.addcmul_(
                 tensor, steps.to(tensor.dtype), value=_COARSE if coarse and is_wide else torch.finfo(tensor.dtype).eps
             )

@@ -42,13 +42,16 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     call_floor_s: float = 0.25
     call_factor: float = 50.0
     """One call may take `max(call_floor_s, call_factor × the reference's time)`."""
+    first_call_s: float = 0.0
+    """What a candidate's first call may take where that is more: it compiles and tunes there, as far as the farm could
+    not."""
     reference_deadline_s: float = 60.0
     references: int = 8
     """Problems whose reference child is kept."""
     reference_bytes: int = 320 * 2**20
     """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
     memory_share: float = 1.0
-    """Of the GPU's memory, what this bench may plan with: a third where three benches are on it."""
+    """Of the device's memory, what this bench may plan with: a third where three benches are on it."""
     reuse: int = 64
     """Candidates that see the same secret input sets before new ones are drawn."""
     pool: int = 4
@@ -97,6 +100,7 @@ def bench_options(
         cores=cores,
         deadline_s=settings.deadline_s,
         outputs=settings.outputs,
+        memory_share=more.pop("memory_share", 1.0) * settings.memory_share,
         timed_workloads=settings.timed_workloads,
         recipe=recipe or Recipe.of(settings),
         limits=limits or Limits(cores=cores),

@@ -12,14 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
 import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
+from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, Submission
@@ -106,7 +109,7 @@ class Reference:
     def host_bytes(self) -> int:
         """Host memory of its secrets: input sets with what is expected of them, and draws."""
         sets = (*self.sets, *self._rehearsals)
-        return host_bytes([*self.pool.tensors, *(tensor for one in sets for tensor in (*one.blocks, *one.expected))])
+        return host_bytes([*self.pool.tensors, *(tensor for one in sets for tensor in one.known.held)])
 
     @property
     def device_bytes(self) -> int:
@@ -120,6 +123,10 @@ class Reference:
             self._share.first = None
             self.session.close()
             self._close_files()
+
+    def retire(self) -> None:
+        """Closed though it is sound: what it ran in may serve another."""
+        self.close()
 
     def _close_files(self) -> None:
         files, self.weights_fd, self._draw_fd = (self.weights_fd, self._draw_fd), -1, -1
@@ -144,7 +151,7 @@ class Reference:
 
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Session)
-        session.attach(self.tree, self.examples, self._options.slots, self.copies)
+        session.attach(self.tree, self.examples, self.slots, self.copies)
 
     def replayed(self, zygote: Zygote, session: Session, artifacts: Mapping[str, Path], judge: Judging) -> Session:
         """A child that does again what the candidate of `session` does, and none of its Python.
@@ -179,7 +186,7 @@ class Reference:
         wrong, limit_s = 0, self._options.reference_deadline_s
         session.call(wire.OP_POISON_ON, 0, limit_s)
         for number, input_set in enumerate(self.sets):
-            slot = number % self._options.slots
+            slot = number % len(session.slots)
             place(session, slot, input_set)
             outcome = session.call(wire.OP_RUN, slot, limit_s)
             got = [session.read(meta) for meta in outcome.tensors]
@@ -191,14 +198,19 @@ class Reference:
     def renew(self) -> None:
         """Before a timed call: a new draw where without one its inputs would not be new."""
         if self.pool.needs_draws:
-            self.pool.replace(self._draw(), self._rng)
+            self.pool.replace(self._rng.getrandbits(31), self._draw, self._rng)
 
     def rehearsal(self, number: int) -> InputSet:
         """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
         while len(self._rehearsals) <= number:
-            blocks, first = self._draw(), self.sets[0]
-            expected = self.ask(wire.OP_RUN, blocks)[1]
-            self._rehearsals.append(InputSet("rehearsal", blocks, expected, first.tolerances, first.mutated))
+            seed, first = self._rng.getrandbits(31), self.sets[0]
+
+            def make(seed: int = seed) -> Held:
+                blocks = self._draw(seed)
+                return Held(blocks, self.ask(wire.OP_RUN, blocks)[1])
+
+            known = make() if self.keeps_sets else Asked(self._recent, make)
+            self._rehearsals.append(InputSet("rehearsal", known, first.tolerances, first.mutated))
         return self._rehearsals[number]
 
     def refresh(self) -> None:
@@ -209,31 +221,67 @@ class Reference:
             raise ProblemError(f"the reference of {self.problem.problem_id} fails: {fault.text[:300]}") from fault
         self.uses = 0
 
-    def _draw(self) -> list[torch.Tensor]:
-        seed = self._rng.getrandbits(31)
+    def _draw(self, seed: int) -> list[torch.Tensor]:
         limit_s = self._options.reference_deadline_s
         self.tree, tensors = self.session.draw(seed, self._draw_fd, limit_s, self._inputs)
-        self.examples = tensors
+        self.examples = tensors if self.keeps_sets else outlines(tensors)
         return [values.flat(tensor) for tensor in tensors]
 
     def _prepare(self) -> None:
-        draws = []
-        for _ in range(max(2, self._options.pool)):
-            self.tick()
-            draws.append(self._draw())
-        self._attach_own(draws)
+        self._recent, self.keeps_sets, self.widens = Recent(), True, True
+        with span("a reference's draws"):
+            draws = self._draws()
+            self._attach_own(draws)
         self._share.attached = id(self)
         maker = SetMaker(
             self, self.problem.problem_id, self._rng, self.problem.source, self.tree, is_light=self._options.is_light
         )
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
-        self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
+        with span("a reference's sets"):
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
-        self.strides, self.aliases = maker.strides, maker.aliases
+        self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self.declared = maker.declared
         self._rehearsals = []
 
-    def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
+    def _draws(self) -> Draws:
+        """Secret draws; of inputs so large that not all can be kept, two that are drawn again when they are needed."""
+        seeds = [self._rng.getrandbits(31) for _ in range(max(2, self._options.pool))]
+        self.tick()
+        first = self._draw(seeds[0])
+        self._planned([])
+        if not self.keeps_sets:
+            self.examples = outlines(self.examples)
+            return Redrawn(seeds[:2], self._draw)
+        draws = [first]
+        for seed in seeds[1:]:
+            self.tick()
+            draws.append(self._draw(seed))
+        return draws
+
+    def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
+        """Whether sets are kept, and the reference is run in fp64.
+
+        :raises ProblemError: there is no memory even for one set at a time.
+        """
+        weights = sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
+        sizes, memory = Sizes(size_of(self.examples), size_of(outputs), weights), self._memory()
+        sizes.refuse(self.problem.problem_id, memory)
+        self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
+        self.widens &= sizes.widened <= memory
+        return self.keeps_sets, self.widens
+
+    def _memory(self) -> int:
+        """Bytes that this bench may plan with for one problem: a child may have no more than its limit."""
+        free = psutil.virtual_memory().available
+        return int(self._options.memory_share * min(free, 2 * self._options.limits.memory_bytes))
+
+    @property
+    def slots(self) -> int:
+        """Places for inputs in each process."""
+        return self._options.slots if self.keeps_sets else 1
+
+    def _attach_own(self, draws: Draws) -> None:
         self.attach(self.session)
 
     def claim(self) -> None:
@@ -248,7 +296,13 @@ class Reference:
         for slot, block in zip(self.session.slots[0], blocks, strict=True):
             slot.copy_(block)
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)
-        return outcome, self.read(outcome)
+        read = self.read(outcome)
+        if not self.keeps_sets:
+            self._forget_outputs()
+        return outcome, read
+
+    def _forget_outputs(self) -> None:
+        """Of the reference's child, where memory is short; on a processor others have none of its."""
 
     def read(self, outcome: Outcome) -> list[torch.Tensor]:
         """Copies of the outputs of a call of the reference."""

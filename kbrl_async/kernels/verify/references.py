@@ -42,7 +42,7 @@ class References:
         family.uses += 1
         self._kept[problem.source] = family
         while self._are_too_many():
-            self._kept.popitem(last=False)[1].close()
+            self._kept.popitem(last=False)[1].retire()
             give_back()
         return family
 

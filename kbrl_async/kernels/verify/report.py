@@ -38,6 +38,11 @@ _RULE_HINTS = {
     "side_stream": "Let torch's current stream wait for every stream that you use, before forward returns.",
     "forged_time": "Do not replace functions of the bench; work only inside forward.",
     "tampered": "Do not replace functions of Python, torch or the launcher.",
+    "phase": "Do the same work in every call: one that is timed alone must not differ from others.",
+    "slot_batched": "Write the outputs of this call only: a forward has no business with inputs of others.",
+    "stray_write": "Write inside of your own outputs and scratch buffers only: check bounds and pointers.",
+    "impossible_time": "Compute all of it in forward: no hardware is that fast.",
+    "output": "Return a tensor whose memory is still there after forward: one that torch allocated.",
     "forged_result": "Let forward return its result; write to no file descriptor.",
 }
 

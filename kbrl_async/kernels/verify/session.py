@@ -186,6 +186,7 @@ class Session:
         self._child.channel.send(wire.encode(wire.Draw(seed, inputs)))
         drawn = self._expect(wire.Drawn, deadline_s)
         data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
+        os.ftruncate(fd, 0)
         try:
             return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
         except (ValueError, RuntimeError) as error:

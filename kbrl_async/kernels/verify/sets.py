@@ -6,6 +6,8 @@
                          ├─▶ reference in fp64 ─────────┐
                          └─moved─▶ reference ───────────┴─▶ tolerance
 
+Sets of problems too large for that are not kept: they are made again whenever they are looked at (`known`).
+
 A set that the reference does not take, answers with something that is not finite, or on which rounding errors decide,
 is replaced by a milder one and at last by a nominal one: the number of sets never depends on the problem.
 """
@@ -24,26 +26,35 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
+from kbrl_async.kernels.verify.known import Asked, Draws, Held, Known, Recent, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
-from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF
+from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, is_noise
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
 _GROWTH, _DEGREE = 64.0, 4
 _LOOSE, _MORE = 0.1, 8.0
+_FEW = 1 << 16
 
 
 class InputSet(msgspec.Struct, frozen=True):
     name: str
-    blocks: list[torch.Tensor]
-    """Inputs as flat memory blocks, the originals: children only get copies."""
-    expected: list[torch.Tensor]
+    known: Known
     tolerances: list[compare.Tolerance]
     mutated: bool
     """The reference itself changes its inputs."""
     degenerate: bool = False
     """Zeros, a constant or an unchanged input would be a right answer."""
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """Inputs as flat memory blocks, the originals: children only get copies."""
+        return self.known.blocks
+
+    @property
+    def expected(self) -> list[torch.Tensor]:
+        return self.known.expected
 
 
 def place(session: Judged, slot: int, input_set: InputSet) -> None:
@@ -90,6 +101,8 @@ class SetMaker:
         """Sets that were left out for a milder one, and why."""
         self.sets: list[InputSet] = []
         self.reference_s = 0.0
+        self.wanted: list[torch.Tensor] = []
+        """Shapes, strides and dtypes of the outputs."""
         self.out_tree: wire.Tree = None
         self.kinds: list[str] = []
         self.strides: list[tuple[int, ...]] = []
@@ -99,26 +112,37 @@ class SetMaker:
 
     def make(
         self,
-        draws: list[list[torch.Tensor]],
+        draws: Draws,
         pool: Pool,
-        redraw: Callable[[], list[torch.Tensor]],
+        redraw: Callable[[int], list[torch.Tensor]],
         tick: Tick = no_tick,
+        plan: Callable[[list[torch.Tensor]], tuple[bool, bool]] = lambda outputs: (True, True),
     ) -> list[InputSet]:
-        """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more.
-        `tick` is called for each set.
+        """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more, of
+        a seed. `tick` is called for each set. `plan` is asked once the outputs are known: are tensors of sets kept, and
+        is there room for an fp64 run?
 
         :raises ProblemError: the reference can't be compared with, or its inputs are not what it declares.
         """
         for draw in draws:
             self._refuse_outside(draw)
-        self._pool = pool
-        kinds = inputs.kinds_for(draws[0])
+        self._pool, self._plan, self._recent = pool, plan, Recent()
+        self._keeps = self._widens = True
+        kinds = inputs.kinds_for(self._oracle.examples)
         for number, kind in enumerate(inputs.few_of(kinds, self._rng) if self._is_light else kinds):
             tick()
             made = self._repeated() if kind.repeats else None
             for milder in () if made else inputs.attempts(kind):
-                draw = draws[number % len(draws)] if milder is kind else redraw()
-                made = self._try(milder, self._varied(milder, draw))
+                self._recent.forget()
+                seed, secret = self._rng.getrandbits(31), self._rng.getrandbits(63)
+                place = number % len(draws) if milder is kind else None
+
+                def blocks(
+                    kind: inputs.Kind = milder, place: int | None = place, seed: int = seed, secret: int = secret
+                ) -> list[torch.Tensor]:
+                    return self._varied(kind, lambda: redraw(seed) if place is None else draws[place], secret)
+
+                made = self._try(milder, blocks)
                 if made is not None:
                     break
                 if kind.shape == "mixed":
@@ -138,18 +162,18 @@ class SetMaker:
     def _repeated(self) -> InputSet:
         return msgspec.structs.replace(self.sets[0], name="repeated")
 
-    def _varied(self, kind: inputs.Kind, draw: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Varied as tensors of the problem's shapes, given back as flat blocks."""
+    def _varied(self, kind: inputs.Kind, draw: Callable[[], list[torch.Tensor]], secret: int) -> list[torch.Tensor]:
+        """Varied as tensors of the problem's shapes, given back as flat blocks; the same for the same secret."""
+        rng = random.Random(secret)
         if kind.shape == "mixed":
-            blocks = [torch.empty_like(block) for block in draw]
-            self._pool.mix([blocks], self._rng)
-            return blocks
-        shaped = [like(block, example) for block, example in zip(draw, self._oracle.examples, strict=True)]
-        made = inputs.vary(shaped, kind, self._rng, self._domains, self.fixed)
+            return self._pool.mixed(rng)
+        shaped = [like(block, example) for block, example in zip(draw(), self._oracle.examples, strict=True)]
+        made = inputs.vary(shaped, kind, rng, self._domains, self.fixed)
         return [values.flat(tensor) for tensor in made]
 
-    def _try(self, kind: inputs.Kind, blocks: list[torch.Tensor]) -> InputSet | None:
+    def _try(self, kind: inputs.Kind, make: Callable[[], list[torch.Tensor]]) -> InputSet | None:
         """None where the reference does not accept these inputs, or its answer can't tell right from wrong."""
+        blocks = make()
         try:
             outcome, expected = self._oracle.ask(wire.OP_RUN, blocks)
         except CandidateFault:
@@ -169,17 +193,22 @@ class SetMaker:
         if not self.sets:
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
-        tolerances = self._tolerances(kind, blocks, expected)
+        tolerances, forgiving = self._tolerances(kind, blocks, expected)
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
         if reason := self._strays(blocks, expected):
             self._leave(kind, reason)
             return None
-        made = InputSet(kind.name, blocks, expected, tolerances, mutated, is_degenerate(blocks, expected, tolerances))
         if not self.sets:
-            self._refuse_random(made)
-        return made
+            self._refuse_random(blocks, expected, tolerances)
+        is_degenerate_ = is_degenerate(blocks, expected, forgiving)
+        known = Held(blocks, expected) if self._keeps else Asked(self._recent, lambda: self._again(make))
+        return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
+
+    def _again(self, make: Callable[[], list[torch.Tensor]]) -> Held:
+        blocks = make()
+        return Held(blocks, self._oracle.ask(wire.OP_RUN, blocks)[1])
 
     def _leave(self, kind: inputs.Kind, reason: str) -> None:
         self.replaced.setdefault(kind.name, reason)
@@ -216,7 +245,8 @@ class SetMaker:
 
     def _learn(self, outcome: Outcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
-        self.out_tree = outcome.tree
+        self.out_tree, self.wanted = outcome.tree, outlines(expected)
+        self._keeps, self._widens = self._plan(self.wanted)
         self.kinds = [meta.kind for meta in outcome.tensors]
         self.strides = [meta.strides for meta in outcome.tensors]
         self._nominal_scales = [compare.output_scale(tensor) for tensor in expected]
@@ -224,22 +254,37 @@ class SetMaker:
 
     def _tolerances(
         self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor]
-    ) -> list[compare.Tolerance]:
-        wide = self._answer(wire.OP_DOUBLE, blocks)
-        moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng)) if _any_wide(blocks) else None
-        sums = self._sums(blocks)
-        return [
+    ) -> tuple[list[compare.Tolerance], list[compare.Tolerance]]:
+        """What tells a reference from a random one, and what a candidate is held to: an output that is nothing but
+        rounding errors proves nothing, but no honest kernel is wrong for making others.
+        """
+        errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
+        wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
+        found = [
             compare.tolerance(
                 tensor,
                 wide[i] if wide else None,
                 self._nominal_scales[i],
-                moved[i] if moved else None,
                 binary=kind.shape == "binary",
                 declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
-                sums=sums[i] if sums else 0.0,
+                error=errors[i],
             )
             for i, tensor in enumerate(expected)
         ]
+        if kind.name != "nominal" or wide is None:
+            return found, found
+        return found, [
+            msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
+            for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
+        ]
+
+    def _errors(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+        """How far each output moves with inputs that move by a rounding error, and what fp8 sums lose."""
+        moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng)) if _any_wide(blocks) else None
+        far = [compare.largest_error(*both) for both in zip(expected, moved, strict=True)] if moved else None
+        del moved
+        both = zip(far or [0.0] * len(expected), self._sums(blocks) or [0.0] * len(expected), strict=True)
+        return list(map(max, both))
 
     def _sums(self, blocks: list[torch.Tensor]) -> list[float]:
         """What fp8 products lose while they are added up, of the largest sum of magnitudes; empty without fp8."""
@@ -257,10 +302,12 @@ class SetMaker:
             return None
         return outputs if len(outputs) == len(self._nominal_scales) else None
 
-    def _refuse_random(self, first: InputSet) -> None:
+    def _refuse_random(
+        self, blocks: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
+    ) -> None:
         """A reference that answers the same inputs twice in two ways can't be compared with anything."""
-        again = self._oracle.ask(wire.OP_RUN, first.blocks)[1]
-        found = [compare.difference(*three) for three in zip(again, first.expected, first.tolerances, strict=True)]
+        again = self._oracle.ask(wire.OP_RUN, blocks)[1]
+        found = [compare.difference(*three) for three in zip(again, expected, tolerances, strict=True)]
         if any(difference.wrong for difference in found):
             raise ProblemError(
                 f"the reference of {self._problem_id} is random or keeps state: the same inputs gave two answers",
@@ -273,13 +320,14 @@ def follows_inputs(session: Judged, slot: int, outcome: Outcome, outputs: list[t
 
     Asks nobody: the inputs lie in memory that the trusted side holds too, and it reads the outputs itself.
     """
-    places = session.slots[slot]
+    places, before = session.slots[slot], [tensor.clone() for tensor in outputs]
     for place in places:
         place.view(torch.uint8).bitwise_not_()
     again = [session.read(meta) for meta in session.again(wire.OP_EMPTY, slot, outcome.tensors, 5.0)]
+    is_same = all(compare.same_values(a, b) for a, b in zip(again, before, strict=True))
     for place in places:
         place.view(torch.uint8).bitwise_not_()
-    return not all(compare.same_values(a, b) for a, b in zip(again, outputs, strict=True))
+    return not is_same
 
 
 def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], tolerances: list[compare.Tolerance]) -> bool:
@@ -287,12 +335,18 @@ def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], toler
     for expected, tolerance in zip(answers, tolerances, strict=True):
         if expected.numel() == 0:
             continue
-        constant = expected.flatten()[0].expand_as(expected)
-        flats = [b for b in blocks if b.numel() == expected.numel() and b.dtype == expected.dtype]
-        guesses = [torch.zeros_like(expected), constant, *(flat.view(expected.shape) for flat in flats)]
-        if all(compare.difference(guess, expected, tolerance).wrong for guess in guesses):
+        whole, flats = expected.flatten(), [b for b in blocks if b.numel() == expected.numel()]
+        alike = [flat.flatten() for flat in flats if flat.dtype == expected.dtype]
+        few = slice(_FEW)  # what is wrong there is wrong
+        if _are_wrong(whole[few], [flat[few] for flat in alike], tolerance) or _are_wrong(whole, alike, tolerance):
             return False
     return True
+
+
+def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: compare.Tolerance) -> bool:
+    """Whether zeros, its first value everywhere, and each of these are all no right answer."""
+    guesses = (torch.zeros_like(expected), torch.full_like(expected, expected[0].item()), *inputs)
+    return all(compare.difference(guess, expected, tolerance).wrong for guess in guesses)
 
 
 def tensors_of(tree: wire.Tree, place: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -112,6 +113,11 @@ def layout(tensors: list[torch.Tensor], start: int = 0, alignment: int = _ALIGNM
         metas.append(describe(tensor, start))
         start += padded(tensor.numel() * tensor.element_size(), alignment)
     return metas, start
+
+
+def size_of_meta(meta: TensorMeta) -> int:
+    """Bytes of its elements."""
+    return math.prod(meta.shape) * dtype_of(meta.dtype).itemsize
 
 
 def padded(size: int, alignment: int = _ALIGNMENT) -> int:

@@ -179,6 +179,10 @@ class Mute(msgspec.Struct, frozen=True, tag="mute"):
     kernels: list[str]
 
 
+class Rest(msgspec.Struct, frozen=True, tag="rest"):
+    """To a reference on a GPU: drop all that it holds. It answers as at its start, and takes another `Setup`."""
+
+
 class Map(msgspec.Struct, frozen=True, tag="map"):
     """To a recorder, once: its arena, whose descriptor travels along."""
 
@@ -208,7 +212,7 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
 
 
 Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
-Order = Draw | Attach | Export | Mute
+Order = Draw | Attach | Export | Mute | Rest
 RecorderOrder = Map | Record
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

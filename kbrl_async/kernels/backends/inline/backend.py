@@ -32,7 +32,7 @@ from protocols.records import BuildReport, Candidate, Fault, Problem
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
 
-_MAX_TEXT = 800
+_MAX_TEXT, _MAX_WHY = 800, 100
 _MAX_EXTENSIONS = 16
 _MAX_UNITS = 32
 _MAX_NAME = 200
@@ -150,7 +150,7 @@ class InlineBackend(Backend):
             attempt = build.fast()
             way = "fast"
             if not attempt.is_built:
-                attempt, way = build.full(attempt.failed_units), "full"
+                attempt, way = build.full(attempt.failed_units), f"full: {_why_full(attempt)}"
             report = _verdict(attempt, extension, context)
             isolation = attempt.run.isolation if attempt.run else "none"
             is_deterministic = attempt.run is None or attempt.run.is_deterministic
@@ -214,6 +214,15 @@ def _verdict(attempt: Attempt, extension: Extension, context: BuildContext) -> B
         return BuildReport(Fault.COMPILE_ERROR, message=text[:_MAX_TEXT], hint=_hint(text))
     address = context.store.put(attempt.content)
     return BuildReport(Fault.OK, {extension.key: address}, kernels=kernel_names(extension))
+
+
+def _why_full(fast: Attempt) -> str:
+    """What kept an extension from the fast way, in few words, so that like is counted with like."""
+    if fast.unfit or fast.run is None:
+        return fast.unfit or "not tried"
+    lines = [_clean(line) for line in fast.run.output.splitlines() if _ERROR.search(line)]
+    first = lines[0] if lines else "a tool ended without a word"
+    return re.sub(r"^[^:]*:\d+:(\d+:)?\s*|^[^(]*\(\d+\):\s*", "", first)[:_MAX_WHY]
 
 
 def kernel_names(extension: Extension) -> list[str]:

@@ -106,6 +106,8 @@ class Attempt(msgspec.Struct, frozen=True):
     """The failed tool's; or any of them, for its isolation."""
     open_symbols: tuple[str, ...] = ()
     failed_units: tuple[int, ...] = ()
+    unfit: str = ""
+    """Why the fast way was not even tried."""
 
     @property
     def is_built(self) -> bool:
@@ -119,10 +121,14 @@ class Build:
         self._extension, self._flags, self._tools, self._context = extension, flags, tools, context
 
     def fast(self) -> Attempt:
-        if self._tools.slim_defines is None or any(_needs_full(unit.text) for unit in self._extension.units):
-            return Attempt()
+        if self._tools.slim_defines is None:
+            return Attempt(unfit="no stand-in headers for this torch")
+        if reason := next(filter(None, (_needs_full(unit.text) for unit in self._extension.units)), ""):
+            return Attempt(unfit=reason)
         attempt = self._attempt(is_slim=True)
-        return Attempt(run=attempt.run) if attempt.open_symbols else attempt
+        if not attempt.open_symbols:
+            return attempt
+        return Attempt(run=attempt.run, unfit=f"symbol {attempt.open_symbols[0][:80]}")
 
     def full(self, suspects: tuple[int, ...] = ()) -> Attempt:
         """`suspects` are the units that failed the fast way: they are built first, and the others only if these pass.
@@ -237,9 +243,11 @@ class Build:
             )
 
 
-def _needs_full(text: str) -> bool:
-    """What would compile against the stand-in headers and yet mean something else."""
-    return len(text) > _MAX_FAST_TEXT or _GRADIENTS.search(_COMMENT.sub(" ", text)) is not None
+def _needs_full(text: str) -> str:
+    """What would compile against the stand-in headers and yet mean something else; empty where nothing does."""
+    if len(text) > _MAX_FAST_TEXT:
+        return "long source"
+    return "asks for gradients" if _GRADIENTS.search(_COMMENT.sub(" ", text)) else ""
 
 
 @functools.cache

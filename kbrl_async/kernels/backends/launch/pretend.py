@@ -79,13 +79,38 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Nothing runs here, so nothing is waited for."""
 
 
+class _Event:
+    """As `torch.cuda.Event`; a class, because annotations name it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1.0
+
+
+class _Stream:
+    """As `torch.cuda.Stream`."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = _nothing
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+
 def _namespace() -> dict[str, Callable[..., Any]]:
-    event = types.SimpleNamespace(**dict.fromkeys(("record", "wait", "synchronize"), _nothing))
-    stream = types.SimpleNamespace(
-        cuda_stream=0,
-        record_event=lambda given=None: event,
-        **dict.fromkeys(("synchronize", "wait_stream", "wait_event"), _nothing),
-    )
+    stream = _Stream()
     properties = types.SimpleNamespace(**DEVICE_PROPERTIES)
     return {
         "is_available": lambda: True,
@@ -101,8 +126,8 @@ def _namespace() -> dict[str, Callable[..., Any]]:
         "stream": lambda stream=None: contextlib.nullcontext(),
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
-        "Stream": lambda *args, **kwargs: stream,
-        "Event": lambda *args, **kwargs: event,
+        "Stream": _Stream,
+        "Event": _Event,
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,

@@ -7,6 +7,8 @@ import msgspec
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.inline.launch import Extension
+from kbrl_async.kernels.backends.triton.tuning import is_tuned
+from kbrl_async.kernels.problems.beside import modules_of
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 ASKED = "asked"
@@ -43,7 +45,8 @@ class Order(msgspec.Struct, frozen=True):
     problem: str
     folder: str
     is_on_gpu: bool
-    arch: int = 0
+    arch: int
+    tuning_s: float
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -53,6 +56,8 @@ class Recorded(msgspec.Struct, frozen=True):
     """Why the candidate ended early, where it did; what it had asked for before counts."""
     compile_error: str = ""
     """Triton's own, which ends the build."""
+    tuning: str = ""
+    """What a tuner has to do without."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -70,11 +75,14 @@ def ask(
     candidate: Candidate, problem: Problem | None, context: BuildContext, *, is_on_gpu: bool, has_triton: bool = False
 ) -> Found | BuildReport:
     """Run it once, confined; a report where that says nothing, or is a lie."""
-    deadline = context.farm.deadline_s
+    is_long = has_triton and is_tuned(modules_of(candidate.source))
+    deadline = context.farm.deadline_s + (context.farm.tuning_s if is_long else 0.0)
     with context.folder() as folder:
         source = "" if problem is None else problem.source
         arch = int(context.farm.arch.removeprefix("sm_").rstrip("af"))
-        payload = msgspec.msgpack.encode(Order(candidate.source, source, str(folder), is_on_gpu, arch))
+        payload = msgspec.msgpack.encode(
+            Order(candidate.source, source, str(folder), is_on_gpu, arch, context.farm.tuning_s)
+        )
         child = context.python(_TRITON_CHILD if has_triton else _CHILD, payload, folder, deadline_s=deadline)
         done = answers.collect(child, folder, deadline)
     if done.is_late:

@@ -64,7 +64,8 @@ def build(chosen: Backend, candidate: Candidate, problem: Problem | None, contex
     if has_triton and is_on_gpu:
         artifacts[triton_cache.key(candidate.source)] = context.store.put(bundle.pack(found.bundle))
         kernels += triton_cache.kernel_names(found.bundle)
-    note = f"not all was compiled ahead: {found.recorded.error}" if found.recorded.error else ""
+    error = found.recorded.error
+    note = f"not all was compiled ahead: {error}" if error else found.recorded.tuning
     whole = BuildReport(Fault.OK, artifacts, hint=note[:_MAX_TEXT], kernels=list(dict.fromkeys(kernels)))
     tools = "; ".join(dict.fromkeys(report.toolchain for report in reports if report.toolchain))
     cpu = next((report.cpu for report in reports if report.cpu), "")

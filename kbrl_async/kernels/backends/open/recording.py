@@ -117,8 +117,14 @@ def _replace_launchers(asked: Asked) -> None:
     nvrtc.CudaKernel.__init__ = cuda_kernel  # type: ignore[method-assign]
     nvrtc.CudaKernel.__getitem__ = lambda self, config: _nothing  # type: ignore[method-assign, assignment, return-value]
     nvrtc.CudaKernel.launch = _nothing  # type: ignore[method-assign]
+    setattr(torch, "compile", _as_it_is)  # noqa: B010 - it would start compilers, for operators that nobody asks for
     with contextlib.suppress(AttributeError):
         torch.cuda._compile_kernel = nvrtc.compile_kernel  # type: ignore[attr-defined, unused-ignore]
+
+
+def _as_it_is(model: Any = None, **named: Any) -> Any:
+    """As `torch.compile`, a function or what decorates one."""
+    return model if model is not None else lambda given: given
 
 
 def _nothing(*args: Any, **named: Any) -> None:

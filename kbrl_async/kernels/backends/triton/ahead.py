@@ -5,14 +5,16 @@
     problem's inputs and ModelNew on `meta` tensors that pass for CUDA ─▶ forward
          └─ every kernel[grid](…) ─▶ compiled for its real launch arguments, not launched ─▶ bundle
 
-Each configuration of an autotuned kernel is compiled, up to `MAX_CONFIGS`; heuristics run as they would. Only Triton's
-own errors are compile errors. Whatever else stops `forward` here (a value read from a tensor, say) is a note: what is
+Each configuration of an autotuned kernel is compiled, up to `MAX_CONFIGS` and within a budget; heuristics run as they
+would. Only Triton's own errors are compile errors. Whatever else stops `forward` here (a value read from a tensor, say)
+is a note: what is
 missing from the bundle is compiled on the bench.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import types
 from typing import Any
@@ -27,6 +29,7 @@ from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.build import Ahead, Order
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
+from kbrl_async.kernels.backends.triton.tuning import Budget
 from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
@@ -66,7 +69,7 @@ class _Mock:
 def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
     """The files of the bundle, as far as it came."""
     files: dict[str, bytes] = {}
-    _watch(order.arch, files)
+    budget = _watch(order.arch, files, order.tuning_s)
     pretend("meta", everything=True)
     torch.set_grad_enabled(False)
     try:
@@ -74,7 +77,8 @@ def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
     except Exception as error:  # whatever candidate or problem raise: the bench will see it too
         text = _compile_error(error, order.source)
         return (Ahead(error=text) if text else Ahead(note=f"{type(error).__name__}: {error}"[:400])), files
-    return Ahead(note="" if files else "forward launched no Triton kernel"), files
+    note = "" if files else "forward launched no Triton kernel"
+    return Ahead(note=note, tuning=budget.note), {**files, **budget.file()}
 
 
 def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -82,22 +86,26 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
     order = msgspec.msgpack.decode(payload, type=asked.Order)
     answers.begin(channel, isolation, order.folder)
     files: dict[str, bytes] = {}
-    _watch(order.arch, files)
+    budget = _watch(order.arch, files, order.tuning_s)
 
     def explain(error: BaseException) -> asked.Recorded | None:
         text = _compile_error(error, order.source)
         return asked.Recorded(compile_error=text) if text else None
 
-    answers.hand_in(channel, *asked_by(order, files, explain))
+    recorded, made = asked_by(order, files, explain)
+    answers.hand_in(channel, msgspec.structs.replace(recorded, tuning=budget.note), {**made, **budget.file()})
 
 
-def _watch(arch: int, files: dict[str, bytes]) -> None:
+def _watch(arch: int, files: dict[str, bytes], tuning_s: float) -> Budget:
     """Launches are compiled into `files` from now on."""
     from triton.runtime import driver
 
     triton_cache.use_bundle_cache(files)
     driver.set_active(PretendDriver(arch))
-    _compile_instead_of_launch()
+    budget = Budget(tuning_s)
+    budget.watch()
+    _compile_instead_of_launch(budget)
+    return budget
 
 
 def _compile_error(error: BaseException, source: str) -> str:
@@ -132,7 +140,7 @@ def _run(order: Order) -> None:
     cases.each(order.problem, run)
 
 
-def _compile_instead_of_launch() -> None:
+def _compile_instead_of_launch(budget: Budget) -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
@@ -148,7 +156,7 @@ def _compile_instead_of_launch() -> None:
         return kernel
 
     JITFunction.run = only_compile
-    Autotuner.run = _every_config
+    Autotuner.run = functools.partialmethod(_every_config, budget)
 
 
 def _mock(value: Any) -> Any:
@@ -157,7 +165,7 @@ def _mock(value: Any) -> Any:
     return _Mock(value) if isinstance(value, torch.Tensor) else value
 
 
-def _every_config(self: Any, *args: Any, **named: Any) -> Any:
+def _every_config(self: Any, budget: Budget, *args: Any, **named: Any) -> Any:
     """In place of `Autotuner.run`: it fails only where no configuration compiles."""
     from triton.compiler.errors import CompileTimeAssertionFailure
     from triton.runtime.errors import OutOfResources, PTXASError
@@ -168,7 +176,8 @@ def _every_config(self: Any, *args: Any, **named: Any) -> Any:
         if config.pre_hook is not None:
             config.pre_hook({**self.nargs, **named, **config.all_kwargs()})
         try:
-            kernel = self.fn.run(*args, **{**named, "warmup": True}, **config.all_kwargs())
+            given = {**named, "warmup": True, **config.all_kwargs()}
+            kernel = budget.compile(self, config, functools.partial(self.fn.run, *args, **given)) or kernel
         except (OutOfResources, PTXASError, CompileTimeAssertionFailure) as error:
             failure = error
     if kernel is None and failure is not None:

@@ -26,6 +26,8 @@ from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton.tuning import is_tuned
+from kbrl_async.kernels.problems.beside import modules_of
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 CURE = "Install it with `pip install 'kbrl-async[triton]'`"
@@ -50,6 +52,7 @@ class Order(msgspec.Struct, frozen=True):
     problem: str
     arch: int
     folder: str
+    tuning_s: float
 
 
 class Ahead(msgspec.Struct, frozen=True):
@@ -59,6 +62,8 @@ class Ahead(msgspec.Struct, frozen=True):
     """Triton's own compile error, as `line N: source: reason`."""
     note: str = ""
     """Why not everything was compiled."""
+    tuning: str = ""
+    """What a tuner has to do without."""
 
 
 class TritonBackend(Backend):
@@ -114,9 +119,11 @@ class TritonBackend(Backend):
         known = "" if problem is None else problem.source
 
         def compile_() -> tuple[BuildReport, bool]:
-            deadline = context.farm.deadline_s
+            more = context.farm.tuning_s if is_tuned(modules_of(candidate.source)) else 0.0
+            deadline = context.farm.deadline_s + more
             with context.folder() as folder:
-                order = Order(candidate.source, known, int(arch.removeprefix("sm_").rstrip("af")), str(folder))
+                number = int(arch.removeprefix("sm_").rstrip("af"))
+                order = Order(candidate.source, known, number, str(folder), context.farm.tuning_s)
                 payload = msgspec.msgpack.encode(order)
                 child = context.python(_CHILD, payload, folder, deadline_s=deadline)
                 done = answers.collect(child, folder, deadline)
@@ -145,7 +152,7 @@ def _report(done: answers.Collected, source: str, context: BuildContext, deadlin
         hint = next((hint for pattern, hint in _HINTS if pattern in ahead.error), "Fix the kernel at this line.")
         return BuildReport(Fault.COMPILE_ERROR, message=ahead.error[:_MAX_TEXT], hint=hint)
     artifacts = {triton_cache.key(source): context.store.put(bundle.pack(done.files))}
-    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ""
+    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ahead.tuning[:_MAX_TEXT]
     return BuildReport(Fault.OK, artifacts, hint=note, kernels=triton_cache.kernel_names(done.files))
 
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.backends.triton.tuning import only_compiled
 
 PREFIX = "triton:"
 _KEPT = (".json", ".cubin")
@@ -45,12 +46,11 @@ class BundleCache:
         return Path(self.folder or _make_folder()) / f"{self.key}.{name}"
 
     def get_file(self, filename: str) -> str | None:
+        content = self.files.get(f"{self.key}.{filename}")
+        if content is None:
+            return None
         path = self._path(filename)
-        if not path.exists():
-            content = self.files.get(f"{self.key}.{filename}")
-            if content is None:
-                return None
-            path.write_bytes(content)
+        path.write_bytes(content)  # over what a candidate before may have left: machine code names its source's folder
         return str(path)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
@@ -102,7 +102,9 @@ def prepare(path: str, device: str) -> None:
     if device == "cpu":
         _interpret()
         return
-    use_bundle_cache(bundle.unpack(Path(path).read_bytes()))
+    files = bundle.unpack(Path(path).read_bytes())
+    use_bundle_cache(files)
+    only_compiled(files)
     _leave_assembling_to_the_driver()
     from triton.runtime import driver
 

@@ -71,7 +71,7 @@ def most(checker: Checker, twin: Session, candidate_ns: float, order_ns: float, 
     """
     reference, candidate = checker.reference, checker.session
     assert isinstance(candidate, ReplaySession)
-    count = forwards(_size((*reference.sets[0].blocks, *reference.sets[0].expected)), candidate_ns)
+    count = forwards(_size((*reference.examples, *reference.wanted)), candidate_ns)
     if count < 2:
         return math.inf
     try:
@@ -83,7 +83,7 @@ def most(checker: Checker, twin: Session, candidate_ns: float, order_ns: float, 
     if None in rounds:
         return 1.0
     step_ns, output_ns = _each_ns()
-    spared = order_ns + count * (candidate.steps * step_ns + len(reference.sets[0].expected) * output_ns)
+    spared = order_ns + count * (candidate.steps * step_ns + len(reference.wanted) * output_ns)
     reference_ns, candidate_ns = (min(both) for both in zip(*filter(None, rounds), strict=True))
     return float(reference_ns / (candidate_ns + _COLD * spared))
 
@@ -105,7 +105,7 @@ def _round(checker: Checker, twin: Session, candidate: Session, rng: random.Rand
 
 def _forwards(outcome: Outcome, checker: Checker) -> list[Outcome]:
     """The single ones, of the reference's structure."""
-    tensors, each = outcome.tensors, len(checker.reference.sets[0].expected)
+    tensors, each = outcome.tensors, len(checker.reference.wanted)
     parts = [tensors[first : first + each] for first in range(0, len(tensors), max(1, each))]
     return [Outcome(0, 0, 0, checker.reference.out_tree, part) for part in parts]
 

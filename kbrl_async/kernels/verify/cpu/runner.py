@@ -60,6 +60,8 @@ class Runner:
     """`cuda_runner` has the one for a GPU."""
 
     device = "cpu"
+    is_over = False
+    """It was told to serve no more; its process may go on."""
 
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int]) -> None:
         torch.set_grad_enabled(False)
@@ -124,7 +126,7 @@ class Runner:
         return wire.Ready(tree, metas[: len(tensors)], weights)
 
     def serve(self) -> None:
-        while True:
+        while not self.is_over:
             data, fds, _, _ = socket.recv_fds(self.channel, wire.MAX_REPLY, 1)
             if not data:
                 return

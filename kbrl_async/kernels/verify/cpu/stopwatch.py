@@ -72,6 +72,9 @@ class Stopwatch:
         for meter in self._meters.values():
             meter.close()
 
+    def prepare(self) -> None:
+        """A core has nothing to prepare."""
+
     def run(self) -> Timing | None:
         try:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output
@@ -115,7 +118,7 @@ class Stopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty, sample.worked_ns - self._idle)
 
     def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
-        self._slot = (self._slot + 1) % self._options.slots
+        self._slot = (self._slot + 1) % len(self._candidate.slots)
         arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
         self._rng.shuffle(arenas)
         self._checker.reference.renew()

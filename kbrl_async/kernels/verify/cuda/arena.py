@@ -58,6 +58,13 @@ class DeviceArena:
         return cls(driver().create(size, device.index or 0), size, device)
 
     @classmethod
+    def at_base(cls, size: int, device: torch.device) -> DeviceArena:
+        """New memory at `BASE`, which was reserved: what this process works in until it gets another."""
+        step = driver().granularity(device.index or 0)
+        size = -(-size // step) * step
+        return cls(driver().create(size, device.index or 0), size, device, BASE, is_reserved=True)
+
+    @classmethod
     def received(cls, fd: int, size: int, device: torch.device, at: int = 0, is_reserved: bool = False) -> DeviceArena:
         """From the other process; closes the descriptor. `size` is the rounded one, `at` the address it has to have,
         which was reserved before, and stays so, where `is_reserved`.

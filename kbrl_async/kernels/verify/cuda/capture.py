@@ -102,7 +102,15 @@ class Batch:
         for graph in graphs:
             last = driver.add_child(whole, last, graph)
         driver.add_event(whole, last, end)
-        return driver.instantiate(whole)
+        made = driver.instantiate(whole)
+        driver.call("cuGraphDestroy", whole)
+        return made
+
+    def close(self) -> None:
+        for graph in (self._timed, self._empty):
+            self._driver.call("cuGraphExecDestroy", graph)
+        for event in self._events:
+            self._driver.call("cuEventDestroy_v2", event)
 
     def replay(self, times: int = 1) -> float:
         """Nanoseconds of `times` runs over all slots, summed."""

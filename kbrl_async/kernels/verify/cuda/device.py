@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -12,9 +14,11 @@ import torch
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares
-from kbrl_async.kernels.verify.cuda.reference import CudaReference, make_room, room_kept
+from kbrl_async.kernels.verify.cuda.passes import Passes
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
@@ -33,7 +37,7 @@ PRELOAD = (
     "kbrl_async.kernels.verify.cuda.record.child",
     "kbrl_async.kernels.verify.cuda.replay.player",
 )
-_CANDIDATE_S, _CALL_S = 15.0, 2.0
+_CANDIDATE_S, _CALL_S, _FIRST_S = 15.0, 2.0, 10.0
 _HOST_BYTES = 8 << 30
 
 
@@ -44,6 +48,8 @@ class CudaDevice(Device):
         super().__init__(name)
         self._health: GpuHealth | None = None
         self._spares: Spares | None = None
+        self._homes: Spares | None = None
+        """Of references."""
         self._replays: Replays | None = None
 
     @property
@@ -61,6 +67,7 @@ class CudaDevice(Device):
             options,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
+            first_call_s=max(options.first_call_s, _FIRST_S),
             limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
         )
 
@@ -68,7 +75,10 @@ class CudaDevice(Device):
         where = torch.device(self.name)
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
-        self._health = GpuHealth(torch.device("cuda", where.index or 0))
+        where = torch.device("cuda", where.index or 0)
+        self._health = GpuHealth(where)
+        with contextlib.suppress(MissingTool):
+            fused.use(where, Passes(where))
 
     def enter(self) -> None:
         self.health.enter()
@@ -82,10 +92,38 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
-        if self._spares is None:
+        if self._spares is None or self._homes is None:
             self._spares = Spares(zygote, options.limits, options.device)
-        make_room(kept, options, self._spares.dying)
-        return CudaReference(zygote, problem, options, rng, self._spares, tick)
+            lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
+            self._homes = Spares(zygote, lasting, options.device)
+        self._homes.refill()
+        self._replays_for(zygote, options).refill()  # they start while the reference is made
+        if not make_room(kept, options, self._homes):
+            self._give_back()
+        made: CudaReference | None
+        given = zygote, problem, options, rng, self._homes, self._spares, tick
+        try:
+            made = CudaReference(*given)
+        except DoesNotFit:
+            made = None  # the error's frames hold what there is of it
+        if made is None:
+            while kept:
+                kept.popitem(last=False)[1].close()
+            self._give_back()
+            made = CudaReference(*given)
+        self._homes.refill()  # for the next problem
+        return made
+
+    def _give_back(self) -> None:
+        """All memory that can be had again."""
+        if self._replays is not None:
+            self._replays.give_back()
+        for spares in (self._homes, self._spares):
+            if spares is not None:
+                spares.settle()
+                spares.dying.close()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def judged(
         self,
@@ -141,11 +179,11 @@ class CudaDevice(Device):
         self.health.check(pid)
 
     def settle(self) -> None:
-        for started in (self._spares, self._replays):
+        for started in (self._spares, self._homes, self._replays):
             if started is not None:
                 started.settle()
 
     def close(self) -> None:
-        for started in (self._spares, self._replays):
+        for started in (self._spares, self._homes, self._replays):
             if started is not None:
                 started.close()

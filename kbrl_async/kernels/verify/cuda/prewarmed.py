@@ -3,10 +3,12 @@
 ::
 
     take ─▶ the waiting child, or a new one        refill ─▶ start the next one (returns at once)
+    give ─▶ one that only ran what is trusted waits again
     settle ─▶ wait until it has its context: nothing may disturb a measurement
 
-A child is still used once: it waits before any candidate code, confined already. What it gets to read comes as sealed
-files in memory, because its file rules were fixed before its candidate was known.
+A child of candidates is used once: it waits before any candidate code, confined already. What it gets to read comes as
+sealed files in memory, because its file rules were fixed before its candidate was known. One that ran a reference
+serves the next reference, and no candidate ever: it might find there what is expected of it.
 """
 
 from __future__ import annotations
@@ -23,47 +25,61 @@ from kbrl_async.kernels.verify.memory import memory_file, seal
 
 ENTRY = "kbrl_async.kernels.verify.cuda.runner:main"
 _SETTLE_S = 10.0
+_MOST_RESTED = 2
+LIFE_S = 24 * 3600
+"""CPU seconds of a process that serves many in turn."""
 
 
 class Spares:
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY) -> None:
+    """`count`: so many wait, as far as `refill` is called."""
+
+    def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY, count: int = 1) -> None:
         self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
-        self._child: Child | None = None
+        self._count = count
+        self._waiting: list[Child] = []
         self._generation = -1
         self.dying = Dying()
 
     def take(self) -> Child:
+        """The one that rested last, else the one that waits for longest."""
         self._forget_the_dead()
-        child, self._child = self._child, None
-        return child or self._spawn()
+        return self._waiting.pop() if self._waiting else self._spawn()
+
+    def give(self, child: Child) -> None:
+        """Told to rest, it is ready for other work soon."""
+        self._forget_the_dead()
+        self._waiting.append(child)
+        while len(self._waiting) > _MOST_RESTED:
+            self.dying.add(self._waiting.pop(0))
 
     def refill(self) -> None:
+        """Returns at once."""
         self._forget_the_dead()
-        if self._child is None:
-            with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
-                self._child = self._spawn()
-                self._generation = self._zygote.generation
+        with contextlib.suppress(InfraError):  # whoever needs a child next will meet it again
+            while len(self._waiting) < self._count:
+                self._waiting.insert(0, self._spawn())
 
     def settle(self) -> None:
-        if self._child is not None:
-            select.select([self._child.channel], [], [], _SETTLE_S)
+        """Returns when all that wait have their context, and those that rest have given their memory back."""
+        for child in self._waiting:
+            select.select([child.channel], [], [], _SETTLE_S)
 
     def close(self) -> None:
-        self._drop()
+        while self._waiting:
+            self._waiting.pop().close()
         self.dying.close()
 
-    def _drop(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
-
     def _forget_the_dead(self) -> None:
-        """It dies with its zygote, too."""
-        if self._child is not None and (self._generation != self._zygote.generation or self._child.has_ended()):
-            self._drop()
+        """They die with their zygote, too."""
+        is_gone = self._generation != self._zygote.generation
+        for child in [child for child in self._waiting if is_gone or child.has_ended()]:
+            self._waiting.remove(child)
+            child.close()
 
     def _spawn(self) -> Child:
-        return self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
+        child = self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
+        self._generation = self._zygote.generation
+        return child
 
 
 def as_files(artifacts: dict[str, str]) -> list[int]:

@@ -1,7 +1,10 @@
 """A reference on a GPU: its weights, draws, inputs and expected outputs live in device memory, and it times as well.
 
-One child serves every candidate of a problem, for checking and for timing: unlike on a CPU, a process's age does not
-show in its kernels' times (A against A: under 0.2 % from 20 µs on), and a fresh child costs a quarter of a second.
+One child serves every candidate of a problem, for checking and for timing, and then the next problem: unlike on a CPU,
+a process's age does not show in its kernels' times (A against A: under 0.2 % from 20 µs on), and a fresh child costs a
+quarter of a second, in which the driver makes no other's context. It is not done again by a player, as candidates are:
+whatever has its memory mapped could let a candidate's kernels read what is expected of them; and it draws inputs and
+computes in fp64, which is nothing that a recording has.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import math
 import os
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,12 +24,13 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
-from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
+from kbrl_async.kernels.verify.known import Draws, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import Judged, Session, Submission
@@ -41,8 +46,14 @@ _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made."""
+_SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
+"""A problem whose text changes settings of its process has that process to itself."""
 _KEPT_SHARE = 0.25
 """Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
+
+
+class DoesNotFit(ProblemError):  # noqa: N818 - an answer as long as memory can be given back
+    """The GPU has no memory for a reference, at least not now."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -74,10 +85,12 @@ class CudaReference(Reference):
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
+        homes: Spares,
         spares: Spares,
         tick: Tick = no_tick,
     ) -> None:
-        self.spares = spares
+        """`homes`: processes for references; `spares`: for candidates that are watched."""
+        self._homes, self.spares = homes, spares
         self._where = torch.device(options.device)
         self._zygote = zygote
         self._weights: DeviceArena | None = None
@@ -87,13 +100,14 @@ class CudaReference(Reference):
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
 
     def _begin(self, zygote: Zygote) -> Session:
         options = self._options
         self.copies = True
         setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
-        session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self.spares)
+        with span("a reference's process"):
+            session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
         metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
         if metas:
             try:
@@ -102,6 +116,12 @@ class CudaReference(Reference):
                 session.close()
                 raise
         return session
+
+    def retire(self) -> None:
+        assert isinstance(self.session, CudaSession)
+        if not _SETTINGS.search(self.problem.source):
+            self.session.rest()
+        self.close()
 
     def close(self) -> None:
         self.session.close()
@@ -133,7 +153,7 @@ class CudaReference(Reference):
         def fill(arena: DeviceArena) -> None:
             for places in slots:
                 for meta, example in zip(places, self.examples, strict=True):
-                    arena.view(meta).copy_(example)
+                    arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
         with self._copied_weights() as fds:
             return recorders.record(wire.Record(self.setup(code), self.tree, slots, start), fds, deadline_s, fill)
@@ -163,8 +183,8 @@ class CudaReference(Reference):
     def attach(self, session: Judged) -> None:
         assert isinstance(session, Timed)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
-        if isinstance(session, CudaSession):
-            self.spares.refill()  # gets ready while this one is being checked
+        if isinstance(session, CudaSession) and session is not self.session:
+            self.spares.refill()  # the next one gets ready while this one is being checked
 
     def twin(self, zygote: Zygote, is_replayed: bool = False) -> Session:
         return self.session
@@ -176,38 +196,63 @@ class CudaReference(Reference):
         try:
             super().refresh()
         except (torch.OutOfMemoryError, CudaError) as error:
-            raise ProblemError(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
+            raise DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 
     def _prepare(self) -> None:
-        while self._drawn:
-            self._drawn.pop().close()
+        self._close_drawn()
         super()._prepare()
 
-    def _draw(self) -> list[torch.Tensor]:
-        assert isinstance(self.session, CudaSession)
-        seed = self._rng.getrandbits(31)
-        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
-        self._drawn.append(arena)
-        self.examples = tensors
-        return [values.flat(tensor) for tensor in tensors]
+    def _close_drawn(self) -> None:
+        while self._drawn:
+            self._drawn.pop().close()
 
-    def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
+    def _draw(self, seed: int) -> list[torch.Tensor]:
+        """Where draws are not kept, in memory of torch's: an arena has to be held as long as anything lies in it."""
+        assert isinstance(self.session, CudaSession)
+        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
+        if self.keeps_sets:
+            self._drawn.append(arena)
+            self.examples = tensors
+            return [values.flat(tensor) for tensor in tensors]
+        self.examples, copies = outlines(tensors), [values.flat(tensor).clone() for tensor in tensors]
+        del tensors
+        arena.close()
+        return copies
+
+    def _memory(self) -> int:
+        return memory_of(self._options)
+
+    def _forget_outputs(self) -> None:
+        self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
+        torch.cuda.empty_cache()
+
+    def _attach_own(self, draws: Draws) -> None:
         """Twice: first to see the outputs and the time, then with as many slots as that asks for."""
         session, deadline = self.session, self._options.reference_deadline_s
         assert isinstance(session, CudaSession)
+        if not self.keeps_sets:
+            self._close_drawn()
+        first = draws[0]
         session.attach(self.tree, self.examples, 1)
-        for place, block in zip(session.slots[0], draws[0], strict=True):
+        for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
+        self._planned(
+            [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
+        )
+        session.is_widened = self.widens
         session.attach(self.tree, self.examples, 1, outs=self._outs)
-        for place, block in zip(session.slots[0], draws[0], strict=True):
+        for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         self.forward_ns = elapsed
-        self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
-        self.attach(session)
+        if self.keeps_sets:
+            self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
+            self.attach(session)
+        else:
+            self.plan = Plan(1, 1)  # it is attached so
 
     @property
     def slot_bytes(self) -> int:
@@ -223,7 +268,7 @@ class CudaReference(Reference):
         session = self.session
         assert isinstance(session, CudaSession)
         arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
-        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in (*one.blocks, *one.expected))
+        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in one.known.held)
 
 
 def memory_of(options: BenchOptions) -> int:
@@ -236,15 +281,18 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Family], options: BenchOptions, dying: Dying) -> None:
-    """Close the references used longest ago until the GPU has room for another."""
-    while kept:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(torch.device(options.device))
-        if free >= _ROOM_SHARE * memory_of(options):
-            return
-        kept.popitem(last=False)[1].close()
-        dying.close()  # until then the driver has its memory
+def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: Spares) -> bool:
+    """Close the references used longest ago until the GPU has room for another; whether it has."""
+    while not (has_room := _is_free(options)) and kept:
+        kept.popitem(last=False)[1].retire()
+        homes.settle()
+        homes.dying.close()  # until then the driver has its memory
+    return has_room
+
+
+def _is_free(options: BenchOptions) -> bool:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(torch.device(options.device))[0] >= _ROOM_SHARE * memory_of(options)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

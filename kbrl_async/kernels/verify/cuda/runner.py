@@ -12,9 +12,11 @@ places inside that arena, and times that the trusted side's own clock bears out.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
+import sys
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
+from kbrl_async.kernels.verify.memory import whole
 
 
 def preload() -> None:
@@ -73,16 +76,42 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     torch.cuda.synchronize()
-    isolation = gpu.finish(isolation)
-    channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
     if setup is None:
-        setup, fds = _await_orders(channel)
-    try:
-        made = CudaRunner(channel, setup, fds, device)
-    except BaseException as error:
-        channel.send(wire.encode(device_failure(error)))
-        return
-    made.serve()
+        _warm_up(device)
+    isolation = gpu.finish(isolation)
+    while True:
+        channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
+        if setup is None:
+            setup, fds = _await_orders(channel)
+        try:
+            made = CudaRunner(channel, setup, fds, device)
+        except BaseException as error:
+            channel.send(wire.encode(device_failure(error)))
+            return
+        made.serve()
+        if not made.is_over:
+            return
+        made.drop()
+        setup = None
+        del made
+        _forget()
+
+
+def _warm_up(device: torch.device) -> None:
+    """Before anybody waits: libraries and the driver load their code at its first use."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        one = torch.randn(64, 64, device=device).to(dtype)
+        (torch.addmm(one[0], one, one).relu() * 2).softmax(-1).sum().item()
+    _forget()
+
+
+def _forget() -> None:
+    """Of a reference, before the next one comes."""
+    sys.modules.pop("candidate", None)
+    gc.collect()
+    gc.freeze()  # what libraries have made lasts: looked through each time, it costs 25 ms
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined, unused-ignore]
+    torch.cuda.empty_cache()
 
 
 def _await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
@@ -90,6 +119,7 @@ def _await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
     data, fds, _, _ = socket.recv_fds(channel, wire.MAX_REPLY, _MAX_FDS)
     if not data:
         os._exit(0)
+    data, fds = whole(data, fds)
     setup = wire.decode_setup(data)
     weights = len(fds) - len(setup.artifacts)
     paths = {key: f"/proc/self/fd/{fd}" for key, fd in zip(setup.artifacts, fds[weights:], strict=True)}
@@ -115,6 +145,22 @@ class CudaRunner(runner.Runner):
         if self._given is not None:
             self._given.close()
             self._given = None
+
+    def drop(self) -> None:
+        """The arena, and whatever else holds memory of the device."""
+        self._end_batch()
+        self._flush, self._pending, self.slots, self.last, self.held = None, [], [], None, [None, None]
+        self.double, self.model, self.module = None, torch.nn.Module(), None
+        for event in (*self._events, self._own_end):
+            self._driver.call("cuEventDestroy_v2", event)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
 
     def _construct(self, model: Any, args: list[Any], kwargs: dict[str, Any]) -> torch.nn.Module:
         """Straight on the GPU, because initialising large weights on a CPU takes seconds; on the CPU and moved, as
@@ -172,6 +218,8 @@ class CudaRunner(runner.Runner):
             self._export(DeviceArena.received(fds[0], order.size, self._where))
         elif isinstance(order, wire.Mute):
             self._mute(order)
+        elif isinstance(order, wire.Rest):
+            self.is_over = True
         else:
             self._attach(order, fds[0])
 
@@ -192,7 +240,7 @@ class CudaRunner(runner.Runner):
         self.channel.send(wire.encode(wire.Ready()))
 
     def _attach(self, order: wire.Attach, fd: int) -> None:
-        self._batch = None
+        self._end_batch()
         self.slots, self.last, self.held = [], None, [None, None]
         if self._shared is not None:
             self._shared.close()
@@ -215,7 +263,8 @@ class CudaRunner(runner.Runner):
             elapsed = sum(self._ordinary(0)[0] for _ in range(slot))
             self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
         elif op == wire.OP_FREE:
-            self.double, self.last, self.held, self._batch = None, None, [None, None], None
+            self._end_batch()
+            self.double, self.last, self.held = None, None, [None, None]
             torch.cuda.empty_cache()
             self.channel.send(wire.encode(wire.Done(nonce, ["V", None], [])))
         else:
@@ -250,7 +299,7 @@ class CudaRunner(runner.Runner):
         return tensors
 
     def _captured(self, count: int, nonce: int) -> wire.Captured:
-        self._batch = None
+        self._end_batch()
         self.last, self.held = None, [None, None]
         try:
             self._batch = Batch(self._driver, self._the_flush, self._forward, count)
@@ -259,7 +308,7 @@ class CudaRunner(runner.Runner):
             return wire.Captured(nonce, refused=f"{type(error).__name__}: {error}".splitlines()[0][:200])
         torch.cuda.empty_cache()  # the memory of earlier graphs, only now: these were to lie elsewhere
         if replies.too_many_names(self._batch.kernels):
-            self._batch = None
+            self._end_batch()
             return wire.Captured(nonce, refused="forward launches too many kernels")
         return wire.Captured(nonce, {name: len(nodes) for name, nodes in self._batch.kernels.items()})
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -26,7 +27,8 @@ from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
-from kbrl_async.kernels.verify.session import Judged, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.memory import as_message
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, no_meter
 
 _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
@@ -88,6 +90,8 @@ class CudaSession(Session):
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
     is_trusted = False
+    is_widened = False
+    """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf
 
     def __init__(
@@ -105,7 +109,7 @@ class CudaSession(Session):
         self.captured: wire.Captured | None = None
         self._captured_slots = 0
         self.is_proven = False
-        self._is_confined = False
+        self._is_confined = self._is_given = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
@@ -126,18 +130,28 @@ class CudaSession(Session):
         return confined
 
     def _send_orders(self, setup: wire.Setup, fds: tuple[int, ...]) -> None:
+        message, more = as_message(wire.encode(setup))
         files = as_files(setup.artifacts)
         try:
-            socket.send_fds(self._child.channel, [wire.encode(setup)], [*fds, *files])
+            socket.send_fds(self._child.channel, [message], [*more, *fds, *files])
         except OSError as error:
             raise InfraError(f"a waiting sandbox child could not be given its candidate ({error})") from error
         finally:
-            for fd in files:
+            for fd in (*more, *files):
                 os.close(fd)
+
+    def rest(self) -> None:
+        """Its process may serve another; this session is closed next."""
+        with contextlib.suppress(CandidateFault, InfraError, OSError):
+            self.thaw()
+            self._send(wire.encode(wire.Rest()))
+            self._spares.give(self._child)
+            self._is_given = True
 
     def close(self) -> None:
         """Returns at once; who needs its memory waits for its end, see `CudaDevice.ended`."""
-        self._spares.dying.add(self._child)
+        if not self._is_given:
+            self._spares.dying.add(self._child)
         self.slots, self._outs = [], []
         if self.shared is not None:
             self.shared.close()
@@ -174,7 +188,7 @@ class CudaSession(Session):
             placed, end = values.layout(tensors, end, ALIGNMENT)
             metas.append(placed)
         self._outputs_at = end
-        self._outs, end = _place_outputs(outs or [], slots, end)
+        self._outs, end = _place_outputs(outs or [], slots, end, self.is_widened)
         if self.shared is not None:
             self.shared.close()
         self.shared = DeviceArena.new(end, self._where)
@@ -300,9 +314,9 @@ def _moved(meta: wire.TensorMeta, by: int) -> wire.TensorMeta:
 
 
 def _place_outputs(
-    outs: list[wire.TensorMeta], slots: int, start: int
+    outs: list[wire.TensorMeta], slots: int, start: int, is_widened: bool
 ) -> tuple[list[tuple[wire.TensorMeta, int]], int]:
-    """For each output: its place in slot 0 and the step to the next slot. An fp64 version of slot 0 fits, too."""
+    """For each output: its place in slot 0 and the step to the next slot. `is_widened`: fp64 of slot 0 fits, too."""
     placed, single = [], 0
     end = start
     for meta in outs:
@@ -312,7 +326,7 @@ def _place_outputs(
         placed.append((msgspec.structs.replace(meta, place=end, strides=strides), step))
         end += step * slots
         single += values.padded(math.prod(meta.shape) * 8, ALIGNMENT)
-    return placed, max(end, start + single)
+    return placed, max(end, start + single if is_widened else 0)
 
 
 def _stacked(arena: DeviceArena, meta: wire.TensorMeta, step: int, count: int) -> torch.Tensor:

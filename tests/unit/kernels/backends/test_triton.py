@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
+from kbrl_async.kernels.backends.triton import tuning
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -93,8 +97,7 @@ def test_what_is_launched_decides_what_is_compiled(builder: Builder) -> None:
     assert set(files_of(builder, aligned)) != set(files_of(builder, shifted))
 
 
-def test_each_configuration_that_compiles_is_compiled(builder: Builder) -> None:
-    head = """
+TUNED = """
 CONFIGS = [triton.Config({"BLOCK": size}, num_warps=warps) for size in (128, 256, 2048) for warps in (1, 4)]
 
 @triton.autotune(CONFIGS, key=["n"])
@@ -105,10 +108,47 @@ def tuned(x, y, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at) if EVEN else tl.load(x + at, mask=at < n), mask=at < n)
 """
-    body = 'tuned[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())'
-    report = build(builder, make(body=body, head=head))
+TUNED_LAUNCH = 'tuned[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())'
+
+
+def test_each_configuration_that_compiles_is_compiled(builder: Builder) -> None:
+    report = build(builder, make(body=TUNED_LAUNCH, head=TUNED))
     assert (report.fault, report.hint) == (Fault.OK, "")
     assert sum(name.endswith(".cubin") for name in files_of(builder, report)) == 4
+    assert tuning.FILE not in files_of(builder, report)
+
+
+def test_what_a_tuners_budget_leaves_out_is_said_and_not_tried_on_the_bench(tmp_path: Path) -> None:
+    farm = CompileFarm(tuning_s=1e-6)
+    with Builder(ArtifactStore(tmp_path), farm) as builder:
+        report = build(builder, make(body=TUNED_LAUNCH, head=TUNED))
+        assert report.fault is Fault.OK
+        assert report.hint == "tuned over 1 configurations, 5 left out for time"
+        files = files_of(builder, report)
+        assert sum(name.endswith(".cubin") for name in files) == 1
+        assert list(msgspec.msgpack.decode(files[tuning.FILE])) == ["tuned"]
+
+
+def test_streams_and_events_may_stand_in_annotations(builder: Builder) -> None:
+    head = "def side(stream: torch.cuda.Stream | None = None, event: torch.cuda.Event | None = None): ..."
+    report = build(builder, make(head=head))
+    assert (report.fault, report.hint) == (Fault.OK, "")
+
+
+class Tuner:
+    def base_fn(self) -> None: ...
+
+
+def test_a_budget_is_that_of_all_tuners_and_one_configuration_of_each_is_free() -> None:
+    times = iter(range(100))
+    budget = tuning.Budget(2.0, lambda: float(next(times)))
+    other = type("Other", (), {"base_fn": staticmethod(build)})()
+    made = [budget.compile(Tuner(), number, lambda number=number: number) for number in range(4)]  # type: ignore[misc]
+    assert made == [0, 1, None, None]
+    assert budget.compile(other, 7, lambda: 7) == 7
+    assert budget.note == "tuned over 3 configurations, 2 left out for time"
+    with pytest.raises(ValueError, match="no"):
+        tuning.Budget(1.0).compile(Tuner(), 0, lambda: int("no"))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,19 @@ def test_a_kernel_without_its_machine_code_is_a_miss(cache: BundleCache) -> None
     assert cache.get_group("g.json") is None
 
 
+def test_what_an_earlier_candidate_left_under_the_same_key_is_not_found(
+    cache: BundleCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two builds of one kernel differ: their machine code names the folders of their sources."""
+    cache.get_group("f.json")
+    cache.put(b"new", "h.json")
+    monkeypatch.setattr(BundleCache, "files", {"KEY.f.json": b"{}", "KEY.f.cubin": b"other code"})
+    found = cache.get_group("f.json")
+    assert found is not None
+    assert Path(found["f.cubin"]).read_bytes() == b"other code"
+    assert cache.get_group("h.json") is None
+
+
 def test_only_what_the_bench_needs_is_kept_of_what_is_compiled(cache: BundleCache) -> None:
     for name in ("h.ttir", "h.ptx", "h.json", "h.cubin"):
         cache.put(b"new", name)

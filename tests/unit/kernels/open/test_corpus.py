@@ -22,7 +22,13 @@ PAIRS = {
     "no kernel": ("print('hello')\n", affine(), ()),
     "broken problem": (c(), affine().replace("def get_init_inputs", "def other"), ()),
     "failing problem": (c(), affine().replace("torch.randn(16, 33)", "1 / 0"), ()),
+    "random problem": (c(), affine().replace("+ 1", "+ torch.rand_like(x)"), ()),
+    "huge problem": (c(), affine(shape="1 << 40"), ()),
+    "no problem at all": (c(), "print('hello')\n", ()),
+    "needs a package": ("import no_such_package\n" + c(), affine(), ()),
+    "ends before its kernel": (c(init="raise SystemExit(0)"), affine(), ()),
 }
+BINARY = ("binary", "binary problem")
 
 
 @pytest.fixture
@@ -35,6 +41,11 @@ def folder(tmp_path: Path) -> Path:
             (tmp_path / name / "problem.py").write_text(problem)
         if rules:
             (tmp_path / name / "expected.json").write_text(json.dumps({"rules": rules}))
+    for name, file in zip(BINARY, ("candidate.py", "problem.py"), strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "candidate.py").write_text(c())
+        (tmp_path / name / file).write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "candidate is a folder" / "candidate.py").mkdir(parents=True)
     return tmp_path
 
 
@@ -44,14 +55,21 @@ def test_each_pair_has_an_outcome_and_bad_ones_are_nobodys_fault(folder: Path) -
     assert states == {
         "right": "accepted", "unpaired": "built", "wrong": "refused", "decoy": "refused",
         "no kernel": "no_kernel", "nothing": "no_kernel", "broken problem": "problem", "failing problem": "problem",
+        "random problem": "problem", "huge problem": "problem", "no problem at all": "problem",
+        "needs a package": "missing", "ends before its kernel": "refused",
+        "binary": "no_kernel", "binary problem": "problem", "candidate is a folder": "no_kernel",
     }  # fmt: skip
     assert not found["ok"]
-    assert found["accepted_share"] == 0.5
+    assert found["accepted_share"] == pytest.approx(2 / 5)
+    assert len(found["not_counted"]) == 11
+    assert any("random or keeps state" in line for line in found["not_counted"])
     assert found["accused"] == ["decoy"]
 
 
 def test_a_hostile_pair_has_to_be_refused_for_its_reason(folder: Path) -> None:
-    for name in PAIRS.keys() - {"decoy", "wrong"}:
+    for name in (PAIRS.keys() | {*BINARY, "candidate is a folder"}) - {"decoy", "wrong"}:
+        if name == "candidate is a folder":
+            (folder / name / "candidate.py").rmdir()
         for file in (folder / name).iterdir():
             file.unlink()
         (folder / name).rmdir()

@@ -80,6 +80,9 @@ STYLES = {
     "inspect": c(forward="import inspect; assert 'forward' in inspect.getsource(type(self)); " + CALLED),
     "scratch": c("import tempfile, os\nwith tempfile.TemporaryDirectory() as d: open(d + '/a', 'w').write('a')"),
     "home": c("import pathlib\n(pathlib.Path.home() / '.cache' / 'mine').mkdir(parents=True, exist_ok=True)"),
+    "a lock between processes": c(
+        "import multiprocessing\nLOCK = multiprocessing.Lock()", forward=f"with LOCK: {CALLED}"
+    ),
     "getattr": c(forward="y = getattr(torch, 'empty_like')(x); self.f(x.contiguous(), y, x.numel())"),
     "eval": c("N = eval('1 + 1')"),
     "numpy for sizes": c("import numpy as np\nSIZE = int(np.prod([2, 3]))"),

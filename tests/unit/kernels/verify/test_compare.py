@@ -151,10 +151,10 @@ def test_what_fp64_does_not_confirm_as_a_small_integer_is_not_exact(expected: to
 
 def test_an_ill_conditioned_output_widens_the_tolerance_only_so_far() -> None:
     expected = torch.ones(100)
-    near = tolerance(expected, None, 1.0, moved=expected + 1e-3)
+    near = tolerance(expected, None, 1.0, error=compare.largest_error(expected, expected + 1e-3))
     assert near.honest == pytest.approx(4e-3, rel=1e-2)
     assert not near.ill
-    far = tolerance(expected, None, 1.0, moved=expected + 0.5)
+    far = tolerance(expected, None, 1.0, error=compare.largest_error(expected, expected + 0.5))
     assert far.ill
     assert far.honest <= 1e-2
 

@@ -78,8 +78,9 @@ def test_what_is_loaded_before_a_fork_never_asks_for_a_gpu() -> None:
 
 def test_outputs_of_slots_do_not_overlap_and_a_wide_version_of_one_slot_fits() -> None:
     outs = [TensorMeta("float32", (3, 5), (5, 1), 0), TensorMeta("float16", (7,), (1,), 0)]
-    placed, end = _place_outputs(outs, 1, 1024)
+    placed, end = _place_outputs(outs, 1, 1024, True)
     assert [(meta.place, step) for meta, step in placed] == [(1024, 512), (1536, 512)]
     assert end == 2048
     big = [TensorMeta("float32", (4096,), (1,), 0)]
-    assert _place_outputs(big, 1, 0)[1] == 4096 * 8
+    assert _place_outputs(big, 1, 0, True)[1] == 4096 * 8
+    assert _place_outputs(big, 1, 0, False)[1] == 4096 * 4, "of a candidate nobody asks for fp64"

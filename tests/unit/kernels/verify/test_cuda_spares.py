@@ -23,6 +23,9 @@ class Waiting:
     def has_ended(self) -> bool:
         return self.is_dead
 
+    def signal(self, number: int) -> None:
+        self.is_dead = True
+
     def close(self) -> None:
         self.is_closed = True
         self.channel.close()
@@ -83,6 +86,39 @@ def test_the_dead_and_those_of_another_zygote_are_not_taken(
         waiting.refill()
     assert cast(Any, waiting.take()) is zygote.children[1]
     assert [child.is_closed for child in zygote.children] == [True, False]
+
+
+def test_who_rests_is_taken_first_and_at_most_two_rest(zygote: Zygote) -> None:
+    homes = spares(zygote)
+    taken = [homes.take() for _ in range(3)]
+    for child in taken:
+        homes.give(child)
+    assert [child.is_dead for child in zygote.children] == [True, False, False]
+    assert homes.take() is taken[2]
+    assert homes.take() is taken[1]
+    assert len(zygote.children) == 3
+    homes.take()
+    assert len(zygote.children) == 4
+
+
+def test_two_may_wait_and_who_waits_for_longest_is_taken_first(zygote: Zygote) -> None:
+    waiting = Spares(cast(Any, zygote), Limits(), "cuda:0", count=2)
+    waiting.refill()
+    first = waiting.take()
+    waiting.refill()
+    assert cast(Any, first) is zygote.children[0]
+    assert cast(Any, waiting.take()) is zygote.children[1]
+    assert len(zygote.children) == 3
+
+
+def test_who_died_while_it_rested_serves_nobody(zygote: Zygote) -> None:
+    homes = spares(zygote)
+    homes.give(homes.take())
+    zygote.children[0].is_dead = True
+    assert cast(Any, homes.take()) is zygote.children[1]
+    homes.give(cast(Any, zygote.children[1]))
+    homes.close()
+    assert zygote.children[1].is_closed
 
 
 def test_a_zygote_that_refuses_is_met_when_a_child_is_needed(zygote: Zygote) -> None:

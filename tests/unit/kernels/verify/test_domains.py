@@ -10,7 +10,7 @@ import torch
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.verify import Bench, sets
 from kbrl_async.kernels.verify.inputs import KINDS, moved, vary
-from kbrl_async.kernels.verify.tolerance import tolerance
+from kbrl_async.kernels.verify.tolerance import is_noise, tolerance
 from protocols.records import Candidate, Fault
 
 SIDES = {
@@ -121,3 +121,42 @@ class ModelNew(Model):
 def test_lowered_precision_is_found_unless_the_problem_declares_it(watching: Bench) -> None:
     assert _judged(watching, TOLD, NARROW) is Fault.INCORRECT
     assert _judged(watching, TOLD + 'TOLERANCES = {"float32": 2e-2}\n', NARROW) is Fault.OK
+
+
+NOISE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return ((x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)).mean(-1)
+
+def get_inputs():
+    return [torch.randn(32, 512)]
+
+def get_init_inputs():
+    return []
+"""
+WIDE = """
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return Model()(x.double()).float()
+"""
+
+
+def test_an_output_of_rounding_errors_alone_refuses_nobody_and_proves_nothing(bench: Bench) -> None:
+    problem = parse_problem(NOISE, "L2/23_noise")
+    verdict = bench.evaluate(problem, Candidate(NOISE + WIDE, "torch"), {}, timing=False).verdict
+    assert verdict.fault is Fault.OK, verdict
+    assert all(one.degenerate for one in bench._references.get(problem).references[0].sets)
+
+
+def test_a_jump_is_no_noise() -> None:
+    wide = torch.linspace(-1, 1, 1001, dtype=torch.float64)
+    steps = torch.sign(wide)
+    moved = steps.clone()
+    moved[500:502] *= -1
+    assert not is_noise(steps.float(), moved)
+    assert is_noise(torch.randn(100) * 1e-8, torch.zeros(100, dtype=torch.float64))
+    assert not is_noise(wide.float(), wide)
+    assert not is_noise(torch.zeros(9), torch.zeros(9))

@@ -82,7 +82,7 @@ def test_an_input_that_is_fresh_only_as_a_whole_draw_asks_for_new_ones() -> None
     assert pool.needs_draws
     new = torch.arange(40.0)
     for _ in range(40):
-        pool.replace([new], random.Random())
+        pool.replace(0, lambda seed: [new], random.Random())
     pool.mix(outs := [[torch.empty(40)]], random.Random(0))
     assert torch.allclose(outs[0][0], new)
     assert not pool_of(lambda: torch.randn(40))[0].needs_draws

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,21 +188,52 @@ def test_an_output_in_memory_that_lasts_is_overwritten() -> None:
         made.call(wire.OP_RUN, 0, 1.0)
 
 
-def test_a_call_that_writes_the_outputs_of_others_did_their_work() -> None:
+def doubled(*slots: int) -> Callable[[torch.Tensor, int], None]:
+    """Work of whoever computes these slots whichever is called, besides the one that is."""
+
+    def work(raw: torch.Tensor, slot: int) -> None:
+        for one in {slot, *slots}:
+            inputs = raw[64 * one : 64 * one + 16].view(torch.float32)
+            raw[1024 + 64 * one : 1040 + 64 * one].view(torch.float32)[:] = 2 * inputs
+
+    return work
+
+
+def filled(values: Sequence[float] = (1.0, 2.0, 3.0)) -> tuple[ReplaySession, Host]:
     made, host = session([1024, 1088, 1152])
-    host.work = lambda raw, slot: raw[1024:1168].fill_(1)
+    for slot, value in zip(made.slots, values, strict=True):
+        slot[0].fill_(value)
+    return made, host
+
+
+def test_a_call_that_does_the_work_of_others_is_found() -> None:
+    made, host = filled()
+    host.work = doubled(0, 1, 2)
     with pytest.raises(CandidateFault) as caught:
         made.call(wire.OP_RUN, 0, 1.0)
     assert (caught.value.kind, caught.value.rule) == (Fault.CHEATING, "slot_batched")
 
 
+def test_a_call_that_writes_elsewhere_is_wrong_and_accused_of_nothing() -> None:
+    """Whatever it writes there; and its own result, where the inputs are the same, says nothing either."""
+    made, host = filled()
+    host.work = lambda raw, slot: raw[1024:1168].fill_(1)
+    with pytest.raises(CandidateFault) as caught:
+        made.call(wire.OP_RUN, 0, 1.0)
+    assert (caught.value.kind, caught.value.rule) == (Fault.ILLEGAL_ACCESS, "stray_write")
+    made, host = filled((2.0, 2.0, 2.0))
+    host.work = doubled(0, 1, 2)
+    with pytest.raises(CandidateFault, match="neither its output"):
+        made.call(wire.OP_RUN, 0, 1.0)
+
+
 def test_a_slot_that_is_left_out_of_a_timed_run_stays_poison() -> None:
-    made, host = session([1024, 1088, 1152])
+    made, host = filled()
     made.capture(3, 1.0)
-    host.work = lambda raw, slot: raw[1024 + 64 * slot : 1040 + 64 * slot].fill_(1)
+    host.work = doubled()
     made.leaves_out(1.0)
     assert len(host.orders[-1].slots) == 2
-    host.work = lambda raw, slot: raw[1024:1168].fill_(1)
+    host.work = doubled(0, 1, 2)
     with pytest.raises(CandidateFault, match="the work of several"):
         made.leaves_out(1.0)
 

@@ -47,9 +47,9 @@ def test_what_is_imported_is_imported_before_the_window(monkeypatch: pytest.Monk
     clock = StageClock(itertools.count().__next__)
     bench._measure(cast(Any, told), lambda: None, clock)
     clock.ends("timing")
-    assert told.heard == ["twin", "imports", "window opens", "run", "window closes", "close", "release"]
+    assert told.heard == ["twin", "imports", "prepare", "window opens", "run", "window closes", "close", "release"]
     parts = re.sub(r" [\d.]+ s", "", clock.reports[0].detail)
-    assert parts == "a twin of the reference; imports; until all is quiet; measuring"
+    assert parts == "a twin of the reference; preparing; until all is quiet; measuring"
 
 
 def test_what_the_first_interval_needs_can_be_imported_before() -> None:

@@ -56,6 +56,11 @@ class Heap:
         self._stretch, self.used, self.log = (start, end), start, None
         self.settle()
 
+    def forget(self) -> None:
+        """Whatever is alive is nobody's any more: its memory goes."""
+        self._live.clear()
+        self._held.clear()
+
     @property
     def left_bytes(self) -> int:
         """What earlier candidates left behind."""

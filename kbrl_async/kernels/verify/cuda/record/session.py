@@ -22,20 +22,25 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares, as_files
-from kbrl_async.kernels.verify.memory import memory_file
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares, as_files
+from kbrl_async.kernels.verify.memory import as_message, memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
 _CONFINED_S, _MAP_S = 30.0, 10.0
 MAX_SERVED = 64
 _MAX_LEFT = 256 << 20
-_LIFE_S = 24 * 3600
 _MAX_BYTES = 16 << 20
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
+
+
+def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> Spares:
+    """Recorders that wait for their first candidate."""
+    return Spares(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY, count)
 
 
 class Recorders:
@@ -43,12 +48,11 @@ class Recorders:
     that is being killed may still write into its own for seconds.
     """
 
-    def __init__(
-        self, zygote: Zygote, limits: Limits, device: str, arena_bytes: int, most_served: int = MAX_SERVED
-    ) -> None:
+    def __init__(self, spares: Spares, device: str, arena_bytes: int, most_served: int = MAX_SERVED) -> None:
+        """`spares`: as `spares_for` makes them, maybe others' too."""
         self._device, self._most_served = device, most_served
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
-        self._spares = Spares(zygote, msgspec.structs.replace(limits, cpu_s=_LIFE_S), device, ENTRY)
+        self._spares = spares
         self._child: Child | None = None
         self._dying = Dying()
         self._is_used = self._is_begun = False
@@ -58,16 +62,7 @@ class Recorders:
     def close(self) -> None:
         self._end()
         self._dying.close()
-        self._spares.close()
         self.arena.close()
-
-    def settle(self) -> None:
-        """Returns when the one that waits for its work is on the device."""
-        self._spares.settle()
-
-    def refill(self) -> None:
-        """Start the next one; returns at once."""
-        self._spares.refill()
 
     def grow(self, arena_bytes: int) -> None:
         """The next candidate gets a fresh process with so much memory."""
@@ -93,13 +88,15 @@ class Recorders:
         :raises InfraError: the host starts no recorder.
         :raises CudaError: there is no memory for another arena.
         """
-        child = self._ready()
+        with span("a recorder that is ready"):
+            child = self._ready()
         fill(self.arena)
         torch.cuda.synchronize()
         self._served += 1
+        message, more = as_message(wire.encode(order))
         file, files = memory_file("recording"), as_files(order.setup.artifacts)
         try:
-            socket.send_fds(child.channel, [wire.encode(order)], [file, *weights, *files])
+            socket.send_fds(child.channel, [message], [*more, file, *weights, *files])
             told = self._answer(deadline_s)
             if not isinstance(told, wire.Recorded):
                 return self._failed("its recorder did not answer in time" if told is None else "its recorder ended")
@@ -107,7 +104,7 @@ class Recorders:
         except OSError:
             return self._failed("its recorder ended")
         finally:
-            for fd in (file, *files):
+            for fd in (*more, file, *files):
                 os.close(fd)
         if told.is_over or told.left > _MAX_LEFT or self._served >= self._most_served:
             self._retire()

@@ -17,8 +17,9 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import validation, values, wire
-from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders
+from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
@@ -33,6 +34,8 @@ _MOST_SHARE = 0.25
 _BESIDE = 512 << 20
 _SECONDS = 8
 """Candidates that the second recorder serves: only those with something against them come to it."""
+_READY = 2
+"""Recorders that wait: a candidate that is recorded alone needs one, and what is in doubt another."""
 _TIMES = 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs."""
 
@@ -59,9 +62,10 @@ class Replays:
     """Recorders and players of one bench on its GPU."""
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float) -> None:
-        self._zygote, self._limits, self._device = zygote, limits, device
+        self._zygote, self._device = zygote, device
         self._memory_share = memory_share
         self._host = ReplayHost(zygote, limits, device)
+        self._spares = spares_for(zygote, limits, device, _READY)
         self._recorders: Recorders | None = None
         self._seconds: Recorders | None = None
         self._generation = -1
@@ -97,7 +101,8 @@ class Replays:
         if is_alone:
             recorders.forget()
             self._host.renew()
-        content = reference.record(recorders, code, placed, start, deadline_s)
+        with span("recorded"):
+            content = reference.record(recorders, code, placed, start, deadline_s)
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -107,18 +112,19 @@ class Replays:
         if recording.refused:
             raise Unreplayable(recording.refused)
         try:
-            session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
+            with span("loaded"):
+                session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
         except CudaError as error:
             raise Unreplayable(f"there is no memory to replay it in ({error})") from error
         try:
-            self._try(session, reference, deadline_s, rng)
+            with span("tried"):
+                self._try(session, reference, deadline_s, rng)
         except CandidateFault as fault:
             session.fault = session.fault or fault
         except BaseException:
             session.close()
             raise
-        recorders.refill()
-        self._host.refill()
+        self.refill()
         return session
 
     def is_repeated(self, reference: CudaReference, code: Submission, deadline_s: float, is_right: bool) -> bool:
@@ -132,8 +138,9 @@ class Replays:
         second = self._second(first.arena.size)
         if second is None:
             return False
-        content = reference.record(second, code, last.placed, last.start, deadline_s)
-        second.refill()
+        with span("recorded by a second"):
+            content = reference.record(second, code, last.placed, last.start, deadline_s)
+        self._spares.refill()
         self._repeated = _Written(content, last.placed, last.start, last.recording)
         if is_right:
             return outline(content) == outline(last.content)
@@ -162,7 +169,7 @@ class Replays:
         known = self._seconds
         try:
             if known is None:
-                self._seconds = known = Recorders(self._zygote, self._limits, self._device, size, _SECONDS)
+                self._seconds = known = Recorders(self._spares, self._device, size, _SECONDS)
             elif known.arena.size != size:
                 known.grow(size)
         except CudaError:
@@ -195,7 +202,7 @@ class Replays:
         try:
             if known is None or self._generation != self._zygote.generation:
                 self.give_back()
-                known = Recorders(self._zygote, self._limits, self._device, wanted, self._most_served)
+                known = Recorders(self._spares, self._device, wanted, self._most_served)
             else:
                 known.grow(wanted)
         except CudaError as error:
@@ -209,12 +216,15 @@ class Replays:
         """Whether the last candidate was recorded by a process that had served others."""
         return self._recorders is not None and not self._recorders.is_fresh
 
+    def refill(self) -> None:
+        """Start whoever waits for the next candidates; returns at once."""
+        self._spares.refill()
+        self._host.refill()
+
     def settle(self) -> None:
         """Returns when nothing that was started for later candidates is still starting."""
         self._host.settle()
-        for recorders in (self._recorders, self._seconds):
-            if recorders is not None:
-                recorders.settle()
+        self._spares.settle()
 
     def give_back(self) -> None:
         """What memory can be had again; who needs it next makes it anew."""
@@ -226,3 +236,4 @@ class Replays:
     def close(self) -> None:
         self._host.close()
         self.give_back()
+        self._spares.close()

@@ -11,6 +11,7 @@ A fault of the device ends it: its context is lost with that.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Any
 
@@ -28,9 +29,10 @@ from kbrl_async.kernels.verify.cuda.replay.places import Places, install
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.steps import Refused
 from kbrl_async.kernels.verify.cuda.runner import device_failure
-from kbrl_async.kernels.verify.recording import Recording, decode
+from kbrl_async.kernels.verify.recording import Forward, Memcpy, Memset, Node, Recording, decode
 
 _NUMBERS = 1 << 20
+_WARM_BYTES = 2 << 20
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -66,7 +68,25 @@ class Player:
         self._arena: DeviceArena | None = None
         self._program: Program | None = None
         self._canary = Canary(device)
+        with contextlib.suppress(CudaError, RuntimeError, Refused):
+            self._warm_up()
         self._canary.sing()
+
+    def _warm_up(self) -> None:
+        """Before anybody waits: libraries and the driver load their code at its first use."""
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            one = torch.ones(64, 64, device=self._device, dtype=dtype)
+            torch.addmm(one[0], one, one).relu_().mul_(2).softmax(-1).sum()
+        self._arena = warm = DeviceArena.at_base(_WARM_BYTES, self._device)
+        fills: list[Node] = [Memset(0, 1, 1, 256, 1, 256, []), Memcpy(512, 0, 256, [0])]
+        plan = Recording([Forward(fills, ["T", 0], [])], [], _WARM_BYTES)
+        program = Program(self._driver, self._flush, warm, self._places, [], plan)
+        for is_muted in (False, True):
+            program.run(0, is_muted)
+            program.time((0,), is_muted)
+        program.close()
+        self._arena = None
+        warm.close()
 
     def serve(self) -> None:
         while True:

@@ -13,7 +13,8 @@ import torch
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.cuda_driver import KERNEL, MEMCPY, MEMSET, CudaError
 from kbrl_async.kernels.verify import recording, values
-from kbrl_async.kernels.verify.cuda.record.child import _differ, _reason
+from kbrl_async.kernels.verify.compare import _far_apart
+from kbrl_async.kernels.verify.cuda.record.child import _reason
 from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
 from kbrl_async.kernels.verify.cuda.record.graph import Launch, Raw, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
@@ -162,10 +163,10 @@ def test_reasons_are_one_line_and_say_what_a_capture_can_not_hold() -> None:
 
 def test_sums_in_another_order_are_the_same_and_missing_work_is_not() -> None:
     wanted = torch.randn(1000)
-    assert _differ(wanted + 1e-4, wanted) == 0
-    assert _differ(torch.full((1000,), 3.4e38), wanted) == 1000
-    assert _differ(torch.tensor([5.0]), torch.tensor([5.01])) == 0
-    assert _differ(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
+    assert _far_apart(wanted + 1e-4, wanted) == 0
+    assert _far_apart(torch.full((1000,), 3.4e38), wanted) == 1000
+    assert _far_apart(torch.tensor([5.0]), torch.tensor([5.01])) == 0
+    assert _far_apart(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
 
 
 def test_outputs_are_apart_where_no_other_forward_has_worked() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording, wire
+from kbrl_async.kernels.verify.cuda.prewarmed import Spares
 from kbrl_async.kernels.verify.cuda.record import session
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 
@@ -101,15 +102,17 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recor
     monkeypatch.setattr(session.torch.cuda, "synchronize", lambda: None)
     made: list[Recorders] = []
     zygotes: list[Zygote] = []
+    waiting: list[Spares] = []
 
     def begin(answer: Answer, most_served: int = 64) -> tuple[Recorders, Zygote]:
         zygote = Zygote(answer)
         zygotes.append(zygote)
-        made.append(Recorders(cast(Any, zygote), Limits(), "cuda:0", 1 << 20, most_served))
+        waiting.append(session.spares_for(cast(Any, zygote), Limits(), "cuda:0", 1))
+        made.append(Recorders(waiting[-1], "cuda:0", 1 << 20, most_served))
         return made[-1], zygote
 
     yield begin
-    for one in (*made, *(process for zygote in zygotes for process in zygote.processes)):
+    for one in (*made, *waiting, *(process for zygote in zygotes for process in zygote.processes)):
         one.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording
 from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays, _Written
+from kbrl_async.kernels.verify.session import Submission
 
 KERNEL = recording.Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [b"12345678"])
-GIVEN = "source", "cuda-nvrtc", dict[str, str](), 1.0
+GIVEN = Submission("source", "cuda-nvrtc"), 1.0
 
 
 class Arena:
@@ -54,7 +56,7 @@ def written(*nodes: Any) -> recording.Recording:
 def replays(monkeypatch: pytest.MonkeyPatch, of: recording.Recording, second: Recorders) -> Replays:
     monkeypatch.setattr(candidates, "Recorders", lambda *_: second)
     made = Replays(cast(Any, None), Limits(), "cuda:0", 1.0)
-    made._recorders = cast(Any, Recorders())
+    made._recorders, made._spares = cast(Any, Recorders()), cast(Any, Mock())
     made._last = _Written(recording.encode(of), [], 0, of)
     return made
 

@@ -1,0 +1,108 @@
+"""Problems at their own sizes: which fit, what they take, how long; each with its own code as an honest candidate."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import psutil
+import torch
+
+from benchmarks.harness import Result, say
+from kbrl_async.errors import KbrlError, ProblemError
+from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.funnel.verifier import default_bench
+from kbrl_async.kernels.problems import load_file
+from kbrl_async.kernels.verify import Bench, zygote_for
+from protocols.records import Candidate, Problem
+
+_LOOK_S = 0.02
+_SAME = "\n\nclass ModelNew(Model):\n    pass\n"
+
+
+def sizes(
+    *,
+    problems: Annotated[Path, "a folder of problem files"],
+    device: str = "cpu",
+    memory_share: Annotated[float, "of the device's memory, that one verification may plan with"] = 1.0,
+    timing: bool = False,
+    seconds: Annotated[float, "after which no further problem is begun"] = 600.0,
+    out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
+) -> Result:
+    """`ok` where every problem was judged, or refused by its prediction, and none ran out of memory."""
+    options = msgspec.structs.replace(default_bench(()), device=device, memory_share=memory_share)
+    rows: list[Result] = []
+    begun = time.monotonic()
+    with (
+        zygote_for(device, LIBRARY.name) as zygote,
+        contextlib.closing(Bench(zygote, options, random.Random(0))) as bench,
+    ):
+        for path in sorted(problems.glob("*.py")):
+            if time.monotonic() - begun > seconds:
+                break
+            rows.append({"name": path.stem, **_one(bench, load_file(path), timing)})
+            say(" ".join(f"{key}={value}" for key, value in rows[-1].items()))
+            if out is not None:
+                out.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    states = Counter(row["state"] for row in rows)
+    bad = [row["name"] for row in rows if row["state"] not in ("ok", "too_large")]
+    return {"ok": not bad, "problems": len(rows), "states": dict(states), "bad": bad}
+
+
+def _one(bench: Bench, problem: Problem, timing: bool) -> Result:
+    begin = time.monotonic()
+    with _watched(bench.device) as peak:
+        try:
+            report = bench.evaluate(problem, Candidate(problem.source + _SAME, LIBRARY.name), {}, timing=timing)
+            state, message = report.verdict.fault.value, report.verdict.message
+        except ProblemError as error:
+            state, message = "too_large" if "does not fit: verifying" in str(error) else "problem", str(error)
+        except KbrlError as error:
+            state, message = "host", str(error)
+    spent = time.monotonic() - begin
+    return {"state": state, "seconds": round(spent, 1), "peak_gib": round(peak() / 2**30, 2), "message": message[:300]}
+
+
+@contextlib.contextmanager
+def _watched(device: str) -> Iterator[Callable[[], int]]:
+    """The most bytes in use beyond those at the beginning: of a GPU by anybody, of a host by our processes."""
+    look = _on_device(device) if device.startswith("cuda") else _of_processes
+    first, most, is_over = look(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(_LOOK_S):
+            most = max(most, look() - first)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _on_device(device: str) -> Callable[[], int]:
+    def look() -> int:
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        return int(total - free)
+
+    return look
+
+
+def _of_processes() -> int:
+    """Shared pages once for each, so a little too much."""
+    own = psutil.Process()
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total

@@ -1,0 +1,52 @@
+"""Where a device puts its own way to go over whole tensors in one pass; `compare` and `tolerance` ask it first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.tolerance import Tolerance
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """A comparison; `worst` and `worst_wrong` are an error and the number of its element."""
+
+    wrong: int
+    nans: int
+    worst: tuple[float, int]
+    worst_wrong: tuple[float, int] | None
+
+
+class Fused(Protocol):
+    """Each gives None for tensors that it has no way for."""
+
+    def difference(self, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
+        """As `compare.difference` says."""
+        ...
+
+    def furthest(self, a: torch.Tensor, b: torch.Tensor) -> float | None:
+        """The largest finite distance of two elements at one place."""
+        ...
+
+    def same(self, a: torch.Tensor, b: torch.Tensor) -> bool | None:
+        """Whether two tensors are the same bytes."""
+        ...
+
+    def is_all(self, block: torch.Tensor, byte: int) -> bool | None:
+        """Whether each byte is this one."""
+        ...
+
+
+_known: dict[torch.device, Fused] = {}
+
+
+def use(device: torch.device, fused: Fused) -> None:
+    """From now on, for tensors on this device."""
+    _known[device] = fused
+
+
+def of(device: torch.device) -> Fused | None:
+    return _known.get(device)
