@@ -194,8 +194,7 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     single_share: Fraction = 0.0
     """Share of training groups whose rollouts end after their first turn."""
     profile: bool = False
-    """Tell a policy what limits its correct kernel, as kbrl profile does; compiles each kernel once more. Compact
-    prompts have no room for it, the report has."""
+    """Tell what limits a correct kernel, as kbrl profile does: one more build each. Compact prompts have no room for it."""
 
 
 class Agents(msgspec.Struct, frozen=True, kw_only=True):
