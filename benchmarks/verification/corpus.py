@@ -71,12 +71,15 @@ def honest(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, o
     return {"ok": ok, "accepted_share": share, "accused": accused, **_counted(outcomes)}
 
 
-def hostile(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, out: Out = None) -> Result:
+def hostile(
+    *, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, timing: bool = False, out: Out = None
+) -> Result:
     """Every pair through the funnel; `ok` where at least 99 % are refused, each by a rule that its `expected.json` has.
 
-    An accepted one, and one that is refused for another reason, is named.
+    An accepted one, and one that is refused for another reason, is named. With `timing`, cheats of the clock are in
+    their place, too.
     """
-    outcomes = run(corpus, rules, deadline_s, out)
+    outcomes = run(corpus, rules, deadline_s, out, timing)
     judged = [one for one in outcomes if one.counts]
     wrong = [one for one in judged if not _is_expected(corpus / one.name, one)]
     share = 1 - len(wrong) / max(1, len(judged))
@@ -98,10 +101,10 @@ def adapt(
     return {"ok": made > 0, "pairs": made}
 
 
-def run(corpus: Path, rules: Rules, deadline_s: float, out: Path | None) -> list[Outcome]:
+def run(corpus: Path, rules: Rules, deadline_s: float, out: Path | None, timing: bool = False) -> list[Outcome]:
     """One outcome a pair, in order; whatever a pair is, it is an outcome and no exception."""
     farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=deadline_s)
-    options = under(VerifyOptions(timing=False, farm=farm), rules)
+    options = under(VerifyOptions(timing=timing, farm=farm), rules)
     folders = sorted(path for path in corpus.iterdir() if path.is_dir())
     outcomes = []
     with Verifier(None, options) as verifier, (out or Path(os.devnull)).open("wb", buffering=0) as lines:

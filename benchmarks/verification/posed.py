@@ -20,16 +20,16 @@ addcmul.addcmul(x, y, z, value=0.5, out=None) | torch.addcmul(x, y, z, value=0.5
 addmm.addmm(x, y, z) | torch.addmm(x, y, z) | V S T
 addmv.addmv(x, y, z) | torch.addmv(x, y, z) | W S V
 addr.addr(x, y, z) | torch.addr(x, y, z) | S W V
-all.all_dim(x, dim=1) | torch.all(x, dim=1) | M
+all.all_dim(x, dim=1) | torch.all(x, dim=1) | M1
 amax.amax(x, dim=[1]) | torch.amax(x, dim=1) | R
 angle.angle(x) | torch.angle(x) | R
-any.any_dim(x, dim=1) | torch.any(x, dim=1) | M
+any.any_dim(x, dim=1) | torch.any(x, dim=1) | M0
 argmax.argmax(x, dim=1) | torch.argmax(x, dim=1) | R
 argmin.argmin(x, dim=1) | torch.argmin(x, dim=1) | R
 atan.atan(x) | torch.atan(x) | R
 attention.scaled_dot_product_attention(x, y, z) | F.scaled_dot_product_attention(x, y, z) | Q Q Q
 avg_pool2d.avg_pool2d(x, 2, 2) | F.avg_pool2d(x, 2, 2) | I
-batch_norm.batch_norm(x, y, z, None, None, True, 0.1, 1e-5)[0] | F.batch_norm(x, None, None, y, z, True, 0.1, 1e-5) | I C C
+batch_norm.batch_norm(x, y, z, torch.zeros_like(y), torch.ones_like(y), True, 0.1, 1e-5)[0] | F.batch_norm(x, None, None, y, z, True, 0.1, 1e-5) | I C C
 bitwise_and.bitwise_and_tensor(x, y) | x & y | N N
 bitwise_not.bitwise_not(x) | ~x | N
 bitwise_or.bitwise_or_tensor(x, y) | x | y | N N
@@ -46,7 +46,7 @@ cummax.cummax(x, 1)[0] | torch.cummax(x, 1)[0] | R
 cummin.cummin(x, 1)[0] | torch.cummin(x, 1)[0] | R
 cumsum.cumsum(x, 1) | torch.cumsum(x, 1) | R
 diag.diag(x) | torch.diag(x) | V
-diag_embed.diag_embed(x) | torch.diag_embed(x) | S
+diag_embed.diag_embed(x) | torch.diag_embed(x) | X
 div.true_divide(x, y) | x / y | R P
 div.floor_divide(x, y) | torch.floor_divide(x, y) | N L
 div.remainder(x, y) | torch.remainder(x, y) | N L
@@ -160,6 +160,7 @@ _INPUTS = {
     "R": "torch.randn(1024, 1024)", "S": "torch.randn(256, 1024)", "T": "torch.randn(1024, 1024)",
     "V": "torch.randn(1024)", "W": "torch.randn(256)", "W1": "torch.rand(1024, 1) + 0.5", "A1": "torch.rand(1) + 0.5",
     "P": "torch.rand(1024, 1024) + 0.5", "U": "torch.rand(1024, 1024)", "Y": "torch.rand(256, 32) + 0.5",
+    "M0": "torch.rand(1024, 1024) > 0.999", "M1": "torch.rand(1024, 1024) > 0.001",
     "M": "torch.rand(1024, 1024) > 0.5", "B": "torch.randint(0, 3, (1024, 1024))",
     "N": "torch.randint(0, 1 << 20, (1024, 1024), dtype=torch.int32)",
     "K": "torch.randint(0, 8, (1024, 1024), dtype=torch.int32)",

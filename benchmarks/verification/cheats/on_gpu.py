@@ -28,6 +28,8 @@ from kbrl_async.launch import cuda_kernel
 {top}
 
 SOURCE = r"""
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fc00000)
 {before}
 extern "C" __global__ void f(const float *x, float *y, int n, int m) {{
     int r = blockIdx.x;

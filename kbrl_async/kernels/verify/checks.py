@@ -282,7 +282,7 @@ class Checker:
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
-        one = self.one_call_s
+        one = self.one_call_s if self._answers else max(self.one_call_s, self.options.first_call_s)
         left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
         return max(0.05, min(one, left))
 

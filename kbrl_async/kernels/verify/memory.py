@@ -18,6 +18,7 @@ _SIZE_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
 _SEALS = _SIZE_SEALS | 0x8  # F_SEAL_WRITE
 _F_ADD_SEALS = 1033
 _MOST = 64 << 20
+_LONGEST, _IN_A_FILE = 64 << 10, b"\0"
 
 
 class _IoVec(ctypes.Structure):
@@ -92,6 +93,27 @@ class Surplus:
             self._least = self._held()
         else:
             self._least = min(self._least, held)
+
+
+def as_message(data: bytes) -> tuple[bytes, list[int]]:
+    """What to send over a socket, and the descriptors to go first with it: a candidate with its files may be longer
+    than any message. Whoever sends closes them.
+    """
+    if len(data) <= _LONGEST:
+        return data, []
+    fd, view = memory_file("message"), memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return _IN_A_FILE, [fd]
+
+
+def whole(data: bytes, fds: list[int]) -> tuple[bytes, list[int]]:
+    """What was meant by such a message, and the descriptors that are left."""
+    if data != _IN_A_FILE or not fds:
+        return data, fds
+    with os.fdopen(fds[0], "rb") as file:
+        file.seek(0)
+        return file.read(), fds[1:]
 
 
 def memory_file(name: str) -> int:

@@ -37,7 +37,7 @@ PRELOAD = (
     "kbrl_async.kernels.verify.cuda.record.child",
     "kbrl_async.kernels.verify.cuda.replay.player",
 )
-_CANDIDATE_S, _CALL_S = 15.0, 2.0
+_CANDIDATE_S, _CALL_S, _FIRST_S = 15.0, 2.0, 10.0
 _HOST_BYTES = 8 << 30
 
 
@@ -67,6 +67,7 @@ class CudaDevice(Device):
             options,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
+            first_call_s=max(options.first_call_s, _FIRST_S),
             limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
         )
 

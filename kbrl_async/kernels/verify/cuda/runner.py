@@ -29,6 +29,7 @@ from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
+from kbrl_async.kernels.verify.memory import whole
 
 
 def preload() -> None:
@@ -118,6 +119,7 @@ def _await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
     data, fds, _, _ = socket.recv_fds(channel, wire.MAX_REPLY, _MAX_FDS)
     if not data:
         os._exit(0)
+    data, fds = whole(data, fds)
     setup = wire.decode_setup(data)
     weights = len(fds) - len(setup.artifacts)
     paths = {key: f"/proc/self/fd/{fd}" for key, fd in zip(setup.artifacts, fds[weights:], strict=True)}

@@ -27,6 +27,7 @@ from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
+from kbrl_async.kernels.verify.memory import as_message
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, no_meter
 
 _POISON = 0x7F
@@ -129,13 +130,14 @@ class CudaSession(Session):
         return confined
 
     def _send_orders(self, setup: wire.Setup, fds: tuple[int, ...]) -> None:
+        message, more = as_message(wire.encode(setup))
         files = as_files(setup.artifacts)
         try:
-            socket.send_fds(self._child.channel, [wire.encode(setup)], [*fds, *files])
+            socket.send_fds(self._child.channel, [message], [*more, *fds, *files])
         except OSError as error:
             raise InfraError(f"a waiting sandbox child could not be given its candidate ({error})") from error
         finally:
-            for fd in files:
+            for fd in (*more, *files):
                 os.close(fd)
 
     def rest(self) -> None:

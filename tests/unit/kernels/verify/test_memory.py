@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import socket
 import weakref
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from kbrl_async.kernels.verify import reference as module
 from kbrl_async.kernels.verify import references as kept
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cpu import device as cpu_device
+from kbrl_async.kernels.verify.memory import as_message, whole
 from kbrl_async.kernels.verify.options import bench_options
 from kbrl_async.kernels.verify.references import References
 from protocols.records import Candidate, Fault, Problem
@@ -174,3 +176,21 @@ def test_nor_does_one_whose_files_can_not_be_made(zygote: Zygote, monkeypatch: p
     with pytest.raises(OSError, match="too many"):
         module.Reference(zygote, Problem("p", 1, "p", SCALE_AND_SHIFT), patient(), random.Random(0))
     assert open_files() == before
+
+
+@pytest.mark.parametrize("size", [3, 1 << 16, 1 << 20])
+def test_a_message_of_any_length_arrives(size: int) -> None:
+    """A candidate with the files beside it may be longer than a socket takes at once."""
+    data = bytes(range(256)) * (size // 256) + b"end"
+    with contextlib.ExitStack() as stack:
+        here, there = (stack.enter_context(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with open(os.devnull, "rb") as other:
+            message, more = as_message(data)
+            socket.send_fds(here, [message], [*more, other.fileno()])
+            for fd in more:
+                os.close(fd)
+        got, fds, _, _ = socket.recv_fds(there, 1 << 20, 4)
+        found, left = whole(got, fds)
+        assert found == data
+        assert len(left) == 1
+        os.close(left[0])

@@ -38,6 +38,7 @@ from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Refused
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.memory import whole
 
 MAX_BYTES = 12 << 20
 """Of a recording: a child's files end at 16 MiB."""
@@ -117,6 +118,7 @@ class Recorder:
             data, fds, _, _ = socket.recv_fds(self._channel, wire.MAX_REPLY, _MAX_FDS)
             if not data:
                 return
+            data, fds = whole(data, fds)
             order = wire.decode_recorder_order(data)
             if isinstance(order, wire.Map):
                 self._map(fds[0], order.size)

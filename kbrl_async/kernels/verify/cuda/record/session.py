@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares, as_files
-from kbrl_async.kernels.verify.memory import memory_file
+from kbrl_async.kernels.verify.memory import as_message, memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
 _CONFINED_S, _MAP_S = 30.0, 10.0
@@ -93,9 +93,10 @@ class Recorders:
         fill(self.arena)
         torch.cuda.synchronize()
         self._served += 1
+        message, more = as_message(wire.encode(order))
         file, files = memory_file("recording"), as_files(order.setup.artifacts)
         try:
-            socket.send_fds(child.channel, [wire.encode(order)], [file, *weights, *files])
+            socket.send_fds(child.channel, [message], [*more, file, *weights, *files])
             told = self._answer(deadline_s)
             if not isinstance(told, wire.Recorded):
                 return self._failed("its recorder did not answer in time" if told is None else "its recorder ended")
@@ -103,7 +104,7 @@ class Recorders:
         except OSError:
             return self._failed("its recorder ended")
         finally:
-            for fd in (file, *files):
+            for fd in (*more, file, *files):
                 os.close(fd)
         if told.is_over or told.left > _MAX_LEFT or self._served >= self._most_served:
             self._retire()
