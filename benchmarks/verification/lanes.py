@@ -234,11 +234,22 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
         if asked.rows:
             Path(asked.rows, f"rows-{asked.shapes}-{number}.json").write_bytes(msgspec.json.encode(phases[-1]))
         if len(phases[-1]) < wanted:
+            _end(asked.lanes[place:], works[place:])
             break
     for process in processes:
-        process.join(0 if len(phases[-1]) < wanted else 30)
+        process.join(10)
         process.kill()
     return phases
+
+
+def _end(lanes: tuple[int, ...], works: list[Any]) -> None:
+    """Each lane finishes the group that it is at."""
+    for number, work in zip(lanes, works, strict=True):
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work.get_nowait()
+        for _ in range(number):
+            work.put(None)
 
 
 def _rows(done: Any, processes: list[Any], wanted: int, end: float) -> list[Row]:
