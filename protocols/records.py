@@ -429,7 +429,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     parent: int | None
     step: int
     kind: str
-    """`"full"` or `"lora"`."""
+    """`"full"`, `"lora"`, or `"tinker"`, whose weights that service holds."""
     weights_sha256: str
     canary_ids: list[int]
     canary_logprobs: list[float]

@@ -277,7 +277,8 @@ TURNS = 4
 REWARD = ("prompt.option=compact", *CORRECT_ONLY)
 SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
 MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
-ARMS = {"single": SAME, "multi": (*SAME, *MULTI, "learner.minibatches=4")}
+FOUR = (*SAME, *MULTI, "learner.minibatches=4")
+ARMS = {"single": SAME, "multi": FOUR, "mixed": (*FOUR, "turns.single_share=0.5")}
 """Four minibatches: about as many samples for each optimizer step as two have of single turns."""
 
 
@@ -286,20 +287,21 @@ def turns(
     folder: Annotated[Path, "where runs are kept"] = Path("turns-study"),
     seeds: tuple[int, ...] = (0, 1, 2),
     samples: Annotated[int, "rollouts a problem in the evaluation"] = 4,
-    policy: Annotated[str, "folder of the policy that both arms start from; default: made for this"] = "",
+    policy: Annotated[str, "folder of the policy that all arms start from; default: made for this"] = "",
+    arms: Annotated[tuple[str, ...], "single, multi, mixed: half of the groups take one turn"] = ("single", "multi"),
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
     """Does training on refinement turns pay? One policy, trained twice with as many rollouts: of one turn, and of four.
 
     Both are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
-    its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the single-turn arm
-    of the same seed. Continues where it was stopped.
+    its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the first arm, of
+    the same seed. Continues where it was stopped.
     """
     study = Study(folder)
     policy = policy or str(study.make_policy(settings=["mode=multi_turn"]))
-    found: dict[str, list[Answers]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[Answers]] = {arm: [] for arm in arms}
     for seed in seeds:
-        for arm, settings in ARMS.items():
+        for arm, settings in ((arm, ARMS[arm]) for arm in arms):
             name = f"{arm}-{seed}"
             start = (f"model_name={policy}", f"seed={seed}")
             run = study.train(name, ROOT / "configs" / "default.yaml", *start, *settings)
@@ -309,8 +311,9 @@ def turns(
     report: Result = {"seeds": seeds, "samples": samples}
     for split, problems in splits().items():
         report[split] = {arm: _by_turn(answers, problems) for arm, answers in found.items()}
-        report[split]["multi_minus_single"] = gain(found["multi"], found["single"], problems)
-    for arm in ARMS:
+        for arm in arms[1:]:
+            report[split][f"{arm}_minus_{arms[0]}"] = gain(found[arm], found[arms[0]], problems)
+    for arm in arms:
         report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +337,7 @@ def _fix_rate(evaluations: Sequence[Path]) -> float:
 
 
 def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
-    names, lines = {"single": "single turns", "multi": "four turns"}, []
+    names, lines = {"single": "single turns", "multi": "four turns", "mixed": "half of them four turns"}, []
     for arm, answers in found.items():
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]

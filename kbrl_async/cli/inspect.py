@@ -18,7 +18,6 @@ from rich.text import Text
 
 from kbrl_async.cli.shared import add_old_run, add_run, facts, print_json, run_of
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.funnel.result import workload_lines
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import earns, part_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
@@ -223,6 +222,8 @@ def _build(build: BuildReport, console: Console) -> None:
 
 
 def _bench(bench: BenchReport, console: Console) -> None:
+    from kbrl_async.kernels.funnel.result import workload_lines  # with torch, which no help waits for
+
     console.print("\n[bold]correctness and timing[/]")
     console.print(_steps(bench.stages))
     console.print(facts(_of_verdict(bench.verdict)))

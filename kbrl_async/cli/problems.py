@@ -9,7 +9,6 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,6 +138,7 @@ def _audit(args: argparse.Namespace, source: str) -> int:
 
 def _generate(args: argparse.Namespace, wanted: str) -> int:
     from kbrl_async.kernels.generator import generate, known, write_folder
+    from kbrl_async.lab.edge import parents_in, propose
 
     if not wanted.isdigit() or not int(wanted):
         raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
@@ -157,8 +157,10 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
 
         avoid = known() + _avoided(args)
         between = _between(args.difficulty)
-        fits = _fits(args)
-        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=args.jobs, told=told))
+        if args.near:
+            drawn = propose(parents_in([find(run) for run in args.near]), count, args.seed, avoid)
+        else:
+            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=args.jobs, told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -171,16 +173,6 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     a_minute = count / (time.monotonic() - began) * 60
     print(f"written: {out}, {heldout} of them held out; {a_minute:.0f} a minute. Train on them: problems={out}")
     return 0
-
-
-def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
-    """Whether a problem is at the edge of what the policy of `--near` solves."""
-    if not args.near:
-        return lambda _drawn: ""
-    from kbrl_async.lab.edge import Edge, outcomes_of
-
-    edge = Edge(outcomes_of([find(run) for run in args.near]))
-    return lambda drawn: edge.refusal(drawn.chain)
 
 
 def _import(args: argparse.Namespace, place: str) -> int:

@@ -94,7 +94,8 @@ class Sampling:
                 except InfraError:
                     self.check()
                     raise
-                self._service.log.debug("serving", policy_version=found[0].version)
+                error = self._engine.stats().canary_max_error
+                self._service.log.debug("serving", policy_version=found[0].version, canary_error=error)
 
     async def watch(self, period_s: float) -> None:
         """Keeps up with the learner. A remote engine has no thread to speak for it: while this loop runs, it moves."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.settings import CLIPPED, check_combination
+from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, check_combination
 from kbrl_async.rollouts.buffer.buffer import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
@@ -34,6 +34,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _endpoint(config)
     yield from _vllm(config)
     if config.evaluation.policy is None:  # an evaluation inherits how its run learned, and learns nothing
+        yield from _tinker(config)
         yield from _learning(config)
         yield from _held_weights(config)
         yield from _ranks(config)
@@ -174,7 +175,7 @@ def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
 def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
     sampler = config.sampler
     if sampler.engine != "openai":
-        if sampler.base_url:
+        if sampler.base_url and sampler.engine != "tinker":
             yield "sampler.base_url", "sampler.base_url needs sampler.engine=openai", "Add sampler.engine=openai"
         return
     if not sampler.base_url:
@@ -202,6 +203,37 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     if sampler.update == "full" and config.lora_rank:
         cause = f"sampler.update=full with lora_rank={config.lora_rank}: the learner publishes adapters only"
         yield "sampler.update", cause, "Use sampler.update=adapter, or lora_rank=0"
+
+
+def _tinker(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Both engines are one service's: it samples from what it has trained, a LoRA adapter."""
+    learner, sampler = config.learner, config.sampler
+    if "tinker" not in (learner.engine, sampler.engine):
+        if learner.loss_at != "here":
+            yield "learner.loss_at", "learner.loss_at=service needs learner.engine=tinker", "Leave it out"
+        return
+    if learner.engine != sampler.engine:
+        cause = f"learner.engine={learner.engine} with sampler.engine={sampler.engine}"
+        cure = "Use tinker for both: the service samples from what it has trained"
+        yield "learner.engine" if learner.engine == "tinker" else "sampler.engine", cause, cure
+    given = "engine=tinker"
+    if not config.lora_rank:
+        yield "lora_rank", f"{given} trains a LoRA adapter, and lora_rank=0", "Add lora_rank=32"
+    if config.temperature != 1.0:
+        cause = f"{given} computes log-probs at temperature 1, and temperature={config.temperature:g}"
+        yield "temperature", cause, "Use temperature=1; an evaluation has evaluation.temperature"
+    if config.agents.adapters:
+        yield "agents.adapters", f"{given} trains one adapter", "Leave agents.adapters out"
+    if learner.kl != "none":
+        yield "learner.kl", f"{given} has no log-probs of a reference policy", "Leave learner.kl and kl_weight out"
+    if learner.processes > 1:
+        yield "learner.processes", f"{given} computes nothing here", "Use learner.processes=1"
+    for name in {"sampler", "learner"} & set(config.timing_bench.shares_with):
+        cause = f"timing_bench.shares_with names the {name}, which computes nothing with {given}"
+        yield "timing_bench.shares_with", cause, f"Leave the {name} out"
+    if learner.loss_at == "service" and (config.loss not in AT_SERVICE or config.corrections or learner.dual_clip):
+        cause = f"learner.loss_at=service computes {', '.join(sorted(AT_SERVICE))}, plain, and loss={config.loss}"
+        yield "learner.loss_at", cause, "Use loss=ppo without corrections and dual_clip, or learner.loss_at=here"
 
 
 def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
