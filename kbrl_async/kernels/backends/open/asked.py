@@ -45,8 +45,8 @@ class Order(msgspec.Struct, frozen=True):
     problem: str
     folder: str
     is_on_gpu: bool
-    arch: int = 0
-    tuning_s: float = 0.0
+    arch: int
+    tuning_s: float
 
 
 class Recorded(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ class Order(msgspec.Struct, frozen=True):
     problem: str
     arch: int
     folder: str
-    tuning_s: float = 0.0
+    tuning_s: float
 
 
 class Ahead(msgspec.Struct, frozen=True):

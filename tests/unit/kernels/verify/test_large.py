@@ -116,3 +116,23 @@ def test_the_peak_grows_with_what_is_kept() -> None:
     assert sizes.asked < sizes.kept(draws=4, slots=3)
     assert sizes.are_kept(10**6, 4, 3)
     assert not sizes.are_kept(2 * sizes.asked, 4, 3)
+
+
+LATE = """
+
+class ModelNew(Model):
+    def forward(self, x):
+        import time
+        if not hasattr(self, "is_warm"):
+            time.sleep(0.8)
+        self.is_warm = True
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize(("first_call_s", "fault"), [(0.0, Fault.TIMEOUT), (8.0, Fault.OK)])
+def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fault) -> None:
+    options = bench_options(TimingBench(deadline_s=20.0), call_floor_s=0.3, replay=False, first_call_s=first_call_s)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + LATE, "torch"), {}, timing=False).verdict
+    assert found.fault is fault, found

@@ -12,9 +12,10 @@ from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording
 from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays, _Written
+from kbrl_async.kernels.verify.session import Submission
 
 KERNEL = recording.Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [b"12345678"])
-GIVEN = None, 1.0
+GIVEN = Submission("source", "cuda-nvrtc"), 1.0
 
 
 class Arena:
