@@ -115,8 +115,12 @@ class Replays:
         if is_alone:
             recorders.forget()
             self._host.renew()
-        with span("recorded"):
-            content = reference.record(recorders, code, placed, start, deadline_s)
+        try:
+            with span("recorded"):
+                content = reference.record(recorders, code, placed, start, deadline_s)
+        except CudaError as error:
+            self.give_back()
+            raise Unreplayable(f"there is no memory to record it in ({error})") from error
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -158,8 +162,12 @@ class Replays:
         asked = first if is_alone else self._second(first.arena.size)
         if asked is None:
             return False
-        with span("recorded alone" if is_alone else "recorded by a second"):
-            content = reference.record(asked, code, last.placed, last.start, deadline_s)
+        try:
+            with span("recorded alone" if is_alone else "recorded by a second"):
+                content = reference.record(asked, code, last.placed, last.start, deadline_s)
+        except CudaError:
+            self.give_back()
+            return False
         self._spares.refill()
         if is_right:
             return outline(content) == outline(last.content)

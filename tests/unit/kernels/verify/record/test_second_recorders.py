@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording
 from kbrl_async.kernels.verify.cuda.replay import candidates
@@ -110,3 +111,14 @@ def test_whoever_judges_by_the_second_process_leaves_all_as_it_was(monkeypatch: 
         assert (found._recorders, found._seconds) == (second, first)
         found._last = None
     assert (found._recorders, found._seconds, found._last) == (first, second, last)
+
+
+def test_without_memory_for_a_second_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replays(monkeypatch, written(KERNEL), Recorders())
+
+    class Full:
+        def record(self, *_: Any) -> bytes:
+            raise CudaError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    assert not found.is_repeated(cast(Any, Full()), *GIVEN, False, False)
+    assert found._recorders is found._seconds is None
