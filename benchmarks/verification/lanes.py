@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import math
 import multiprocessing as mp
 import os
 import queue
@@ -81,6 +82,8 @@ class Asked(msgspec.Struct, frozen=True):
     timing: bool
     references: int
     profile: str
+    limit_s: float
+    rows: str
 
 
 Group = tuple[Problem, list[Item]]
@@ -96,6 +99,10 @@ def verdicts(
     timing: bool = True,
     references: int = 2,
     profile: Annotated[str, "folder for a profile of each lane"] = "",
+    limit_s: Annotated[
+        float, "for each number of lanes; what is left then is left out, and later numbers with it"
+    ] = 600,
+    rows: Annotated[str, "folder for every verdict of each number of lanes, as JSON"] = "",
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
@@ -104,12 +111,12 @@ def verdicts(
     are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each group
     is the first that a lane sees of its problem, so references are made anew for it.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, limit_s, rows)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
         made = _kept(folder, max(lanes) + groups * len(lanes), levels, shapes)
         phases = _through_lanes(folder, made, asked, groups)
-    found = {f"{number} lanes": summary(rows) for number, rows in zip(lanes, phases, strict=True)}
+    found = {f"{number} lanes": summary(each) for number, each in zip(lanes, phases, strict=False)}
     return {**msgspec.structs.asdict(asked), **found}
 
 
@@ -221,17 +228,48 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
             work.put(group)
         for _ in range(number):
             work.put(None)
-        phases.append([_taken(done, processes) for _ in range(sum(len(items) for _, items in chosen))])
-        say(f"{number} lanes:", summary(phases[-1]))
+        wanted = sum(len(items) for _, items in chosen)
+        phases.append(_rows(done, processes, wanted, time.monotonic() + asked.limit_s))
+        say(f"{number} lanes: {len(phases[-1])} of {wanted}", summary(phases[-1]) if phases[-1] else "")
+        if asked.rows:
+            Path(asked.rows, f"rows-{asked.shapes}-{number}.json").write_bytes(msgspec.json.encode(phases[-1]))
+        if len(phases[-1]) < wanted:
+            _end(asked.lanes[place:], works[place:])
+            break
     for process in processes:
-        process.join(30)
+        process.join(10)
         process.kill()
     return phases
 
 
-def _taken(done: Any, processes: list[Any]) -> Any:
+def _end(lanes: tuple[int, ...], works: list[Any]) -> None:
+    """Each lane finishes the group that it is at."""
+    for number, work in zip(lanes, works, strict=True):
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work.get_nowait()
+        for _ in range(number):
+            work.put(None)
+
+
+def _rows(done: Any, processes: list[Any], wanted: int, end: float) -> list[Row]:
+    """As many as there are in time."""
+    found: list[Row] = []
+    with contextlib.suppress(_TooLate):
+        while len(found) < wanted:
+            found.append(_taken(done, processes, end))
+    return found
+
+
+class _TooLate(Exception):  # noqa: N818 - an answer
+    """Nothing came in time."""
+
+
+def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
     """What a lane says next."""
     for _ in range(_PATIENCE_S):
+        if time.monotonic() > end:
+            raise _TooLate
         with contextlib.suppress(queue.Empty):
             return done.get(timeout=1.0)
         if any(process.exitcode for process in processes):

@@ -24,6 +24,11 @@ def span(name: str) -> Iterator[None]:
         _spent(name, time.perf_counter() - begun)
 
 
+def tally(name: str) -> None:
+    """One more of what `spans` counts."""
+    _spent(name, 1.0)
+
+
 def _spent(name: str, seconds: float) -> None:
     if (found := spans.get()) is not None:
         found[name] = found.get(name, 0.0) + seconds

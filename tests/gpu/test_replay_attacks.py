@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kbrl_async.kernels.funnel import Builder
@@ -289,7 +290,12 @@ if not hasattr(forward, "mine"):
 """
 
 
-def test_who_spoils_the_recorder_makes_nobody_else_wrong(hosted: Hosted, judge: Judge) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_who_spoils_the_recorder_makes_nobody_else_wrong(
+    hosted: Hosted, judge: Judge, gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Of doubts, as many are decided alone."""
+    monkeypatch.setattr(gpu_bench, "_options", msgspec.structs.replace(gpu_bench._options, alone_share=share))
     assert hosted(WRONGER).verdict.fault is Fault.OK
     for _ in range(5):
         assert is_replayed(judge(ADD, nvrtc(), "cuda-nvrtc"))

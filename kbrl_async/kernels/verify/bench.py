@@ -187,27 +187,35 @@ class Bench:
         watch: Watch | None,
     ) -> tuple[Verdict, Timing | None]:
         """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
-        the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
+        the same or comes to the same verdict, or does not; and by one that has served nobody else where it does not,
+        and in its place for `alone_share`.
         """
-        checker = self._checker(reference, options, shared)
+
+        def judged(is_alone: bool = False) -> tuple[Verdict, Timing | None]:
+            clock.forget(known)
+            checker = self._checker(reference, options, shared)
+            return self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone)
+
         known = len(clock.reports)
+        checker = self._checker(reference, options, shared)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
         is_right = verdict.fault is Fault.OK
         is_in_doubt = checker.is_in_doubt(verdict.fault)
         is_sampled = self._rng.random() < options.alone_share
         if not is_in_doubt and not (checker.is_shared and is_sampled):
             return verdict, timed
-        is_repeated = False
         if options.alone_share < 1 or not is_in_doubt:
-            code = submitted(candidate, artifacts)
+            is_alone, code = is_in_doubt and is_sampled, submitted(candidate, artifacts)
             with span("repeated"):
-                is_repeated = self._device.is_repeated(reference, code, options, is_right)
-        if is_repeated and not (is_in_doubt and is_sampled):
-            return verdict, timed
-        clock.forget(known)
-        checker = self._checker(reference, options, shared)
+                if self._device.is_repeated(reference, code, options, is_right, is_alone):
+                    return verdict, timed
+            if is_in_doubt and not is_alone:
+                with span("judged by a second"), self._device.elsewhere():
+                    again = judged()
+                if again[0].fault is verdict.fault:
+                    return again
         with span("judged alone"):
-            alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
+            alone = judged(is_alone=True)
         if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
             self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone

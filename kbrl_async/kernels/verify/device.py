@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from kbrl_async.errors import UserError
@@ -103,9 +104,17 @@ class Device:
         """
         return reference.open(zygote, code, options.deadline_s)
 
-    def is_repeated(self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool) -> bool:
-        """Whether a process of another history makes the same of the last candidate as the one before it."""
+    def is_repeated(
+        self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool, is_alone: bool
+    ) -> bool:
+        """Whether a process of another history makes the same of the last candidate as the one before it. `is_alone`:
+        of no history.
+        """
         return False
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Candidates are given to the process of another history in here."""
+        return nullcontext()
 
     def contradict(self, is_right: bool) -> None:
         """A process that has served nobody else came to another verdict on the last candidate; or, where `is_right`, a

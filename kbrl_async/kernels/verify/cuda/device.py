@@ -144,9 +144,15 @@ class CudaDevice(Device):
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
             return watched
 
-    def is_repeated(self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool) -> bool:
+    def is_repeated(
+        self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool, is_alone: bool
+    ) -> bool:
         assert isinstance(reference, CudaReference)
-        return self._replays is not None and self._replays.is_repeated(reference, code, options.deadline_s, is_right)
+        found = self._replays
+        return found is not None and found.is_repeated(reference, code, options.deadline_s, is_right, is_alone)
+
+    def elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._replays is None else self._replays.by_the_second()
 
     def contradict(self, is_right: bool) -> None:
         if self._replays is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.stages import tally
 from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.memory import memory_file, seal
 
@@ -77,6 +78,7 @@ class Spares:
             child.close()
 
     def _spawn(self) -> Child:
+        tally("contexts made")
         child = self._zygote.spawn(self._entry, self._device.encode(), (), self._limits)
         self._generation = self._zygote.generation
         return child

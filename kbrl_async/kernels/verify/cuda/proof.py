@@ -76,6 +76,13 @@ def own_share(whole_ns: float, left_ns: float) -> float:
     return max(0.0, whole_ns - left_ns) / max(whole_ns, 1.0)
 
 
+def told_share(names: dict[str, int], own: list[str], whole_ns: float, left_ns: float) -> float | None:
+    """What a verdict says of it; None where a forward is too short for its parts to be told apart."""
+    if len(own) == len(names):
+        return 1.0
+    return own_share(whole_ns, left_ns) if whole_ns >= MIN_NS else None
+
+
 def evidence(names: dict[str, int], own: list[str], share: float | None = None) -> str:
     """One line for the verdict."""
     mine = ", ".join(f"{_short(name)} ×{names[name]}" for name in own) or "none"

@@ -45,7 +45,7 @@ MAX_BATCH = 16
 _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _ROOM_SHARE = 0.4
-"""As much as this of the bench's memory must be free before another reference is made."""
+"""As much as this of the bench's memory must be free before another reference is made; less, where benches share it."""
 _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
 """A problem whose text changes settings of its process has that process to itself."""
 _KEPT_SHARE = 0.25
@@ -292,7 +292,8 @@ def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: Spar
 
 def _is_free(options: BenchOptions) -> bool:
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(torch.device(options.device))[0] >= _ROOM_SHARE * memory_of(options)
+    wanted = options.memory_share * _ROOM_SHARE * memory_of(options)  # others take of what is free, too
+    return torch.cuda.mem_get_info(torch.device(options.device))[0] >= wanted
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

@@ -62,6 +62,13 @@ def test_a_kernel_named_in_a_comment_only_is_not_defined() -> None:
     assert cuda_proof.defined("/* __global__ void add(float *x) {} */") == set()
 
 
+def test_a_share_is_told_where_time_tells_it_or_there_is_nothing_else() -> None:
+    mixed, own = {"mine": 1, "aten::mm": 1}, ["mine"]
+    assert cuda_proof.told_share(mixed, own, 100_000.0, 75_000.0) == 0.25
+    assert cuda_proof.told_share(mixed, own, 10_000.0, 7_500.0) is None
+    assert cuda_proof.told_share({"mine": 1}, own, 10_000.0, 9_000.0) == 1.0
+
+
 def test_own_kernels_next_to_nothing_are_decoys_where_time_says_something() -> None:
     names = {"mine": 1, "ampere_sgemm": 1}
     assert cuda_proof.of_share(names, ["mine"], 100_000, 99_900) is not None

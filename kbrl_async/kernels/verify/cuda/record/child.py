@@ -152,6 +152,7 @@ class Recorder:
     def _of(self, order: wire.Record, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
         self._heap.begin(BASE + order.start, BASE + self._arena.size)
+        self._fill(self._heap.empty, _POISON)  # what was there before is no part of what lasts: padding does
         weights = len(fds) - len(order.setup.artifacts)
         paths = dict(zip(order.setup.artifacts, map(self._path, fds[weights:]), strict=True))
         setup = msgspec.structs.replace(order.setup, artifacts=paths)
@@ -172,10 +173,7 @@ class Recorder:
         inputs: list[torch.Tensor] = []
         values.flatten(candidate.slots[0], inputs)
         given = [tensor.clone() for tensor in inputs]
-        arena = self._arena
-        assert arena is not None
-        for begin, end in self._heap.free:  # what forward does not write is the same below, where it is done again
-            arena.raw[begin - BASE : end - BASE].fill_(_POISON)
+        self._fill(self._heap.free, _POISON)  # what forward does not write is the same below, where it is done again
         expected = [tensor.clone() for tensor in candidate.forward(0)]
         for tensor, before in zip(inputs, given, strict=True):
             tensor.copy_(before)
@@ -196,13 +194,19 @@ class Recorder:
         return recording.Recording(forwards, image, used)
 
     def _reads_what_nobody_wrote(self, candidate: _Candidate, expected: list[torch.Tensor]) -> bool:
-        """Whether plain calls differ, too, with other bytes in free memory. Then a replay says what it is worth."""
-        assert self._arena is not None
-        for begin, end in self._heap.free:
-            self._arena.raw[begin - BASE : end - BASE].fill_(_OTHER)
+        """Whether plain calls differ, too, with other bytes in free memory, and others beside. Then a replay says what
+        it is worth.
+        """
+        self._heap.part()
+        self._fill(self._heap.empty, _OTHER)
         again = candidate.forward(0)
         self._driver.call("cuCtxSynchronize")
         return not all(map(compare.is_roughly, again, expected))
+
+    def _fill(self, stretches: list[tuple[int, int]], value: int) -> None:
+        assert self._arena is not None
+        for begin, end in stretches:
+            self._arena.raw[begin - BASE : end - BASE].fill_(value)
 
     def _captured(self, candidate: _Candidate, scribe: Scribe) -> list[Captured]:
         """Waiting for the device is left out: all that follows in a graph waits by itself."""

@@ -157,6 +157,11 @@ class Heap:
         """Begin and end of what is free, as far as anything was used so far."""
         return [(begin, min(end, self.used)) for begin, end, _ in self._free if begin < self.used]
 
+    @property
+    def empty(self) -> list[tuple[int, int]]:
+        """Begin and end of all that is free, used before or not."""
+        return [(begin, end) for begin, end, _ in self._free]
+
     def live(self, but: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
         """Begin and end of what was taken since `begin` and is alive, joined where blocks touch; without `but`."""
         stretches: list[tuple[int, int]] = []

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.stages import span
+from kbrl_async.kernels.stages import span, tally
 from kbrl_async.kernels.verify import validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
@@ -32,7 +34,7 @@ _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
-_SECONDS = 8
+_SECONDS = 32
 """Candidates that the second recorder serves: only those with something against them come to it."""
 _READY = 2
 """Recorders that wait: a candidate that is recorded alone needs one, and what is in doubt another."""
@@ -47,6 +49,20 @@ class _Written(msgspec.Struct, frozen=True):
     placed: list[list[wire.TensorMeta]]
     start: int
     recording: Recording
+    image: list[torch.Tensor] = []
+    """What lasts of it from call to call."""
+
+
+def _is_alike(content: bytes, arena: torch.Tensor, other: _Written) -> bool:
+    """Whether this, with what lasts in that arena, says the same as the other."""
+    if content != other.content:
+        tally("recorded otherwise")
+        return False
+    stretches = zip(other.recording.image, other.image, strict=True)
+    if not all(torch.equal(arena[begin:end], kept) for (begin, end), kept in stretches):
+        tally("recorded with other bytes that last")
+        return False
+    return True
 
 
 def outline(content: bytes) -> list[list[str]] | None:
@@ -72,8 +88,6 @@ class Replays:
         self._last: _Written | None = None
         self._first: _Written | None = None
         """Before it was recorded alone."""
-        self._repeated: _Written | None = None
-        """By the second recorder."""
         self._most_served = MAX_SERVED
 
     def open(
@@ -101,8 +115,12 @@ class Replays:
         if is_alone:
             recorders.forget()
             self._host.renew()
-        with span("recorded"):
-            content = reference.record(recorders, code, placed, start, deadline_s)
+        try:
+            with span("recorded"):
+                content = reference.record(recorders, code, placed, start, deadline_s)
+        except CudaError as error:
+            self.give_back()
+            raise Unreplayable(f"there is no memory to record it in ({error})") from error
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -116,6 +134,7 @@ class Replays:
                 session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
         except CudaError as error:
             raise Unreplayable(f"there is no memory to replay it in ({error})") from error
+        self._last = msgspec.structs.replace(self._last, image=session.image)
         try:
             with span("tried"):
                 self._try(session, reference, deadline_s, rng)
@@ -127,32 +146,42 @@ class Replays:
         self.refill()
         return session
 
-    def is_repeated(self, reference: CudaReference, code: Submission, deadline_s: float, is_right: bool) -> bool:
-        """Whether a second process, which has served other candidates than the first, writes down of the last one
-        what the first wrote, and keeps the same in memory that lasts. Then what was found of its replay holds. Of what
-        is right only the kind of its steps is compared: a tuned kernel is launched in several ways.
+    def is_repeated(
+        self, reference: CudaReference, code: Submission, deadline_s: float, is_right: bool, is_alone: bool
+    ) -> bool:
+        """Whether a second process, which has served other candidates than the first, or nobody else where `is_alone`,
+        writes down of the last one what the first wrote, and keeps the same in memory that lasts. Then what was found
+        of its replay holds: the same work on the same inputs has the same results. Of what is right only the kind of
+        its steps is compared: a tuned kernel is launched in several ways.
         """
         last, first = self._last, self._recorders
         if last is None or first is None:
             return False
-        second = self._second(first.arena.size)
-        if second is None:
+        if is_alone:
+            first.forget()
+        asked = first if is_alone else self._second(first.arena.size)
+        if asked is None:
             return False
-        with span("recorded by a second"):
-            content = reference.record(second, code, last.placed, last.start, deadline_s)
+        try:
+            with span("recorded alone" if is_alone else "recorded by a second"):
+                content = reference.record(asked, code, last.placed, last.start, deadline_s)
+        except CudaError:
+            self.give_back()
+            return False
         self._spares.refill()
-        self._repeated = _Written(content, last.placed, last.start, last.recording)
         if is_right:
             return outline(content) == outline(last.content)
-        return self._agrees(last.content, first)
+        return _is_alike(content, asked.arena.raw, last)
 
-    def _agrees(self, content: bytes, first: Recorders) -> bool:
-        """Whether this, in that arena, is what the second process wrote, in its own."""
-        written, second = self._repeated, self._seconds
-        if written is None or second is None or content != written.content:
-            return False
-        ours, theirs = first.arena.raw, second.arena.raw
-        return all(torch.equal(ours[begin:end], theirs[begin:end]) for begin, end in written.recording.image)
+    @contextlib.contextmanager
+    def by_the_second(self) -> Iterator[None]:
+        """Candidates are recorded by the second process in here."""
+        first = self._last
+        self._recorders, self._seconds = self._seconds, self._recorders
+        try:
+            yield
+        finally:
+            self._recorders, self._seconds, self._last = self._seconds, self._recorders, first
 
     def contradict(self, is_right: bool) -> None:
         """A process that served nobody else leads to another verdict, or may lead to other work. Where it has written

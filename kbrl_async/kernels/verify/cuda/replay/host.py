@@ -20,6 +20,7 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.stages import tally
 from kbrl_async.kernels.timing.turns import Turns
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
@@ -37,6 +38,8 @@ _CPU_S = 1 << 20
 _SLOW, _SLOW_NS = 5.0, 2_000_000.0
 """A known kernel that takes so many times what it took at first, and so much more."""
 _MOST_HELD = 4 << 30
+_MOST_SERVED = 64
+"""What kernels of one candidate leave in a player shows in the known kernel; if not, it is gone after so many."""
 _SPARE_FACTOR = 4
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 _Expected = TypeVar("_Expected", bound=orders.Answer)
@@ -51,11 +54,13 @@ class Player:
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
         limits = msgspec.structs.replace(limits, cpu_s=_CPU_S)
+        tally("contexts made")
         self.child: Child = zygote.spawn(ENTRY, device.encode(), (), limits)
         self._isolation: Isolation | None = None
         self.mapped: DeviceArena | None = None
         self.first_ns = 0.0
         """Of the known kernel, when it ran for the first time after a candidate."""
+        self.served = 0
 
     @property
     def isolation(self) -> Isolation:
@@ -189,7 +194,8 @@ class ReplayHost:
             return
         player.first_ns = player.first_ns or sung.elapsed_ns
         is_slow = sung.elapsed_ns > _SLOW * player.first_ns + _SLOW_NS
-        if not sung.is_right or is_slow or sung.held > _MOST_HELD:
+        player.served += 1
+        if not sung.is_right or is_slow or sung.held > _MOST_HELD or player.served >= _MOST_SERVED:
             self._drop()
 
     def refill(self) -> None:

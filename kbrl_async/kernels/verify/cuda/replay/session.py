@@ -120,6 +120,11 @@ class ReplaySession:
         """No process of the candidate's is left to wait for."""
         return 0
 
+    @property
+    def image(self) -> list[torch.Tensor]:
+        """What lasts from call to call, as it is before each."""
+        return list(self._image)
+
     def close(self) -> None:
         for held in (self.slots, self._image, self._large, self._small, self._stamps, self._seen, self._restored):
             held.clear()

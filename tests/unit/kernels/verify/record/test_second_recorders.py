@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording
 from kbrl_async.kernels.verify.cuda.replay import candidates
@@ -57,12 +58,12 @@ def replays(monkeypatch: pytest.MonkeyPatch, of: recording.Recording, second: Re
     monkeypatch.setattr(candidates, "Recorders", lambda *_: second)
     made = Replays(cast(Any, None), Limits(), "cuda:0", 1.0)
     made._recorders, made._spares = cast(Any, Recorders()), cast(Any, Mock())
-    made._last = _Written(recording.encode(of), [], 0, of)
+    made._last = _Written(recording.encode(of), [], 0, of, [Arena(1).raw[:32]])
     return made
 
 
-def is_repeated(found: Replays, of: recording.Recording, is_right: bool = False) -> bool:
-    return found.is_repeated(cast(Any, Reference(recording.encode(of))), *GIVEN, is_right)
+def is_repeated(found: Replays, of: recording.Recording, is_right: bool = False, is_alone: bool = False) -> bool:
+    return found.is_repeated(cast(Any, Reference(recording.encode(of))), *GIVEN, is_right, is_alone)
 
 
 def test_the_same_work_with_the_same_weights_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +93,32 @@ def test_who_was_contradicted_serves_one_candidate_a_process(
     found.contradict(is_right=True)
     assert recorders.is_closed == is_spoilt
     assert (found._most_served == 1) == is_spoilt
+
+
+@pytest.mark.parametrize(("kept", "is_same"), [(1, True), (2, False)])
+def test_a_fresh_process_says_the_same_or_does_not(monkeypatch: pytest.MonkeyPatch, kept: int, is_same: bool) -> None:
+    found = replays(monkeypatch, written(KERNEL), Recorders(fill=3))
+    found._recorders = fresh = cast(Any, Recorders(fill=kept))
+    assert is_repeated(found, written(KERNEL), is_alone=True) == is_same
+    assert fresh.forgot == 1, "who has served others is not asked"
+
+
+def test_whoever_judges_by_the_second_process_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replays(monkeypatch, written(KERNEL), Recorders())
+    first, last = found._recorders, found._last
+    found._seconds = second = cast(Any, Recorders())
+    with found.by_the_second():
+        assert (found._recorders, found._seconds) == (second, first)
+        found._last = None
+    assert (found._recorders, found._seconds, found._last) == (first, second, last)
+
+
+def test_without_memory_for_a_second_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replays(monkeypatch, written(KERNEL), Recorders())
+
+    class Full:
+        def record(self, *_: Any) -> bytes:
+            raise CudaError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    assert not found.is_repeated(cast(Any, Full()), *GIVEN, False, False)
+    assert found._recorders is found._seconds is None

@@ -1,0 +1,85 @@
+"""Who is asked again about a verdict that an earlier candidate may have made: a bench whose judges are stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.kernels import settings as sections
+from kbrl_async.kernels.stages import StageClock
+from kbrl_async.kernels.verify.bench import Bench
+from kbrl_async.kernels.verify.options import bench_options, no_tick
+from protocols.records import Candidate, Fault
+
+WRONG, RIGHT = Fault.INCORRECT, Fault.OK
+
+
+class Device:
+    """`says`: what a second process, or a fresh one, writes down is the same."""
+
+    def __init__(self, says: bool) -> None:
+        self.says, self.asked, self.is_elsewhere, self.contradicted = says, list[bool](), False, 0
+
+    def is_repeated(self, reference: Any, code: Any, options: Any, is_right: bool, is_alone: bool) -> bool:
+        self.asked.append(is_alone)
+        return self.says
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        self.is_elsewhere = True
+        yield
+        self.is_elsewhere = False
+
+    def contradict(self, is_right: bool) -> None:
+        self.contradicted += 1
+
+
+def settled(device: Device, found: dict[str, Fault], share: float, drawn: float) -> tuple[Fault, list[str]]:
+    """The verdict, and who judged: `found` is what the first, the second and a fresh process would say."""
+    bench, judges = cast(Any, Bench.__new__(Bench)), list[str]()
+    bench._device, bench._rng = device, SimpleNamespace(random=lambda: drawn)
+    checker = SimpleNamespace(is_shared=True, is_in_doubt=lambda fault: fault is not Fault.OK)
+    bench._checker = lambda *_: checker
+
+    def judge(*given: Any) -> tuple[Any, None]:
+        is_alone = len(given) == 8 and given[7]
+        judges.append("fresh" if is_alone else "second" if device.is_elsewhere else "first")
+        return SimpleNamespace(fault=found[judges[-1]]), None
+
+    bench._judge = judge
+    options = bench_options(sections.TimingBench(), alone_share=share)
+    verdict, _ = bench._settled(
+        None, Candidate("", "c"), {}, options, None, timing=False, tick=no_tick, clock=StageClock(), watch=None
+    )
+    return verdict.fault, judges
+
+
+@pytest.mark.parametrize(("drawn", "asks_alone"), [(0.9, False), (0.1, True)])
+def test_the_same_work_written_down_again_is_not_done_again(drawn: float, asks_alone: bool) -> None:
+    device = Device(says=True)
+    assert settled(device, {"first": WRONG}, 0.125, drawn) == (WRONG, ["first"])
+    assert device.asked == [asks_alone]
+
+
+def test_what_a_second_process_finds_too_holds() -> None:
+    device = Device(says=False)
+    assert settled(device, {"first": WRONG, "second": WRONG}, 0.125, 0.9) == (WRONG, ["first", "second"])
+    found = settled(device, {"first": WRONG, "second": RIGHT, "fresh": RIGHT}, 0.125, 0.9)
+    assert found == (RIGHT, ["first", "second", "fresh"])
+    assert device.contradicted == 1, "who was spoilt is found out"
+
+
+def test_a_fresh_process_that_writes_something_else_is_believed() -> None:
+    device = Device(says=False)
+    assert settled(device, {"first": WRONG, "fresh": RIGHT}, 0.125, 0.1) == (RIGHT, ["first", "fresh"])
+    assert device.contradicted == 1
+
+
+def test_where_all_doubts_are_decided_alone_nobody_else_is_asked() -> None:
+    device = Device(says=True)
+    assert settled(device, {"first": WRONG, "fresh": WRONG}, 1.0, 0.5) == (WRONG, ["first", "fresh"])
+    assert device.asked == []
