@@ -275,10 +275,15 @@ def write_page(report: Result) -> None:
 
 TURNS = 4
 REWARD = ("prompt.option=compact", *CORRECT_ONLY)
-SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
-MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
-ARMS = {"single": SAME, "multi": (*SAME, *MULTI, "learner.minibatches=4")}
-"""Four minibatches: about as many samples for each optimizer step as two have of single turns."""
+SAME = (*REWARD, "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
+MULTI = (*SAME, "mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
+ARMS = {
+    "single": (*SAME, "batch_size=8"),
+    "multi": (*MULTI, "batch_size=8", "learner.minibatches=4"),
+    "multi_equal": (*MULTI, "batch_size=3"),
+}
+"""`multi` has as many rollouts as `single`; four minibatches: about as many samples for each optimizer step as two have
+of single turns. `multi_equal` has about as many answers, of which a rollout holds 2.8: what was paid for is equal."""
 
 
 @commands
@@ -289,9 +294,10 @@ def turns(
     policy: Annotated[str, "folder of the policy that both arms start from; default: made for this"] = "",
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
-    """Does training on refinement turns pay? One policy, trained twice with as many rollouts: of one turn, and of four.
+    """Does training on refinement turns pay? One policy, trained three times: on single turns, on as many rollouts of
+    up to four turns, and on as many answers in such rollouts.
 
-    Both are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
+    All are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
     its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the single-turn arm
     of the same seed. Continues where it was stopped.
     """
@@ -309,8 +315,10 @@ def turns(
     report: Result = {"seeds": seeds, "samples": samples}
     for split, problems in splits().items():
         report[split] = {arm: _by_turn(answers, problems) for arm, answers in found.items()}
-        report[split]["multi_minus_single"] = gain(found["multi"], found["single"], problems)
+        for arm in list(ARMS)[1:]:
+            report[split][f"{arm}_minus_single"] = gain(found[arm], found["single"], problems)
     for arm in ARMS:
+        report[f"{arm}_answers"] = [len(rows_of(study.folder / f"{arm}-{seed}")) for seed in seeds]
         report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +342,12 @@ def _fix_rate(evaluations: Sequence[Path]) -> float:
 
 
 def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
-    names, lines = {"single": "single turns", "multi": "four turns"}, []
+    names = {
+        "single": "single turns",
+        "multi": "four turns, as many rollouts",
+        "multi_equal": "four turns, as many answers",
+    }
+    lines = []
     for arm, answers in found.items():
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]
