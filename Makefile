@@ -17,10 +17,10 @@ run: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-# Two workers: a whole run leaves much of two cores idle, so other tests go on beside it.
+# Three workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

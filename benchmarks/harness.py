@@ -6,14 +6,14 @@
 
 
     @commands
-    def rates(seconds: Annotated[float, "of each measurement"] = 3.0) -> Result:
-        \"\"\"Leases a second.\"\"\"
+    def connections(seconds: Annotated[float, "of each measurement"] = 5.0) -> Result:
+        \"\"\"Tasks a second.\"\"\"
 
     if __name__ == "__main__":
         commands.main()
 
-`python -m benchmarks.broker rates --seconds 5` calls it. What it returns is printed last, as one line of JSON, with
-where it ran beside it; progress goes to stderr. The exit code is 1 where `ok` is false.
+`python -m benchmarks.broker connections --seconds 5` calls it. What it returns is printed last, as one line of JSON,
+with where it ran beside it; progress goes to stderr. The exit code is 1 where `ok` is false.
 """
 
 from __future__ import annotations

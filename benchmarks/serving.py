@@ -10,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import re
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 
 from benchmarks.harness import Commands, Result, percentiles
+from services.verification.lag import Lag
 
 commands = Commands("serving", __doc__)
 BAD = ("malformed", "ten_megabytes", "hanging_problem", "vanishing", "unknown_key")
@@ -40,27 +44,27 @@ async def clients(
     bad: Annotated[int, "clients that misbehave, each in one of five ways"] = 20,
     seconds: Annotated[float, "of asking"] = 20.0,
     pause_s: Annotated[float, "between an honest client's answer and its next question, in the mean"] = 2.0,
+    busy: Annotated[int, "processes that compute all the time beside, at the same priority"] = 0,
 ) -> Result:
-    """The service's own share of an answer's time: from the question's first byte to the answer's last, less the work.
+    """The service's own share of an answer's time: all of the time that it has a question, less the work.
 
-    In the middle the journal's disk is full for a second: honest clients are told so and ask again. `alone` is the same
-    without bad clients.
+    In the middle the journal's disk is full for a second: honest clients are told so and ask again, and what was found
+    meanwhile is told once there is room (`held_while_full`, no share of ours). `alone` is the same without bad clients.
+    Beside the own share stand what is in it and what is not: how late the event loop came to what was due, and how much
+    of that it computed itself (`own_p99`); what clients saw, with what their own process was late by; and which share
+    of a second service and clients could run and had no core.
     """
-    alone = await _measured(honest, 0, seconds / 2, pause_s)
-    beside = await _measured(honest, bad, seconds, pause_s)
-    own = percentiles(beside.own_ms, 50, 99)
-    before = percentiles(alone.own_ms, 50, 99)
+    with _others(busy):
+        alone = await _measured(honest, 0, seconds / 2, pause_s)
+        beside = await _measured(honest, bad, seconds, pause_s)
     return {
-        "ok": not beside.unclear and beside.right == beside.asked and own[1] <= 20.0,
+        "ok": not beside.unclear and beside.right == beside.asked and beside.figures()["own_p99_ms"] <= 20.0,
         "answers": len(beside.own_ms),
-        "own_p50_ms": own[0],
-        "own_p99_ms": own[1],
-        "alone_p50_ms": before[0],
-        "alone_p99_ms": before[1],
+        **beside.figures(),
+        "alone": alone.figures(),
         "answers_per_s": len(beside.own_ms) / seconds,
-        "processor_ms_an_answer": 1000 * beside.cpu_s / max(1, len(beside.own_ms)),
-        "alone_processor_ms_an_answer": 1000 * alone.cpu_s / max(1, len(alone.own_ms)),
         "asked_again_while_full": beside.full,
+        "held_while_full": beside.held,
         "honest_asked": beside.asked,
         "honest_answered": beside.right,
         "bad_answers": dict(sorted(beside.bad.items())),
@@ -68,13 +72,55 @@ async def clients(
     }
 
 
+class Answered(NamedTuple):
+    code: int
+    body: dict[str, Any]
+    own_ms: float
+    """That the service says it had the question for, beyond the work."""
+
+
 class Found:
     def __init__(self) -> None:
         self.own_ms: list[float] = []
+        self.seen_ms: list[float] = []
         self.bad: dict[str, int] = Counter()
-        self.asked = self.right = self.full = 0
+        self.asked = self.right = self.full = self.held = 0
+        self.full_at = float("inf")
         self.unclear: list[str] = []
-        self.cpu_s = 0.0
+        self.cpu_s = self.seconds = 0.0
+        self.waited_s: dict[str, float] = {}
+        self.lag_ms: dict[str, float] = {}
+        self.clients_lag_ms: dict[str, float] = {}
+
+    def figures(self) -> Result:
+        own, seen = percentiles(self.own_ms, 50, 99), percentiles(self.seen_ms, 50, 99)
+        return {
+            "own_p50_ms": own[0],
+            "own_p99_ms": own[1],
+            "loop_lag_ms": self.lag_ms,
+            "seen_p50_ms": seen[0],
+            "seen_p99_ms": seen[1],
+            "clients_lag_ms": self.clients_lag_ms,
+            "processor_ms_an_answer": 1000 * self.cpu_s / max(1, len(self.own_ms)),
+            "waits_for_a_core": {who: waited_s / self.seconds for who, waited_s in self.waited_s.items()},
+        }
+
+
+@contextlib.contextmanager
+def _others(count: int) -> Iterator[None]:
+    """They compute in turns of no length."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def _waited_s(pid: int) -> float:
+    """That the threads of a process could have run, and had no core."""
+    return sum(int(path.read_text().split()[1]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Found:
@@ -85,12 +131,24 @@ async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Fo
         assert others.stdout is not None
         await others.stdout.readline()
         process = psutil.Process(server.pid)
-        until, began = time.monotonic() + seconds, process.cpu_times()
+        began_at, began = time.monotonic(), process.cpu_times()
+        until, pids = began_at + seconds, {"service": server.pid, "clients": os.getpid()}
+        waited = {who: _waited_s(pid) for who, pid in pids.items()}
+        lag = Lag()
+        watching = asyncio.create_task(lag.watch())
         group = [_honest(found, port, key, until, pause_s, number) for number in range(honest)]
-        full = asyncio.get_running_loop().call_later(seconds / 2, server.send_signal, signal.SIGUSR1)
+
+        def fill() -> None:
+            found.full_at = time.perf_counter()
+            server.send_signal(signal.SIGUSR1)
+
+        full = asyncio.get_running_loop().call_later(seconds / 2, fill)
         await asyncio.gather(*group)
         full.cancel()
-        ended = process.cpu_times()
+        ended, found.seconds = process.cpu_times(), time.monotonic() - began_at
+        found.waited_s = {who: _waited_s(pid) - waited[who] for who, pid in pids.items()}
+        found.lag_ms, found.clients_lag_ms = await _lag(port), lag.percentiles()
+        watching.cancel()
         found.cpu_s = ended.user + ended.system - began.user - began.system
         met = json.loads((await others.communicate())[0])
         found.bad, found.unclear = met["answers"], [*found.unclear, *met["unclear"]]
@@ -186,18 +244,22 @@ async def _honest(found: Found, port: int, key: str, until: float, pause_s: floa
         found.asked += 1
         while True:
             began = time.perf_counter()
-            code, answer = await _post(reader, writer, body, key)
+            answered = await _post(reader, writer, body, key)
             took_ms = 1000 * (time.perf_counter() - began)
-            if code == 507:
+            if answered.code == 507:
                 found.full += 1
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(rng.uniform(0.1, 0.4))  # as trainers do: all at once they would only meet again
                 continue
             break
-        if code == 200 and answer["ok"]:
+        if answered.code == 200 and answered.body["ok"]:
             found.right += 1
-            found.own_ms.append(took_ms - 1000 * answer["seconds"])
+            if began < found.full_at + FULL_S and time.perf_counter() > found.full_at:
+                found.held += 1
+            else:
+                found.seen_ms.append(took_ms - 1000 * answered.body["seconds"])
+                found.own_ms.append(answered.own_ms)
         else:
-            found.unclear.append(f"{code} {answer}"[:200])
+            found.unclear.append(f"{answered.code} {answered.body}"[:200])
         await asyncio.sleep(rng.expovariate(1 / pause_s))
     writer.close()
 
@@ -207,7 +269,7 @@ async def _bad(found: Found, port: int, key: str, until: float, how: str) -> Non
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
             async with asyncio.timeout(5.0):
-                code, answer = await _misbehave(reader, writer, key, how)
+                code, answer, _ = await _misbehave(reader, writer, key, how)
                 found.bad[f"{how} {code}"] += 1
                 if code and "error" not in answer and code not in (200, 202):
                     found.unclear.append(f"{how} {code} {answer}"[:200])
@@ -215,9 +277,7 @@ async def _bad(found: Found, port: int, key: str, until: float, how: str) -> Non
         await asyncio.sleep(BAD_PAUSE_S)
 
 
-async def _misbehave(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, how: str
-) -> tuple[int, dict[str, Any]]:
+async def _misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, how: str) -> Answered:
     if how == "malformed":
         return await _post(reader, writer, b'{"candidate": [[[', key)
     if how == "ten_megabytes":
@@ -229,7 +289,7 @@ async def _misbehave(
     if how == "vanishing":
         writer.write(_head(len(body), key) + body[: random.randrange(len(body) + 1)])
         await writer.drain()
-        return 0, {}
+        return Answered(0, {}, 0.0)
     return await _post(reader, writer, body, key)
 
 
@@ -240,19 +300,30 @@ def _head(length: int, key: str) -> bytes:
     ).encode()
 
 
-async def _post(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes, key: str
-) -> tuple[int, dict[str, Any]]:
+async def _lag(port: int) -> dict[str, float]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /v1/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    lag: dict[str, float] = (await _answer(reader)).body["lag_ms"]
+    writer.close()
+    return lag
+
+
+async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes, key: str) -> Answered:
     writer.write(_head(len(body), key))
     for place in range(0, len(body), 1 << 16):
         writer.write(body[place : place + (1 << 16)])
         if len(body) > 1 << 16:
             with contextlib.suppress(ConnectionError):  # it may have refused already, and closed
                 await asyncio.wait_for(writer.drain(), 0.5)
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    code = int(head.split()[1])
-    length = next(int(line.split(":")[1]) for line in head.lower().split("\r\n") if line.startswith("content-length"))
-    return code, json.loads(await reader.readexactly(length))
+    return await _answer(reader)
+
+
+async def _answer(reader: asyncio.StreamReader) -> Answered:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
+    own = re.match(r"own;dur=([\d.]+)", fields.get("server-timing", ""))
+    body = json.loads(await reader.readexactly(int(fields["content-length"])))
+    return Answered(int(head.split()[1]), body, float(own[1]) if own else 0.0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ complains of, verify again, and claim nothing before `compare` and `bench` have 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import textwrap
 from typing import Any
@@ -18,7 +20,8 @@ from typing import Any
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
-PROBLEM = "L2/03_mul_sigmoid_elu"
+PROBLEM = "L2/06_shift_sigmoid_scale_tanh"
+"""Four passes in PyTorch and one in ours, which is four times faster: a gain that a busy host can't hide."""
 NAIVE = '''
 import torch
 from torch import nn
@@ -27,10 +30,11 @@ from kbrl_async.launch import c_kernel
 
 SOURCE = r"""
 #include <math.h>
-void run(const float *x, const float *y, float *out, long n) {
+void run(const float *x, float *out, long n) {
     for (long i = 0; i < n; i++) {
-        float v = 1.0f / (1.0f + expf(-x[i] * y[i]));
-        out[i] = v > 0 ? v : expf(v) - 1.0f;
+        float v = 2.0f / (1.0f + expf(-(x[i] + 0.1f)));
+        float e = expf(-2.0f * v);
+        out[i] = (1.0f - e) / (1.0f + e);
     }
 }
 """
@@ -41,16 +45,16 @@ class ModelNew(nn.Module):
         super().__init__()
         self.kernel = c_kernel(SOURCE, "run")
 
-    def forward(self, x, y):
+    def forward(self, x):
         out = torch.empty_like(x)
-        self.kernel(x, y, out, x.numel())
+        self.kernel(x, out, x.numel())
         return out
 '''
 
 
 CHANGES = {
     "not vectorised": ("#include", '#pragma GCC optimize("Ofast")\n#include'),
-    "NaN": ("expf(-x[i] * y[i])", "expf(fminf(-x[i] * y[i], 80.0f))"),
+    "NaN": ("expf(-(x[i] + 0.1f))", "expf(fminf(-(x[i] + 0.1f), 80.0f))"),
 }
 """What a model would write: here one change for each complaint."""
 
@@ -62,8 +66,18 @@ def improved(source: str, complaint: str) -> str:
     return source
 
 
+BUSY, TRIES, PAUSE_S = "others had the core", 10, 15
+
+
 class Refused(Exception):  # noqa: N818 - reads as what it is
     """A tool's own words."""
+
+
+def go_first() -> None:
+    """Where the host allows it (root, CAP_SYS_NICE) the server that is started has its core before all others, as with
+    `chrt -r 1 kbrl mcp`: what they do can't blur its times."""
+    with contextlib.suppress(AttributeError, PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 async def main(command: list[str]) -> int:
@@ -77,6 +91,16 @@ async def main(command: list[str]) -> int:
             if answer.is_error:
                 raise Refused(answer.content[0].text)
             return dict(answer.structured_content)
+
+        async def proven(tool: str, **arguments: Any) -> dict[str, Any]:
+            """On a busy host nothing can be proven: asked again later, it may be quiet."""
+            for _ in range(TRIES):
+                found = await ask(tool, **arguments)
+                if BUSY not in str(found):
+                    break
+                print(f"{tool}: {BUSY}; again in {PAUSE_S} s", flush=True)
+                await asyncio.sleep(PAUSE_S)
+            return found
 
         problem = await ask("get_problem", problem_id=PROBLEM)
         print(f"{problem['problem_id']}: {len(problem['source'])} characters to replace")
@@ -92,9 +116,9 @@ async def main(command: list[str]) -> int:
             if source == before:
                 break
         first, last = kernels[0], kernels[-1]
-        both = await ask("compare", problem=PROBLEM, first=first, second=last)
+        both = await proven("compare", problem=PROBLEM, first=first, second=last)
         print(f"compare:  {both['claim']}, {both['ratio']:.2f}× ({both['lo']:.2f} … {both['hi']:.2f})")
-        speed = (await ask("bench", problem=PROBLEM, candidate=last))["speed"]
+        speed = (await proven("bench", problem=PROBLEM, candidate=last))["speed"]
         print(f"bench:    {speed['speedup']:.2f}× ({speed['lo']:.2f} … {speed['hi']:.2f}) of PyTorch, {speed['claim']}")
         best = (await ask("history", problem_id=PROBLEM))["best"]
         print(f"best of {PROBLEM}: {best['kernel_id']}")
@@ -102,6 +126,7 @@ async def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    go_first()
     try:
         sys.exit(asyncio.run(main(sys.argv[1:] or ["kbrl", "mcp"])))
     except* Refused as refused:  # from within the client's task groups

@@ -16,6 +16,7 @@
         ├── PolicyMismatch       the sampler serves another policy than the learner published (I8)
         ├── NonFiniteLoss        a loss or gradient that is not finite; weights are untouched
         └── InfraError           a worker, sandbox or device failed; retried elsewhere, never scored (I4)
+            └── SessionLost      a service of others knows its session, or what it held for us, no more
 """
 
 from __future__ import annotations
@@ -82,3 +83,7 @@ class NonFiniteLoss(RunError):  # noqa: N818
 
 class InfraError(RunError):
     """Infrastructure failed under a task; it is retried elsewhere and never becomes a reward (I4)."""
+
+
+class SessionLost(InfraError):  # noqa: N818
+    """A service of others knows its session, or what it held for us, no more: a new session is begun."""

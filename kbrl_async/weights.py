@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError
@@ -11,8 +12,29 @@ from protocols.records import PolicyVersion
 POLICY_PREFIX = "policy-v"
 """Before the number of a version, in the name of its folder."""
 MANIFEST = "manifest.json"
-FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
-"""By kind of policy; an adapter of a role lies in a folder of its name."""
+FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors", "tinker": "tinker.json"}
+"""By kind of policy; an adapter of a role lies in a folder of its name, and weights at Tinker under the path that the
+file names."""
+
+
+LOCAL = frozenset({"full", "lora"})
+"""Kinds whose weights are in the folder."""
+
+
+class Canaries(NamedTuple):
+    """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
+
+    ids: list[int]
+    """A fixed prompt of at least two tokens."""
+    texts: list[tuple[str, list[int]]]
+    """Further ones, with their first ids."""
+
+
+def check_here(folder: Path, manifest: PolicyVersion) -> None:
+    """CheckpointError where the version's folder names weights that a service holds."""
+    if manifest.kind not in LOCAL:
+        cure = f"Sample from them with sampler.engine=tinker, or: tinker checkpoint download (see {FILES['tinker']})"
+        raise CheckpointError(f"the weights of {folder} are held at Tinker", cure)
 
 
 def proven(folder: Path, manifest: PolicyVersion, role: str = "") -> Path:

@@ -119,6 +119,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag="rollout_request"):
     """Content of the index that they are from."""
     strictness: Strictness | None = None
     """None: every set, the bench's own tolerances."""
+    timed: bool = True
+    """False: not timed even where the bench times what is correct."""
 
 
 class Candidate(msgspec.Struct, frozen=True, tag="candidate"):
@@ -190,6 +192,32 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """What the compiler says of the loops, where a profile was asked for."""
 
 
+class WorkloadVerdict(msgspec.Struct, frozen=True):
+    """Correctness on one of a problem's workloads."""
+
+    name: str
+    fault: Fault
+    passed: int = 0
+    total: int = 0
+    message: str = ""
+    trust: str = ""
+
+
+class WorkloadTiming(msgspec.Struct, frozen=True):
+    """The speedup on one of a problem's workloads, with its interval."""
+
+    name: str
+    weight: float
+    """Its share in the problem's speedup."""
+    n: int
+    speedup: float
+    lo: float
+    hi: float
+    candidate_ms: float
+    reference_ms: float
+    stopped: str = ""
+
+
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Correctness, as computed by the trusted process (I5)."""
 
@@ -221,6 +249,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """Share of the device time of a timed call that the candidate's own kernels have; None: not known."""
     rules: str = ""
     """`strict` or `open`, as in the build's report."""
+    workloads: tuple[WorkloadVerdict, ...] = ()
+    """Of a problem with several, each as far as it was looked at; `passed` and `total` are those of all together."""
 
 
 TIMING_CONFIDENCE = 0.98
@@ -266,6 +296,12 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     """Shortest possible time by bytes and flops, over the candidate's: near 1 is as fast as this hardware can be."""
     baselines: dict[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
     """(speedup, lo, hi) over other baselines than eager, by name, measured in the same session."""
+    ratios: tuple[float, ...] = ()
+    """Of the pairs, until those of several workloads are combined; empty in what leaves a bench."""
+    workloads: tuple[WorkloadTiming, ...] = ()
+    """Of a problem with several, those that were timed: `speedup` is their weighted geometric mean, times are weighted
+    means.
+    """
 
     @property
     def is_faster(self) -> bool:
@@ -393,7 +429,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     parent: int | None
     step: int
     kind: str
-    """`"full"` or `"lora"`."""
+    """`"full"`, `"lora"`, or `"tinker"`, whose weights that service holds."""
     weights_sha256: str
     canary_ids: list[int]
     canary_logprobs: list[float]

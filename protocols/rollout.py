@@ -78,6 +78,11 @@ class StageSpan(msgspec.Struct, frozen=True, array_like=True):
     def waited(self) -> float:
         return max(0.0, self.started - self.queued)
 
+    def since(self, origin: float) -> StageSpan:
+        """The same in seconds since `origin`."""
+        queued, started, finished = self.queued - origin, self.started - origin, self.finished - origin
+        return StageSpan(self.stage, queued, started, finished, self.worker)
+
 
 class Record(msgspec.Struct, frozen=True):
     """`status` is the header's word on how the last stage ended: another than `ok` where the infrastructure gave up."""

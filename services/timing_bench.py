@@ -88,7 +88,7 @@ async def main(stop: asyncio.Event) -> None:
                     request.problem,
                     candidate,
                     build,
-                    timing=settings.timed,
+                    timing=settings.timed and request.timed,
                     strictness=request.strictness,
                     tick=tick,
                     alive=worker.progress,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, RolloutScored
-from kbrl_async.rollouts.stats import RolloutStats, Step
+from kbrl_async.rollouts.stats import RolloutStats, StepOutcome
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
 from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded
@@ -277,13 +277,13 @@ def _stats(
 ) -> RolloutStats:
     has_code = fault is not Fault.FORMAT_ERROR
     is_built = has_code and fault not in (Fault.STATIC_VIOLATION, Fault.COMPILE_ERROR)
-    steps = [Step("format", has_code)]
+    steps = [StepOutcome("format", has_code)]
     if has_code:
-        steps.append(Step("static", fault is not Fault.STATIC_VIOLATION, 0.001))
+        steps.append(StepOutcome("static", fault is not Fault.STATIC_VIOLATION, 0.001))
     if has_code and fault is not Fault.STATIC_VIOLATION:
-        steps.append(Step("compile", is_built, 0.08))
+        steps.append(StepOutcome("compile", is_built, 0.08))
     if is_built:
-        steps.append(Step("full_inputs", fault is Fault.OK, 0.05))
+        steps.append(StepOutcome("full_inputs", fault is Fault.OK, 0.05))
     reward = 0.05 * has_code + 0.15 * is_built + (0.3 + min(0.5, 0.2 * (speedup or 0.0)) if fault is Fault.OK else 0.0)
     return RolloutStats(
         problem_id=problem.problem_id, level=problem.level, reward=reward, format=has_code, compiled=is_built,

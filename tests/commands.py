@@ -35,6 +35,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "pip install 'kbrl-async[areal]'",
         "pip install 'kbrl-async[openrlhf]'",
         "pip install 'kbrl-async[wandb,mlflow]'",
+        "pip install 'kbrl-async[tinker]'",
     ),
     "serves until its client goes: tests/unit/lab/test_mcp_server.py, tests/environments": (
         "kbrl mcp",
@@ -45,6 +46,13 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs another library and a model: tests/environments": (
         "vf-eval kbrl-kernels -n 4 -m MODEL --env.taskset.task.mode refine",
         "inspect eval kbrl_kernels/kernels --model openai/MODEL -T mode=tools",
+    ),
+    "needs the tinker library: tests/e2e/test_tinker.py": (
+        "export TINKER_API_KEY=…",
+        "python -m tests.tinker_service --port 8490 --key tml-anything",
+        "python -m tests.tinker_demo",
+        "TINKER_API_KEY=tml-anything kbrl train learner.engine=tinker sampler.engine=tinker"
+        " sampler.base_url=http://127.0.0.1:8490 lora_rank=16 learning_rate=2e-3 eval_samples=0 name=tinker",
     ),
     "trains for minutes: tests/e2e/test_run.py has runs": (
         "kbrl train level=1 seed=1 name=level-1",

@@ -4,91 +4,27 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 import zmq
 
 from benchmarks.broker import hostile, remote
-from benchmarks.harness import CORES, Commands, Result, broker_options, broker_process, cpu_s, percentiles, say
+from benchmarks.harness import Commands, Result, broker_options, broker_process, cpu_s, say
 from protocols import framing
 from protocols import messages as msg
 from protocols.session import Effect, Emit, Start, WorkerSession
 from protocols.sockets import Socket, connect_dealer
 from services.broker.descriptors import raise_descriptor_limit
-from services.broker.options import IN_MEMORY, BrokerOptions
+from services.broker.options import BrokerOptions
 from services.runtime.channel import drain
 
 commands = Commands("broker", __doc__)
-AHEAD = 512
-"""Submissions kept queued, so that the worker never waits for the producer."""
 START_S = 60.0
-
-
-# ── rates ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@commands
-def rates(seconds: float = 3.0, payload: Annotated[int, "bytes of a task"] = 1024) -> Result:
-    """Leases a second and dispatch latency of a broker on one core, with its journal on disk and in memory.
-
-    A client on another core plays one producer and one worker with plain DEALERs, so that what is measured is the
-    broker. Latency is from the send of a result to the arrival of the task that it sets free, at credit 1.
-    """
-    os.sched_setaffinity(0, {CORES[-1]})
-    rows = []
-    for journal in ("", IN_MEMORY):
-        for credit in (1, 8, 64):
-            with tempfile.TemporaryDirectory() as folder:
-                options = broker_options(Path(folder), journal=journal)
-                with broker_process(options, CORES[0]) as broker:
-                    waits, rate = _drive(options, credit, os.urandom(payload), seconds)
-                    used = cpu_s(broker)
-            row = {"journal": not journal, "credit": credit, "leases_per_s": rate}
-            row["cpu_us_per_lease"] = 1e6 * used / len(waits)
-            if credit == 1:  # with more in flight it measures the queue, not the broker
-                p50, p99 = percentiles(waits[len(waits) // 10 :], 50, 99)
-                row |= {"p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99}
-            rows.append(row)
-            say(row)
-    return {"payload": payload, "rows": rows}
-
-
-def _drive(options: BrokerOptions, credit: int, payload: bytes, seconds: float) -> tuple[list[float], float]:
-    """How long each lease was waited for after the result before it, and leases a second from the first one on."""
-    context: zmq.Context[Socket] = zmq.Context()
-    producer = connect_dealer(context, options.submit_address, b"producer")
-    work = connect_dealer(context, options.work_address, secrets.token_hex(8).encode())
-    work.send_multipart(framing.encode(msg.Hello("bench", secrets.token_hex(4), ["compile"], credit)))
-    submitted, waits = 0, list[float]()
-    began = answered = beat = time.perf_counter()
-    while (now := time.perf_counter()) < began + seconds:
-        if not waits:  # the broker still starts
-            began = answered = now
-        for number in range(submitted, len(waits) + AHEAD):
-            submit = msg.Submit(f"g{number:07d}.r0.t0", "compile", f"g{number // 8}")
-            producer.send_multipart(framing.encode(submit, [payload]))
-        submitted = len(waits) + AHEAD
-        drain(producer)
-        work.poll(100)
-        for frames in drain(work):
-            task, _ = framing.decode(frames)
-            if isinstance(task, msg.Task):
-                waits.append(time.perf_counter() - answered)
-                work.send_multipart(framing.encode(msg.Result(task.task_id, task.lease_id), [b"report"]))
-                answered = time.perf_counter()
-        if now > beat + 1.0:
-            beat = now
-            work.send_multipart(framing.encode(msg.Beat(credit)))
-    rate = len(waits) / (time.perf_counter() - began)
-    context.destroy(linger=0)
-    return waits, rate
 
 
 # ── connections ───────────────────────────────────────────────────────────────────────────────────────────────────

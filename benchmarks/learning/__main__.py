@@ -275,15 +275,13 @@ def write_page(report: Result) -> None:
 
 TURNS = 4
 REWARD = ("prompt.option=compact", *CORRECT_ONLY)
-SAME = (*REWARD, "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
-MULTI = (*SAME, "mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
-ARMS = {
-    "single": (*SAME, "batch_size=8"),
-    "multi": (*MULTI, "batch_size=8", "learner.minibatches=4"),
-    "multi_equal": (*MULTI, "batch_size=3"),
-}
-"""`multi` has as many rollouts as `single`; four minibatches: about as many samples for each optimizer step as two have
-of single turns. `multi_equal` has about as many answers, of which a rollout holds 2.8: what was paid for is equal."""
+SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
+MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
+FOUR = (*SAME, *MULTI, "learner.minibatches=4")
+EQUAL = (*SAME, *MULTI, "batch_size=3")
+ARMS = {"single": SAME, "multi": FOUR, "mixed": (*FOUR, "turns.single_share=0.5"), "equal": EQUAL}
+"""Four minibatches: about as many samples for each optimizer step as two have of single turns.
+`equal` has about as many answers as `single` instead of as many rollouts: a rollout of turns holds 2.8."""
 
 
 @commands
@@ -291,21 +289,23 @@ def turns(
     folder: Annotated[Path, "where runs are kept"] = Path("turns-study"),
     seeds: tuple[int, ...] = (0, 1, 2),
     samples: Annotated[int, "rollouts a problem in the evaluation"] = 4,
-    policy: Annotated[str, "folder of the policy that both arms start from; default: made for this"] = "",
+    policy: Annotated[str, "folder of the policy that all arms start from; default: made for this"] = "",
+    arms: Annotated[
+        tuple[str, ...], "single, multi, mixed (half of the groups take one turn), equal (as many answers)"
+    ] = ("single", "multi"),
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
-    """Does training on refinement turns pay? One policy, trained three times: on single turns, on as many rollouts of
-    up to four turns, and on as many answers in such rollouts.
+    """Does training on refinement turns pay? One policy, trained on single turns and on as many rollouts of up to four.
 
     All are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
-    its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the single-turn arm
-    of the same seed. Continues where it was stopped.
+    its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the first arm, of
+    the same seed. Continues where it was stopped.
     """
     study = Study(folder)
     policy = policy or str(study.make_policy(settings=["mode=multi_turn"]))
-    found: dict[str, list[Answers]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[Answers]] = {arm: [] for arm in arms}
     for seed in seeds:
-        for arm, settings in ARMS.items():
+        for arm, settings in ((arm, ARMS[arm]) for arm in arms):
             name = f"{arm}-{seed}"
             start = (f"model_name={policy}", f"seed={seed}")
             run = study.train(name, ROOT / "configs" / "default.yaml", *start, *settings)
@@ -315,9 +315,9 @@ def turns(
     report: Result = {"seeds": seeds, "samples": samples}
     for split, problems in splits().items():
         report[split] = {arm: _by_turn(answers, problems) for arm, answers in found.items()}
-        for arm in list(ARMS)[1:]:
-            report[split][f"{arm}_minus_single"] = gain(found[arm], found["single"], problems)
-    for arm in ARMS:
+        for arm in arms[1:]:
+            report[split][f"{arm}_minus_{arms[0]}"] = gain(found[arm], found[arms[0]], problems)
+    for arm in arms:
         report[f"{arm}_answers"] = [len(rows_of(study.folder / f"{arm}-{seed}")) for seed in seeds]
         report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
     if plot:
@@ -342,17 +342,13 @@ def _fix_rate(evaluations: Sequence[Path]) -> float:
 
 
 def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
-    names = {
-        "single": "single turns",
-        "multi": "four turns, as many rollouts",
-        "multi_equal": "four turns, as many answers",
-    }
-    lines = []
+    names = {"single": "single turns", "multi": "four turns", "mixed": "half of them four turns"}
+    names["equal"], lines = "four turns, as many answers", []
     for arm, answers in found.items():
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]
         points = [(float(turn), y) for turn, y in enumerate(_by_turn(answers, problems), start=1)]
-        lines.append(plots.Line(names[arm], points, band=band))
+        lines.append(plots.Series(names[arm], points, band=band))
     words = {"title": "Rollouts with a correct kernel, by what was trained", "x": "turns taken", "y": "share"}
     return str(
         plots.line_chart(

@@ -25,7 +25,7 @@ from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.learning.policies.models import load_tokenizer
 from kbrl_async.rollouts.prompts import extract, render_prompt
 from kbrl_async.rollouts.prompts.examples import render_with_examples
-from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
+from kbrl_async.rollouts.retrieval import CorpusSource, Entry, Query, Retriever
 from kbrl_async.runs.config import load
 from protocols.records import Candidate, Fault, Problem
 
@@ -53,7 +53,7 @@ def raicl(
         wanted = ["prompt.option=raicl", "prompt.index=index", "sft.shot_share=0.5", "sft.max_seconds=240"]
         options = small_options(load(overrides=wanted))
         writer = Policy(policy or ensure_small_policy(cache or Path(name) / "cache", options))
-        build_index([Source("suite", "run", "1", solutions)], Path(name) / "index")
+        build_index([CorpusSource("suite", "run", "1", solutions)], Path(name) / "index")
         retriever = Retriever.open(Path(name) / "index", [(p.problem_id, p.source) for p in heldout])
         judged: dict[tuple[str, str], tuple[bool, bool]] = {}
         for problem in heldout:

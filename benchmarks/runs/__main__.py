@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import random
 import signal
-import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,8 +23,6 @@ from benchmarks.harness import (
     Commands,
     Result,
     environment,
-    packed,
-    percentiles,
     rows_of,
     say,
     summary_of,
@@ -36,20 +30,7 @@ from benchmarks.harness import (
 )
 from benchmarks.runs import soak, viewing
 from kbrl_async.lab.chaos.driver import LOAD_PAUSE_S
-from kbrl_async.runs.archive.archive import Archive, ArchiveWriter, Update, make_row
-from protocols.records import (
-    BenchReport,
-    BuildReport,
-    Candidate,
-    Fault,
-    Generation,
-    Problem,
-    RolloutRequest,
-    SamplingParams,
-    Timing,
-    Verdict,
-)
-from protocols.rollout import Record
+from kbrl_async.runs.archive.archive import Update
 
 commands = Commands("runs", __doc__)
 commands(soak.soak)
@@ -200,68 +181,6 @@ def _summed_up(report: Result) -> Result:
         "off": [f"{check['name']}: {check['says']}" for check in report["checks"] if not check["ok"]],
         "says": {check["name"]: check["says"] for check in report["checks"]},
     }
-
-
-# ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@commands
-def archive(rows: int = 10_000, tokens: int = 512) -> Result:
-    """The archive of scored turns: how fast turns go in, what they take on disk, how long a report waits for all rows.
-
-    The anchor is the same records through plain SQLite in one thread, one commit each, uncompressed.
-    """
-    rng = random.Random(0)
-    made = [_record(f"g{i // 8:06d}.r{i % 8}", tokens, rng) for i in range(200)]
-    encoded = [one.encode() for one in made]
-    with tempfile.TemporaryDirectory() as scratch:
-        path, handed, started = Path(scratch) / "a.sqlite", list[float](), time.perf_counter()
-        with ArchiveWriter(path) as writer:
-            for i in range(rows):
-                before, name = time.perf_counter(), f"g{i // 8:06d}.r{i % 8}"
-                writer.add(make_row(name, made[i % 200], at=float(i), reward=0.5), encoded[i % 200])
-                handed.append(time.perf_counter() - before)
-        written_s = time.perf_counter() - started
-        with Archive(path) as reader:
-            started = time.perf_counter()
-            count = sum(1 for _ in reader.rows())
-            read_s, asked = time.perf_counter() - started, range(0, rows, max(1, rows // 100))
-            started = time.perf_counter()
-            for i in asked:
-                reader.record(f"g{i // 8:06d}.r{i % 8}")
-            record_s = (time.perf_counter() - started) / len(asked)
-        size = path.stat().st_size
-        anchor = _plain_rows_per_s(Path(scratch) / "anchor.sqlite", encoded, min(2000, rows))
-    p50, p99 = percentiles(handed, 50, 99)
-    return {
-        "rows": count, "tokens_per_row": tokens, "rows_per_s": rows / written_s, "anchor_rows_per_s": anchor,
-        "add_us_median": 1e6 * p50, "add_us_p99": 1e6 * p99, "bytes_per_row": size / rows, "all_rows_s": read_s,
-        "one_record_ms": 1e3 * record_s,
-    }  # fmt: skip
-
-
-def _record(task_id: str, tokens: int, rng: random.Random) -> Record:
-    lines = ["for (long i = 0; i < n; i++) ", "out[i] = v; ", "float v = a[i]; ", "\n"]
-    text = "".join(rng.choice(lines) for _ in range(60))
-    ids = [rng.randrange(32_000) for _ in range(tokens)]
-    problem = Problem("L1/07_relu", 1, "relu", text)
-    return Record.of(
-        RolloutRequest(task_id, task_id[:7], problem, text, "c", SamplingParams(tokens)),
-        Generation(1, ids, ids, [rng.uniform(-4, 0) for _ in ids], text, "stop", Candidate(text, "c")),
-        BuildReport(Fault.OK),
-        BenchReport(Verdict(Fault.OK, 10, 10), Timing(9, 1.5, 1.4, 1.6, 2.0, 3.0)),
-    )
-
-
-def _plain_rows_per_s(path: Path, encoded: list[list[bytes]], rows: int) -> float:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, frames BLOB)")
-        started = time.perf_counter()
-        for i in range(rows):
-            db.execute("INSERT INTO t VALUES (?, ?)", (i, packed(encoded[i % 200])))
-        return rows / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from kbrl_async.weights import FILES
 from protocols.messages import Stage, Task
 from protocols.records import PolicyVersion
 from services.runtime import Outcome, Worker, addresses
-from services.runtime.quiet import Gate
+from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
 
@@ -110,7 +110,7 @@ async def service(
             await note_facts(engine, folder, sizes.rank)
             await publish(bench.run_dir / "policies", folder, 0)
             with services(bench.run_dir, "broker.1"):
-                gate = Gate(time.monotonic, lambda _: None, lambda: True)
+                gate = PauseGate(time.monotonic, lambda _: None, lambda: True)
                 await Sampling(make_service(bench.run_dir, bench.config), engine, gate, lambda: None).catch_up()
                 say(f"policy v0 is served; canary error {engine.stats().canary_max_error:.2g}")
                 rates = await _rates(bench, at_once, rounds, leg_s)

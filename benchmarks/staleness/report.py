@@ -214,7 +214,7 @@ def picture(figures: Figures, names: Sequence[str], title: str) -> str:
         found = [(s, figures.rewards(name, s)) for s in figures.stalenesses]
         points = [(float(s), statistics.fmean(values)) for s, values in found if values]
         band = [(float(s), min(values), max(values)) for s, values in found if values] if number < 2 else []
-        lines.append(plots.Line(name, points, dots=True, band=band))
+        lines.append(plots.Series(name, points, dots=True, band=band))
     words = {"title": title, "x": "staleness S, versions", "y": "final reward"}
     return str(
         plots.line_chart(

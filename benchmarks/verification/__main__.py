@@ -28,7 +28,7 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
-from kbrl_async.lab.value import Judged, ValueModel, judged_in, pairs_of
+from kbrl_async.lab.value import JudgedKernel, ValueModel, judged_in, pairs_of
 from kbrl_async.runs.archive.archive import Archive
 from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
@@ -185,12 +185,12 @@ def value(
     asked = judged_in([test])
     scores = {one: model.value(one.module, one.kernel) for one in set(asked)}
     ties = [(scores[a], scores[b]) for a, b in pairs_of(asked)]
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[JudgedKernel]] = {}
     for one in asked:
         groups.setdefault(one.group_id, []).append(one)
     mixed = [of for of in groups.values() if len({one.worth[0] for one in of}) == 2]
 
-    def first_right(ordered: list[Judged]) -> int:
+    def first_right(ordered: list[JudgedKernel]) -> int:
         return next(place for place, one in enumerate(ordered, 1) if one.worth[0])
 
     return {

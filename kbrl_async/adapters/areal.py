@@ -21,14 +21,10 @@ def reward_fn(
     completion_ids: list[int],
     *,
     problem: str,
-    server: str = "",
-    key: str = "",
-    preset: str = "",
-    timing: bool = True,
-    backend: str = "",
-    deadline_s: float = DEADLINE_S,
-    **_: Any,
+    **given: Any,
 ) -> float:
-    """:raises InfraError: the host failed, or there is no verdict yet; never 0 for that."""
-    options = Options(server=server, key=key, preset=preset, timing=timing, backend=backend, deadline_s=deadline_s)
-    return run(reward_of(completions, problem, options))
+    """`given`: columns of the data set; among them may be options, see `verdicts.Options`.
+
+    :raises InfraError: the host failed, or there is no verdict yet; never 0 for that.
+    """
+    return run(reward_of(completions, problem, Options.among(given, deadline_s=DEADLINE_S)))

@@ -17,13 +17,12 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
 
     :raises InfraError: the host failed.
     """
-    options = Options(**{name: value for name in _NAMES if (value := getattr(args, f"kbrl_{name}", None)) is not None})
+    options = Options.among(
+        {name.removeprefix("kbrl_"): value for name, value in vars(args).items() if name.startswith("kbrl_")}
+    )
     if isinstance(sample, list):
         return list(await asyncio.gather(*(_of(one, options) for one in sample)))
     return await _of(sample, options)
-
-
-_NAMES = ("server", "key", "preset", "timing", "backend", "deadline_s")
 
 
 async def _of(sample: Any, options: Options) -> float:

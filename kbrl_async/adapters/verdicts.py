@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -40,6 +40,7 @@ DEADLINE_S = 600.0
 log = logging.getLogger(__name__)
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 """Statuses after which the same question may be answered."""
+_BY_NAME = ("server", "key", "preset", "timing", "backend", "deadline_s")
 ReturnT = TypeVar("ReturnT")
 
 
@@ -57,6 +58,11 @@ class Options(msgspec.Struct, frozen=True):
     workers: int = 1
     """Candidates at once, where this process verifies."""
     device: str = "auto"
+
+    @staticmethod
+    def among(words: Mapping[str, Any], **defaults: Any) -> Options:
+        """Those that a trainer gives by name, out of all that it gives a reward function."""
+        return Options(**defaults | {name: words[name] for name in _BY_NAME if words.get(name) is not None})
 
     def resolved(self) -> Options:
         return msgspec.structs.replace(

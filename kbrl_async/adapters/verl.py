@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbrl_async.adapters.verdicts import DEADLINE_S, Options, reward_of
+from kbrl_async.adapters.verdicts import Options, reward_of
 
 
 async def compute_score(
@@ -22,18 +22,10 @@ async def compute_score(
     solution_str: str,
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
-    *,
-    server: str = "",
-    key: str = "",
-    preset: str = "",
-    timing: bool = True,
-    backend: str = "",
-    deadline_s: float = DEADLINE_S,
-    **_: Any,
+    **given: Any,
 ) -> dict[str, float]:
-    """`score`, which is trained on.
+    """`score`, which is trained on. `given`: `reward_kwargs`, see `verdicts.Options`, and what else verl passes.
 
     :raises InfraError: the host failed; a reward of zero would teach something that is not so.
     """
-    options = Options(server=server, key=key, preset=preset, timing=timing, backend=backend, deadline_s=deadline_s)
-    return {"score": await reward_of(solution_str, ground_truth, options)}
+    return {"score": await reward_of(solution_str, ground_truth, Options.among(given))}

@@ -254,9 +254,7 @@ def _refused_by_host(error: Exception) -> str:
     if wants_room(error):
         return f"no space left: {error}. Free some"
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
-        return (
-            f"{error.filename or 'this host'}: {error.strerror}. See 'kbrl train --dry-run', and who may do that here"
-        )
+        return f"{error.filename or 'this host'}: {error.strerror}. Go where you may do that, or change who may"
     return ""
 
 

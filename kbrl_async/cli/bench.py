@@ -91,7 +91,7 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
-    from kbrl_async.kernels.funnel.careful import Careful, measured
+    from kbrl_async.kernels.funnel.careful import Careful, bench
 
     candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
     careful = Careful(
@@ -101,7 +101,7 @@ def _one(args: argparse.Namespace) -> int:
         core=args.core,
     )
     with Console(stderr=True).status(f"timing {args.candidate} against {args.problem} …"):
-        result, missing = measured(
+        result = bench(
             args.problem,
             candidate,
             args.backend,
@@ -112,20 +112,20 @@ def _one(args: argparse.Namespace) -> int:
             rules=args.rules,
             outputs=args.outputs,
         )
-    _tell_one(args, result, missing)
+    _tell_one(args, result)
     return result.exit_code
 
 
-def _tell_one(args: argparse.Namespace, result: Result, missing: dict[str, str]) -> None:
+def _tell_one(args: argparse.Namespace, result: Result) -> None:
     if args.json:
-        print_json({**result.document(), "missing_baselines": missing})
+        print_json(result.document())
         return
     from kbrl_async.cli.verify import show
 
     console = Console()
     show(result, console)
     lines = timing_lines(result.timing) if result.timing is not None else []
-    for line in [*lines, *(f"no baseline {name}: {why}" for name, why in missing.items())]:
+    for line in [*lines, *(f"no baseline {name}: {why}" for name, why in result.missing_baselines.items())]:
         say(line, console)
 
 

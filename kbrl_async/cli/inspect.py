@@ -222,9 +222,12 @@ def _build(build: BuildReport, console: Console) -> None:
 
 
 def _bench(bench: BenchReport, console: Console) -> None:
+    from kbrl_async.kernels.funnel.result import workload_lines  # with torch, which no help waits for
+
     console.print("\n[bold]correctness and timing[/]")
     console.print(_steps(bench.stages))
     console.print(facts(_of_verdict(bench.verdict)))
+    console.print(facts([("workload", line) for line in workload_lines(bench.verdict, bench.timing)]))
     if bench.timing is not None:
         console.print(facts(_of_timing(bench.timing)))
 

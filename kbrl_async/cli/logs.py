@@ -20,7 +20,7 @@ from kbrl_async.runs.telemetry.log_reading import (
     Broken,
     Filter,
     Follower,
-    Line,
+    LoggedEvent,
     files,
     merged,
     printable,
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def followed(run_dir: Path, sizes: dict[Path, int], broken: Broken, wanted: Filter) -> Iterator[Line]:
+def followed(run_dir: Path, sizes: dict[Path, int], broken: Broken, wanted: Filter) -> Iterator[LoggedEvent]:
     """What is written from now on; ends once the run has ended and its last lines are read."""
     follower = Follower(run_dir / "logs", sizes, broken)
     try:
@@ -100,7 +100,7 @@ def followed(run_dir: Path, sizes: dict[Path, int], broken: Broken, wanted: Filt
         follower.close()
 
 
-def _print(found: Iterable[Line], as_json: bool, show: LinePrinter, *, at_once: bool = False) -> None:
+def _print(found: Iterable[LoggedEvent], as_json: bool, show: LinePrinter, *, at_once: bool = False) -> None:
     """JSON goes through as it is; the rest of this command prints nothing to stdout."""
     for line in found:
         text = line.raw if as_json else show.line(line).encode("utf-8", "replace")
@@ -117,7 +117,7 @@ class LinePrinter:
         self._of: dict[str, int] = {}
         self._width = 19
 
-    def line(self, line: Line) -> str:
+    def line(self, line: LoggedEvent) -> str:
         event = line.event
         process, level = printable(str(event.get("process", "?"))), printable(str(event.get("level", "info")))
         self._width = min(24, max(self._width, len(process)))

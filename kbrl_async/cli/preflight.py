@@ -27,6 +27,8 @@ from kbrl_async.runs.folder import Run, refused
 from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.runs.problems import problems_of, split_told
 from kbrl_async.sampling.vllm.options import check_installed
+from kbrl_async.secret import secret
+from kbrl_async.tinker_service import KEY as TINKER_KEY
 from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
 
@@ -98,7 +100,7 @@ def check_files(config: Config) -> None:
     if prompt.index is not None and not (Path(prompt.index).expanduser() / INDEX_MANIFEST).is_file():
         cure = "Make one with: kbrl index build"
         raise ConfigError(f"prompt.index: {prompt.index} holds no index, it has no {INDEX_MANIFEST}", cure)
-    for source in config.demonstrations.files:
+    for source in config.demonstrations.files if config.evaluation.policy is None else ():
         path = Path(source).expanduser()
         if not archives.is_run(path):
             files_of(path)
@@ -141,12 +143,15 @@ def check_engine(config: Config) -> None:
         raise ConfigError(cause, "Train with sampler.engine=transformers, or see sampler.train_logprobs")
     if config.sampler.engine == "vllm":
         check_installed()
+    if config.sampler.engine == "tinker":
+        secret(config.sampler.api_key_env or TINKER_KEY, "sampler.api_key_env", os.environ)
 
 
 def check_extras(config: Config) -> None:
     """Libraries that only some settings need."""
     wanted = {
         "bitsandbytes": ("learner.base_quantisation", config.learner.base_quantisation != "none", "bitsandbytes"),
+        "tinker": ("learner.engine=tinker", config.learner.engine == "tinker", "'kbrl-async[tinker]'"),
         "wandb": ("metrics.wandb_project", config.metrics.wandb_project is not None, "'kbrl-async[wandb]'"),
         "mlflow": ("metrics.mlflow_uri", config.metrics.mlflow_uri is not None, "'kbrl-async[mlflow]'"),
         "opentelemetry": ("metrics.otlp_endpoint", config.metrics.otlp_endpoint is not None, "'kbrl-async[otel]'"),

@@ -9,7 +9,6 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from kbrl_async.cli.shared import completed, find, run_names, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Audit, ProblemAudit
+from kbrl_async.kernels.problems.cases import described
 from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only what this run's policy may solve",
     )
     completed(near, run_names)
-    generate.add_argument("--jobs", type=int, default=0, help="worker processes, of import too; default: one a core")
+    generate.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes, of import too; default: one a core",
+    )
     importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
     importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
     importing.add_argument(
@@ -90,11 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, source: str) -> int:
-    rows = table(("problem", "level", "difficulty", "split", "audit"))
     problems = load_problems(source, levels=args.level)
+    loads = {problem.problem_id: words for problem in problems if (words := described(problem))}
+    rows = table(("problem", "level", "difficulty", "split", "audit", *(["workloads"] if loads else [])))
     for problem in problems:
         facts = (problem.problem_id, str(problem.level), f"{problem.difficulty:.2f}", problem.split)
-        rows.add_row(*facts, ", ".join(problem.flags))
+        rows.add_row(*facts, ", ".join(problem.flags), *([loads.get(problem.problem_id, "1")] if loads else []))
     console = Console()
     console.print(rows)
     heldout = sum(problem.split == "heldout" for problem in problems)
@@ -132,6 +138,7 @@ def _audit(args: argparse.Namespace, source: str) -> int:
 
 def _generate(args: argparse.Namespace, wanted: str) -> int:
     from kbrl_async.kernels.generator import generate, known, write_folder
+    from kbrl_async.lab.edge import parents_in, propose
 
     if not wanted.isdigit() or not int(wanted):
         raise UserError("kbrl problems generate needs a number", "As in: kbrl problems generate 500 --seed 1")
@@ -148,11 +155,12 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
-        jobs = args.jobs or len(os.sched_getaffinity(0))
         avoid = known() + _avoided(args)
         between = _between(args.difficulty)
-        fits = _fits(args)
-        drawn = list(generate(count, args.seed, difficulty=between, fits=fits, avoid=avoid, jobs=jobs, told=told))
+        if args.near:
+            drawn = propose(parents_in([find(run) for run in args.near]), count, args.seed, avoid)
+        else:
+            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=args.jobs, told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -167,16 +175,6 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     return 0
 
 
-def _fits(args: argparse.Namespace) -> Callable[[Drawn], str]:
-    """Whether a problem is at the edge of what the policy of `--near` solves."""
-    if not args.near:
-        return lambda _drawn: ""
-    from kbrl_async.lab.edge import Edge, outcomes_of
-
-    edge = Edge(outcomes_of([find(run) for run in args.near]))
-    return lambda drawn: edge.refusal(drawn.chain)
-
-
 def _import(args: argparse.Namespace, place: str) -> int:
     from kbrl_async.kernels.audit import Limits
     from kbrl_async.kernels.importing import JOURNAL, Importer, read
@@ -187,7 +185,7 @@ def _import(args: argparse.Namespace, place: str) -> int:
     name, found = read(place, args.format)
     memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 4
     device = "cuda:0" if args.device == "cuda" else args.device
-    jobs = 1 if args.device == "cuda" else args.jobs or len(os.sched_getaffinity(0))
+    jobs = 1 if args.device == "cuda" else args.jobs
     importer = Importer(out, Limits(device, min(args.time_limit, 30.0), round(memory, 2)), _avoided(args), jobs)
     with Progress(*Progress.get_default_columns()[:1], TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"importing {name}", total=None)

@@ -18,7 +18,7 @@ from kbrl_async.errors import KbrlError
 from kbrl_async.runs import summary
 from kbrl_async.runs.config import CONFIG_FILE
 from kbrl_async.runs.folder import latest, runs_in
-from kbrl_async.runs.standing import SUMMARY_FILE, State, standing
+from kbrl_async.runs.standing import SUMMARY_FILE, RunStatus, standing
 
 FIGURES = ("correct_rate_first", "correct_rate_last", "heldout_correct_rate_before", "heldout_correct_rate_after")
 TOLD = 3
@@ -32,7 +32,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     kind: str
     """`training` or `evaluation`."""
-    state: State
+    state: RunStatus
     reason: str = ""
     """Why it crashed."""
     is_latest: bool = False
@@ -82,7 +82,7 @@ def _training(path: Path, is_latest: bool) -> Listed:
         path=str(path),
         kind="training",
         state=stands.state,
-        reason=stands.reason if stands.state is State.CRASHED else "",
+        reason=stands.reason if stands.state is RunStatus.CRASHED else "",
         is_latest=is_latest,
         started=(path / CONFIG_FILE).stat().st_mtime,
         updates=known.get("updates"),
@@ -99,7 +99,7 @@ def _evaluation(path: Path) -> Listed:
         path=str(path),
         kind="evaluation",
         state=stands.state,
-        reason=stands.reason if stands.state is State.CRASHED else "",
+        reason=stands.reason if stands.state is RunStatus.CRASHED else "",
         started=(path / CONFIG_FILE).stat().st_mtime,
         policy=(said.get("policy") or {}).get("label"),
         problems=figures.get("problems"),
@@ -185,7 +185,7 @@ def _change(first: float | None, last: float | None) -> str:
 
 
 def _hints(found: Sequence[Listed]) -> Iterator[str]:
-    crashed = [run for run in found if run.state is State.CRASHED]
+    crashed = [run for run in found if run.state is RunStatus.CRASHED]
     for run in crashed[:TOLD]:
         yield f"{run.run} crashed: {run.reason}\n  kbrl logs {run.run} --level error"
     if any(run.updates is not None for run in found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class StatusClient:
         """The broker's report, or None where it does not answer in time."""
         self._socket = self._socket or self._open()
         token = secrets.token_hex(8)
-        self._socket.send_multipart(framing.encode(StatusRequest(token)))
+        with contextlib.suppress(zmq.Again):  # refused at the handshake, it has no connection that it could wait for
+            self._socket.send_multipart(framing.encode(StatusRequest(token)), zmq.DONTWAIT)
         while self._socket.poll(int(timeout_s * 1000)):
             report = _report(self._socket.recv_multipart())
             if report is not None and report.token == token:

@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kbrl_async.evaluation.metrics import EAGER, Sample, sample_of
+from kbrl_async.evaluation.metrics import EAGER, OnWorkload, Sample, sample_of
 from kbrl_async.evaluation.progress import EvaluationProgress
 from kbrl_async.kernels.funnel.result import Result, early
 from kbrl_async.kernels.kernelbench.formats import Outcome
 from kbrl_async.kernels.problems.finding import number
+from kbrl_async.kernels.problems.workloads import is_tail
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import Trajectories, TurnTaken, best_turn
 from protocols.records import Fault, Problem
@@ -86,7 +87,7 @@ class RetireProblem(NamedTuple):
 Effect = AskAnswer | RetireProblem
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptSample(msgspec.Struct, frozen=True):
     """A sample that has ended: its figures, and the best turn's outcome and kernel where there is one."""
 
     sample: Sample
@@ -105,7 +106,7 @@ class Course:
         self.problems = {problem.problem_id: problem for problem in problems}
         self.deadline_s = deadline_s
         self.clock = 0.0
-        self._progress: EvaluationProgress[Kept | str] = EvaluationProgress(
+        self._progress: EvaluationProgress[KeptSample | str] = EvaluationProgress(
             NAME, problems, samples, in_flight, whole_problems=True
         )
         self._trajectories = Trajectories()
@@ -127,9 +128,9 @@ class Course:
         return self._progress.has_ended
 
     @property
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, KeptSample]:
         """The samples that have figures, by rollout."""
-        return {key: end for key, end in self._progress.ended.items() if isinstance(end, Kept)}
+        return {key: end for key, end in self._progress.ended.items() if isinstance(end, KeptSample)}
 
     @property
     def lost(self) -> dict[str, str]:
@@ -202,7 +203,7 @@ class Course:
             self._progress.end(rollout_id, reason or "infra_error")
 
 
-def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> Kept:
+def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> KeptSample:
     """The sample that a rollout's turns come to: its best turn."""
     best = best_turn([turn.stats for turn in tried])
     chosen = next(turn for turn in tried if turn.stats is best)
@@ -220,13 +221,28 @@ def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> Kept:
         candidate_ms=timing.candidate_ms if timing else None,
         reference_ms=timing.reference_ms if timing else None,
         flags=problem.flags,
+        workloads=_by_workload(result),
         turns=len(tried),
         tokens=sum(turn.stats.tokens for turn in tried),
     )
-    return Kept(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
+    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
 
 
-def expired_sample(problem: Problem, rollout_id: str) -> Kept:
+TAILS = "secret shapes"
+
+
+def _by_workload(result: Result) -> dict[str, OnWorkload]:
+    """Those that the problem names; secret ones, which differ from answer to answer, as one."""
+    timed = {} if result.timing is None else {one.name: one.speedup for one in result.timing.workloads}
+    found: dict[str, OnWorkload] = {}
+    for one in result.verdict.workloads:
+        name = TAILS if is_tail(one.name) else one.name
+        before = found.get(name, OnWorkload(True))
+        found[name] = OnWorkload(before.correct and one.fault is Fault.OK, timed.get(one.name))
+    return found
+
+
+def expired_sample(problem: Problem, rollout_id: str) -> KeptSample:
     """Not answered in time: wrong, as KernelBench counts a timeout."""
     sample = _sample_number(rollout_id)
     figures = Sample(
@@ -239,7 +255,7 @@ def expired_sample(problem: Problem, rollout_id: str) -> Kept:
     )
     verdict = early(Fault.TIMEOUT, "no answer with a verdict before the problem's deadline")
     result = Result(problem.problem_id, "", "", verdict, (), origin="response")
-    return Kept(figures, Outcome(problem.level, number(problem) or 0, sample, "", result))
+    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result))
 
 
 def _sample_number(rollout_id: str) -> int:

@@ -87,6 +87,14 @@ class Part(msgspec.Struct, frozen=True):
     """Problems that `filtered` leaves out."""
 
 
+class WorkloadRow(msgspec.Struct, frozen=True):
+    """Over the samples that were looked at on it."""
+
+    samples: int
+    correct: int
+    best_speedup: float | None
+
+
 class ProblemRow(msgspec.Struct, frozen=True):
     problem_id: str
     level: int
@@ -100,6 +108,8 @@ class ProblemRow(msgspec.Struct, frozen=True):
     faults: dict[str, int]
     disturbed: int = 0
     """Correct samples whose time was."""
+    workloads: dict[str, WorkloadRow] = {}
+    """Of a problem with several; secret shapes are one of them."""
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -223,7 +233,14 @@ def _row(cluster: Sequence[Sample]) -> ProblemRow:
         cluster[0].flags,
         faults,
         sum(s.disturbed and s.correct for s in cluster),
+        {name: _workload(name, cluster) for name in dict.fromkeys(name for s in cluster for name in s.workloads)},
     )
+
+
+def _workload(name: str, cluster: Sequence[Sample]) -> WorkloadRow:
+    found = [(s.workloads[name], s.disturbed) for s in cluster if name in s.workloads]
+    timed = [one.speedup for one, disturbed in found if one.speedup is not None and not disturbed]
+    return WorkloadRow(len(found), sum(one.correct for one, _ in found), max(timed, default=None))
 
 
 def write(path: Path, document: Document) -> None:

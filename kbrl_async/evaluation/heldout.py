@@ -21,7 +21,7 @@ def is_evaluation(group_id: str) -> bool:
     return group_id in (BEFORE, AFTER) or is_round(group_id)
 
 
-class Asked(NamedTuple):
+class OpenRollout(NamedTuple):
     """A rollout that is under way."""
 
     rollout_id: str
@@ -65,20 +65,20 @@ class HeldoutEvaluations:
             return self._whole[group_id].open.get(rollout_id)
         return self.rounds.open().get(rollout_id) if is_round(group_id) else None
 
-    def asked(self, phase: str) -> Iterator[Asked]:
+    def asked(self, phase: str) -> Iterator[OpenRollout]:
         """All that is under way before or after training."""
         return _asked(phase, self._whole[phase].open)
 
-    def asked_in_round(self) -> Iterator[Asked]:
+    def asked_in_round(self) -> Iterator[OpenRollout]:
         return _asked(group_of_round(self.rounds.running or 0), self.rounds.open())
 
     def begin_after(self) -> None:
         self._whole[AFTER].begin()
 
-    def begin_round(self, version: int) -> Iterator[Asked]:
+    def begin_round(self, version: int) -> Iterator[OpenRollout]:
         return _asked(group_of_round(version), self.rounds.begin(version))
 
-    def end(self, group_id: str, rollout_id: str, stats: RolloutStats | None) -> tuple[list[Asked], Round | None]:
+    def end(self, group_id: str, rollout_id: str, stats: RolloutStats | None) -> tuple[list[OpenRollout], Round | None]:
         """One rollout's end: what is to be asked next, and the round, if that was its last."""
         if group_id in self._whole:
             self._whole[group_id].end(rollout_id, stats)
@@ -87,5 +87,5 @@ class HeldoutEvaluations:
         return list(_asked(group_id, begun)), done
 
 
-def _asked(group_id: str, opened: Mapping[str, Problem]) -> Iterator[Asked]:
-    return (Asked(rollout_id, group_id, problem) for rollout_id, problem in opened.items())
+def _asked(group_id: str, opened: Mapping[str, Problem]) -> Iterator[OpenRollout]:
+    return (OpenRollout(rollout_id, group_id, problem) for rollout_id, problem in opened.items())

@@ -29,6 +29,13 @@ Speed = tuple[float, float, float]
 Clusters = Sequence[Sequence["Sample"]]
 
 
+class OnWorkload(msgspec.Struct, frozen=True):
+    """What a sample is worth on one workload of its problem."""
+
+    correct: bool
+    speedup: float | None = None
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one problem, as it ended; of several turns the best one."""
 
@@ -49,6 +56,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reference_ms: float | None = None
     flags: tuple[str, ...] = ()
     """What the audit holds against the problem."""
+    workloads: Mapping[str, OnWorkload] = msgspec.field(default_factory=dict)
+    """By name, of a problem with several; secret shapes are `secret shapes`."""
     expired: bool = False
     """Not answered before the problem's deadline; counts as wrong."""
     turns: int = 1

@@ -97,6 +97,9 @@ def _problems_table(document: Document) -> Table:
         best += [f"disturbed ×{row.disturbed}"] if row.disturbed else []
         counts = (f"{row.compiled}/{row.samples}", f"{row.correct}/{row.samples}")
         table.add_row(row.problem_id, *counts, ", ".join(best) or "–", wrong, ", ".join(row.flags))
+        for name, one in row.workloads.items():
+            speed = "–" if one.best_speedup is None else f"{one.best_speedup:.2f}×"
+            table.add_row(f"  {name}", "", f"{one.correct}/{one.samples}", speed, "", "")
     return table
 
 

@@ -72,6 +72,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock after which the timing of one candidate stops."""
     outputs: Outputs = "fresh"
     """fresh: each call's result lies in memory of its own; kept: it only has to hold until the next call."""
+    timed_workloads: Count = 0
+    """So many workloads of a problem are timed, a secret choice for each kernel; 0: all. All are checked."""
     timed: bool = True
     """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
     deadline_s: Positive = 2.0

@@ -43,6 +43,19 @@ class StageClock:
         self._mark = mark
         self._parts.clear()
 
+    def add(self, other: StageClock) -> None:
+        """Another clock's stages: those of a name that is here already are added up, and the first fault stays."""
+        for report in other.reports:
+            place = next((i for i, known in enumerate(self._reports) if known.name == report.name), None)
+            if place is None:
+                self._reports.append(report)
+                continue
+            known = self._reports[place]
+            worse = known if known.fault is not Fault.OK else report
+            seconds = known.seconds + report.seconds
+            self._reports[place] = StageReport(known.name, worse.fault, seconds, worse.detail)
+        self._mark = self._now()
+
     def has(self, name: str) -> bool:
         return any(report.name == name for report in self._reports)
 

@@ -31,7 +31,7 @@ from kbrl_async.errors import AddressTaken, UserError
 from kbrl_async.kernels.syntax import Reading, Unreadable, read
 from kbrl_async.rollouts.retrieval import vectors
 from kbrl_async.rollouts.retrieval.choosing import Choice, choose
-from kbrl_async.rollouts.retrieval.corpora import Source
+from kbrl_async.rollouts.retrieval.corpora import CorpusSource
 from kbrl_async.rollouts.retrieval.embedders import Embedder, Passage, Vectors, make_embedder
 from kbrl_async.rollouts.retrieval.entries import Entry, Skip, checked
 from kbrl_async.rollouts.retrieval.store import (
@@ -79,7 +79,7 @@ class Harvest(msgspec.Struct, frozen=True):
 
 
 def build_index(
-    sources: Sequence[Source],
+    sources: Sequence[CorpusSource],
     output: Path,
     options: IndexOptions | None = None,
     progress: Progress = lambda phase, done, total: None,
@@ -95,7 +95,9 @@ def build_index(
 
 
 class _Build:
-    def __init__(self, sources: Sequence[Source], output: Path, options: IndexOptions, progress: Progress) -> None:
+    def __init__(
+        self, sources: Sequence[CorpusSource], output: Path, options: IndexOptions, progress: Progress
+    ) -> None:
         self._sources, self._output, self._options, self._progress = sources, output, options, progress
         self._work = output / ".building"
         self._plan = msgspec.json.encode(

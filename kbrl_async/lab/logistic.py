@@ -22,9 +22,6 @@ class Logistic:
     def score(self, features: Features) -> float:
         return float(self._weights[features].sum())
 
-    def chance(self, features: Features) -> float:
-        return float(1.0 / (1.0 + np.exp(-np.clip(self.score(features), -30, 30))))
-
     def fit(self, examples: Sequence[tuple[Features, Features, float]], passes: int = 5) -> None:
         """Each example is features that speak for it, features that speak against, and its share of successes."""
         order = np.random.default_rng(0)

@@ -31,7 +31,7 @@ from kbrl_async.kernels.timing.methods import Function, methods, ratio
 from kbrl_async.kernels.timing.recipe import PLACEMENT
 from kbrl_async.kernels.timing.resolution import Report, Row, Trial, clock_range, summarise
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
-from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
+from kbrl_async.lab.report.plots import STANDALONE, Series, line_chart
 from protocols.records import BenchReport, Candidate, Problem, Timing
 
 Tell = Callable[[str], None]
@@ -341,7 +341,7 @@ def svg(report: Report) -> str:
     for name in sorted({name for row in rows for name in row.methods}):
         errors[name] = [row.methods.get(name, 0.0) for row in rows]
     lines = [
-        Line(name, [(row.ms, value) for row, value in zip(rows, values, strict=True) if value > 0], dots=True)
+        Series(name, [(row.ms, value) for row, value in zip(rows, values, strict=True) if value > 0], dots=True)
         for name, values in errors.items()
     ]
     return line_chart(

@@ -28,14 +28,13 @@ from kbrl_async.runs.archive.archive import FILE, Archive
 from protocols.records import VERIFIER
 
 SIZE = 1 << 16
-NOTHING = np.empty(0, np.int64)
 MOST_PAIRS = 60
 """Of one problem: those with thousands would be all that is learned."""
 LEAST_PAIRS = 20
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+\.?\d*|[^\w\s]")
 
 
-class Judged(msgspec.Struct, frozen=True):
+class JudgedKernel(msgspec.Struct, frozen=True):
     """A kernel and what a bench said of it."""
 
     module: str
@@ -50,7 +49,7 @@ class ValueModel:
         self._model = Logistic(SIZE)
         self.pairs = 0
 
-    def fit(self, kernels: Iterable[Judged]) -> ValueModel:
+    def fit(self, kernels: Iterable[JudgedKernel]) -> ValueModel:
         """:raises UserError: there are too few pairs to learn from."""
         examples = [(self._of(a), self._of(b), 1.0) for a, b in pairs_of(kernels)]
         self.pairs = len(examples)
@@ -64,7 +63,7 @@ class ValueModel:
         """Comparable between kernels for the same module."""
         return self._model.score(features(module, kernel))
 
-    def _of(self, judged: Judged) -> Features:
+    def _of(self, judged: JudgedKernel) -> Features:
         return features(judged.module, judged.kernel)
 
 
@@ -84,19 +83,19 @@ def _chain(module: str) -> frozenset[str]:
         return frozenset()
 
 
-def pairs_of(kernels: Iterable[Judged]) -> list[tuple[Judged, Judged]]:
+def pairs_of(kernels: Iterable[JudgedKernel]) -> list[tuple[JudgedKernel, JudgedKernel]]:
     """(better, worse) of one problem each, at most so many a problem; equal ones are no pair."""
-    by_module: Mapping[str, list[Judged]] = defaultdict(list)
+    by_module: Mapping[str, list[JudgedKernel]] = defaultdict(list)
     for one in {(k.module, k.kernel): k for k in kernels}.values():
         by_module[one.module].append(one)
-    found: list[tuple[Judged, Judged]] = []
+    found: list[tuple[JudgedKernel, JudgedKernel]] = []
     for module, mine in sorted(by_module.items()):
         every = [(a, b) for a, b in itertools.permutations(mine, 2) if a.worth > b.worth]
         found += random.Random(len(module)).sample(every, min(MOST_PAIRS, len(every)))
     return found
 
 
-def judged_in(runs: Sequence[Path]) -> list[Judged]:
+def judged_in(runs: Sequence[Path]) -> list[JudgedKernel]:
     """Kernels of runs' training that compiled, in the order of their answers.
 
     :raises UserError: a folder is no run.
@@ -111,5 +110,5 @@ def judged_in(runs: Sequence[Path]) -> list[Judged]:
                     continue
                 if (record := archive.record(row.task_id)) is not None:
                     worth = (float(row.correct), row.lo or 0.0, row.reward)
-                    found.append(Judged(record.request.problem.source, record.source, worth, row.group_id))
+                    found.append(JudgedKernel(record.request.problem.source, record.source, worth, row.group_id))
     return found

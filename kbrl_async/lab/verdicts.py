@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.errors import CheckpointError, MissingTool, UserError
-from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.errors import CheckpointError, MissingTool, ProblemError, UserError
+from kbrl_async.kernels.funnel.result import Result, workload_lines
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.rollouts.rewards.parts import is_built
 from kbrl_async.runs.archive.archive import FILE as ARCHIVE
 from kbrl_async.runs.archive.archive import Archive
@@ -72,6 +73,8 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     candidate_ms: float | None
     reference_ms: float | None
     pairs: int | None
+    workloads: list[str]
+    """How each ended, of a problem with several: name, sets passed, speedup with its interval."""
     hardware: str
     purpose: str
     turn: int
@@ -130,7 +133,7 @@ def of_record(run: str, row: Row, record: Record) -> VerdictRow:
         purpose=row.purpose,
         turn=row.turn,
         at=row.at,
-        **_of_verdict(record.verdict),
+        **_of_verdict(record.verdict, record.timing),
         **_of_timing(record.timing),
     )
 
@@ -156,13 +159,19 @@ def of_job(run: str, job: Job) -> VerdictRow | None:
         purpose="service",
         turn=0,
         at=job.finished_at,
-        **_of_verdict(result.verdict),
+        **_of_verdict(result.verdict, result.timing),
         **_of_timing(result.timing),
     )
 
 
-def _of_verdict(v: Verdict) -> dict[str, Any]:
-    said = {"fault": v.fault.value, "rule": v.rule, "message": v.message, "trust": v.trust}
+def _of_verdict(v: Verdict, t: Timing | None) -> dict[str, Any]:
+    said = {
+        "fault": v.fault.value,
+        "rule": v.rule,
+        "message": v.message,
+        "trust": v.trust,
+        "workloads": list(workload_lines(v, t)),
+    }
     return {**said, "correct": v.fault == "ok", "passed": v.passed, "total": v.total}
 
 
@@ -181,7 +190,13 @@ def _suite() -> dict[str, str]:
 
 
 def _licence(source: str) -> str:
-    return OURS if source in _suite() else UNKNOWN
+    """As the problem declares it; of the suite's, the project's."""
+    if source in _suite():
+        return OURS
+    try:
+        return declared(source).license or UNKNOWN
+    except (ProblemError, SyntaxError):
+        return UNKNOWN
 
 
 def _source(problem_id: str) -> str:

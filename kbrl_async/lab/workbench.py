@@ -216,15 +216,15 @@ class Workbench:
 
     # ── in the bench's thread ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _verified(self, asked: Asked, is_careful: bool, timing: bool, tick: Tick) -> Result:
+    def _verified(self, asked: AskedKernel, is_careful: bool, timing: bool, tick: Tick) -> Result:
         verifier = self._verifier(is_careful, asked)
         call = functools.partial(verifier.verify, asked.problem, asked.source, asked.backend, timing=timing, tick=tick)
         return with_retry(call, verifier.restart)
 
-    def _profiled(self, asked: Asked, tick: Tick) -> Profiled:
+    def _profiled(self, asked: AskedKernel, tick: Tick) -> Profiled:
         return profile(self._verifier(False, asked), asked.problem, asked.source, asked.backend, tick=tick)
 
-    def _verifier(self, is_careful: bool, asked: Asked) -> Verifier:
+    def _verifier(self, is_careful: bool, asked: AskedKernel) -> Verifier:
         found = self._verifiers.get(is_careful)
         if found is None:
             options = self._options or VerifyOptions()
@@ -237,7 +237,7 @@ class Workbench:
 
     # ── what is asked, and what is kept ─────────────────────────────────────────────────────────────────────────────
 
-    def _asked(self, problem: str, candidate: str, backend: str) -> Asked:
+    def _asked(self, problem: str, candidate: str, backend: str) -> AskedKernel:
         source = self._history.source(candidate) or candidate
         for what, text in (("problem", problem), ("candidate", source)):
             if len(text) > MOST_CHARACTERS:
@@ -247,7 +247,7 @@ class Workbench:
             raise UserError(cause, "Give the whole file, or a kernel_id from history")
         chosen = backend or guess_backend(source)
         shapes = shapes_for(choose_device(chosen, self._device))
-        return Asked(self._problem(problem, shapes), source, chosen)
+        return AskedKernel(self._problem(problem, shapes), source, chosen)
 
     def _problem(self, wanted: str, shapes: str) -> Problem:
         """Never a file of this host: who asks may be elsewhere."""
@@ -258,7 +258,7 @@ class Workbench:
     def _known(self, shapes: str) -> list[Problem]:
         return _loaded(self._problems, shapes)
 
-    def _keep(self, call: str, asked: Asked, result: Result) -> Report:
+    def _keep(self, call: str, asked: AskedKernel, result: Result) -> Report:
         report = _report(asked, result)
         speed = report.speed
         self._history.add(
@@ -278,7 +278,7 @@ class Workbench:
         return report
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AskedKernel(msgspec.Struct, frozen=True):
     problem: Problem
     source: str
     backend: str
@@ -293,7 +293,7 @@ def _loaded(problems: str, shapes: str) -> list[Problem]:
     return load_problems(problems, shapes=shapes)
 
 
-def _report(asked: Asked, result: Result) -> Report:
+def _report(asked: AskedKernel, result: Result) -> Report:
     verdict = result.verdict
     return Report(
         asked.kernel_id,

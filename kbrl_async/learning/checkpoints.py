@@ -4,6 +4,7 @@
 
     step-000040/  tensors.safetensors   model.*, optimizer.{i}.*, rng.*
                   state.json            counters, last batch id, SHA-256 of the tensors
+                 tinker.json           where weights and optimizer are, if they are not here
                   COMPLETE
 
 Resuming from one continues bit by bit (on a CPU). LoRA checkpoints hold the adapter only.
@@ -30,6 +31,8 @@ from kbrl_async.durable import (
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.policies.models import MAIN
 from kbrl_async.learning.trainer import Trainer
+from kbrl_async.learning.updates import Updates
+from kbrl_async.tinker_service import write_path
 
 PREFIX = "step-"
 TENSORS = "tensors.safetensors"
@@ -65,12 +68,31 @@ class Resumed(NamedTuple):
 
 def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
     """Writes `step-{version}` and deletes all but the newest `keep_checkpoints`."""
+    return _write(directory, _tensors(trainer), progress, trainer.optimizer_step, keep_checkpoints)
+
+
+def save_remote(directory: Path, trainer: Updates, progress: Progress, path: str, keep_checkpoints: int) -> Path:
+    """The same where weights and optimizer are held at Tinker, under `path`."""
+    tensors = {"rng.order": trainer.order.get_state()}
+    return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints, path)
+
+
+def _write(
+    directory: Path,
+    tensors: dict[str, torch.Tensor],
+    progress: Progress,
+    optimizer_step: int,
+    keep_checkpoints: int,
+    path: str = "",
+) -> Path:
     folder = directory / f"{PREFIX}{progress.version:06d}"
 
     def fill(temporary: Path) -> None:
-        save_file(_tensors(trainer), str(temporary / TENSORS))
-        state = _State(progress, trainer.optimizer_step, file_sha256(temporary / TENSORS))
+        save_file(tensors, str(temporary / TENSORS))
+        state = _State(progress, optimizer_step, file_sha256(temporary / TENSORS))
         (temporary / STATE).write_bytes(msgspec.json.encode(state))
+        if path:
+            write_path(temporary, path)
 
     remove_leftovers(directory, PREFIX)  # first: they may be what fills the disk
     write_folder(folder, fill)
@@ -120,6 +142,16 @@ def restore(folder: Path, trainer: Trainer) -> Progress:
         if parameter.shape != tensors[f"model.{name}"].shape:
             raise CheckpointError(f"{folder / TENSORS}: {name} has another shape", "Use the run's own model")
     _load(trainer, state, tensors)
+    return state.progress
+
+
+def restore_remote(folder: Path, trainer: Updates) -> Progress:
+    """What of a checkpoint is here where its weights are held at Tinker."""
+    state, tensors = _read(folder)
+    if "rng.order" not in tensors:
+        raise CheckpointError(f"{folder / TENSORS} lacks the order of data", "Delete this folder")
+    trainer.optimizer_step = state.optimizer_step
+    trainer.order.set_state(tensors["rng.order"])
     return state.progress
 
 

@@ -121,6 +121,12 @@ def reinforce(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:
     return -t.advantage_T * t.log_pi_T, {"dropped": torch.zeros_like(t.log_mu_T)}
 
 
+def importance_sampling(t: Tokens, learner: Learner) -> tuple[torch.Tensor, Diagnostics]:
+    """−ratio·A: the policy gradient for samples of another policy, unbounded; Tinker's loss of that name."""
+    ratio_T = safe_ratio(t.log_pi_T - t.log_mu_T)
+    return -ratio_T * t.advantage_T, {"dropped": torch.zeros_like(ratio_T)}
+
+
 def _clipped(
     log_ratio_T: torch.Tensor, advantage_T: torch.Tensor, low: float, high: float, dual: float = 0.0
 ) -> tuple[torch.Tensor, Diagnostics]:

@@ -63,9 +63,10 @@ class StepLog:
         self._inputs = self._inputs_merged + int(ranks.total(torch.tensor(self._inputs - self._inputs_merged)))
         self._inputs_merged = self._inputs
 
-    def optimizer(self, loss: float, norm: float, rate: float) -> None:
+    def optimizer(self, loss: float, norm: float | None, rate: float) -> None:
+        """`norm` of the gradient: None where who takes the step does not say."""
         self._losses.append(loss)
-        self._norms.append(norm)
+        self._norms += [] if norm is None else [norm]
         self._rate = rate
         if self._first_minibatch < 0:
             self._first_minibatch = len(self._log_ratios)
@@ -81,8 +82,7 @@ class StepLog:
         lengths = [len(s.token_ids) for s in samples]
         return {
             "loss": sum(self._losses) / len(self._losses),
-            "grad_norm": sum(self._norms) / len(self._norms),
-            "grad_norm_max": max(self._norms),
+            **self._gradient_norms(),
             "lr": self._rate,
             "optimizer_step": float(optimizer_step),
             **_quantiles(ratio_T),
@@ -104,6 +104,10 @@ class StepLog:
             "total_s": self.total_s,
             "tokens_per_s": self._inputs / max(self.gradient_s, 1e-9),
         }
+
+    def _gradient_norms(self) -> dict[str, float]:
+        norms = self._norms
+        return {"grad_norm": sum(norms) / len(norms), "grad_norm_max": max(norms)} if norms else {}
 
     def _mismatch_on_equal_weights(self, first_T: torch.Tensor) -> dict[str, float]:
         """Of samples as new as the policy: what sampler and learner differ by in their numerics alone."""

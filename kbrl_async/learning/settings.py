@@ -24,9 +24,20 @@ LOSSES = Door(
         "tis": "kbrl_async.learning.losses:tis",
         "cispo": "kbrl_async.learning.losses:cispo",
         "reinforce": "kbrl_async.learning.losses:reinforce",
+        "importance_sampling": "kbrl_async.learning.losses:importance_sampling",
     },
 )
 """`(tokens, learner settings) -> (loss [T], diagnostics)`, see `losses`."""
+LEARNER_ENGINES = Door(
+    "learner_engines",
+    {
+        "torch": "kbrl_async.learning.engine:start",
+        "tinker": "kbrl_async.learning.tinker:start",
+    },
+)
+"""`(setup) -> engine`, see `engine`."""
+AT_SERVICE = frozenset({"importance_sampling", "ppo", "grpo"})
+"""Losses that Tinker computes itself where `learner.loss_at` says so."""
 CLIPPED = frozenset({"ppo", "grpo", "decoupled", "a3po"})
 """Losses that clip by `clip_low`, `clip_high` and `dual_clip`."""
 UNWEIGHTED = frozenset({"reinforce"})
@@ -71,6 +82,12 @@ def check_combination(loss: str, corrections: Sequence[str]) -> None:
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """How a batch becomes a new policy version."""
 
+    engine: Annotated[str, Meta(extra={"door": LEARNER_ENGINES})] = "torch"
+    """What computes updates; torch: this host; tinker: the service, a LoRA adapter of a model that it serves."""
+    loss_at: Literal["here", "service"] = "here"
+    """engine=tinker: where `loss` is computed; here: any, with corrections; service: importance_sampling, ppo, grpo."""
+    deadline_s: Positive = 1800.0
+    """engine=tinker: seconds that one request of an update may take, tries again included."""
     epochs: AtLeastOne = 2
     """Passes over each batch."""
     minibatches: AtLeastOne = 2

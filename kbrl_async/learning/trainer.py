@@ -1,44 +1,28 @@
-"""The RL trainer: groups of samples in, one policy update and its metrics out.
+"""The RL trainer of a model in this process: weights, optimizer and ranks under the flow of `updates`.
 
-::
-
-    groups ─ flatten, shuffle ─▶ minibatches ─ pack ─▶ microbatches ─ forward, loss, backward ─▶ AdamW
-                 └─ × epochs                                  └─ π_p first, where the loss needs it
-
-Invariants
-* Nothing that isn't finite reaches the weights: inputs are checked before the first step, loss and gradient norm before
-  each step.
-* The same state, groups and settings give the same weights: order comes from the trainer's own generator.
-* The temperature is that of the samples, so an unchanged policy has importance ratio 1.
-* The host waits for a GPU once an optimiser step, to see that it is finite, and never between microbatches.
+Invariant: the host waits for a GPU once an optimiser step, to see that it is finite, and never between microbatches.
 """
 
-# ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from kbrl_async.errors import ConfigError, NonFiniteLoss
+from kbrl_async.errors import ConfigError
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning.distributed import ProcessGroup, ShardedModel
-from kbrl_async.learning.forward_backward import ForwardBackward, Plain, Scored, Tick, computes_bf16, forward_backward
-from kbrl_async.learning.fused.flat import to_device
+from kbrl_async.learning.forward_backward import Plain, Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.losses import Tokens, token_weights
-from kbrl_async.learning.objective import Objective
-from kbrl_async.learning.optimizer import guarded_step, make_adamw, rate_at
+from kbrl_async.learning.optimizer import guarded_step, make_adamw
 from kbrl_async.learning.policies.models import causal_lm
 from kbrl_async.learning.settings import UpdateSettings
+from kbrl_async.learning.updates import Updates
 from protocols.records import TrainGroup, TrainSample
 
 
-class Trainer:
+class Trainer(Updates):
     """Owns optimizer, step counter and data order of one policy.
 
     trainer = Trainer(model, config, "cpu")
@@ -56,22 +40,17 @@ class Trainer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`reference`: of a KL penalty, where no LoRA base serves."""
-        learner = settings.learner
-        self.model, self.settings, self.device = model, settings, torch.device(device)
-        self.process_group = process_group
+        learner, place = settings.learner, torch.device(device)
+        self.model, self.process_group = model, process_group
         is_sharded = learner.shard and process_group is not None
         self._sharded = ShardedModel(model, process_group) if is_sharded and process_group is not None else None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
         self.optimizer = make_adamw(self.parameters.values(), settings.learning_rate)
-        self.optimizer_step = 0
-        self.order = torch.Generator().manual_seed(settings.seed)
-        self.objective = Objective(settings.loss, learner, settings.corrections)
+        super().__init__(forward_backward(model, learner, place, self._sharded), settings, place, clock)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
-        self.passes = forward_backward(model, learner, self.device, self._sharded)
-        self._reference = None if reference is None else Plain(reference, learner, self.device)
-        self._clock = clock
+        self._reference = None if reference is None else Plain(reference, learner, place)
 
     @property
     def bf16(self) -> bool:
@@ -85,141 +64,36 @@ class Trainer:
         tick: Tick = lambda: None,
         version: int | None = None,
     ) -> dict[str, float]:
-        """`epochs` × `minibatches` optimiser steps on `groups`. `tick` is called after every microbatch.
-
-        With `version`, the policy version before this step, the metrics tell the samples' ages. Raises NonFiniteLoss
-        before the optimiser step that would have been spoilt (earlier ones of this call have been taken).
-        """
+        """`update` on all ranks of the process group."""
         if self.process_group is not None:
             self.process_group.lead(self, groups, temperature, version)
         return self.update(groups, temperature, tick, version)
 
-    def update(
-        self,
-        groups: Sequence[TrainGroup],
-        temperature: float,
-        tick: Tick = lambda: None,
-        version: int | None = None,
-    ) -> dict[str, float]:
-        """`step`, on this rank of a process group."""
-        samples = [sample for group in groups for sample in group.samples if sample.token_ids]
-        if not samples:
-            raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
-        _check_finite(samples)
-        started = self._clock()
-        batch = _Batch(samples, temperature, self._recorded(samples, temperature, tick, version), tick)
-        log = m.StepLog(proximal_s=self._clock() - started)
-        for epoch in range(self.settings.learner.epochs):
-            for chosen in self._minibatches(len(samples)):
-                self._minibatch(batch, chosen, log)
-            if epoch == 0:
-                log.end_of_first_epoch()
-        log.total_s = self._clock() - started
-        ages = {} if version is None else m.staleness(samples, version)
-        return {**log.summary(samples, self.optimizer_step), **ages}
+    def take_step(self, loss: float, rate: float) -> float:
+        return guarded_step(self.optimizer, loss, self.settings.learner.grad_clip, rate)
 
-    def _minibatches(self, n: int) -> list[list[int]]:
-        """A partition of the samples into at most `minibatches` parts, in random order."""
-        order: list[int] = torch.randperm(n, generator=self.order).tolist()
-        parts = min(self.settings.learner.minibatches, n)
-        # Sorted inside a part: neighbours share their prompt, and packing keys on that.
-        return [sorted(order[i::parts]) for i in range(parts)]
-
-    def _minibatch(self, batch: _Batch, chosen: list[int], log: m.StepLog) -> None:
-        started = self._clock()
-        losses = self._gradients(batch, chosen, log)
-        summed = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
-        if self.process_group is not None:
-            summed = self.process_group.total(summed.to(self.device))
-            self.process_group.sum_gradients(self.parameters.values())
-            log.merge(self.process_group)
-        total = float(summed)
-        log.gradient_s += self._clock() - started
-        rate = self._rate()
-        norm = guarded_step(self.optimizer, total, self.settings.learner.grad_clip, rate)
-        self.optimizer_step += 1
-        log.optimizer(total, norm, rate)
-
-    def _gradients(self, batch: _Batch, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
-        """All microbatches of a minibatch, and their losses: nothing here waits for the device."""
-        samples, recorded, losses = batch.samples, batch.recorded, list[torch.Tensor]()
-        lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen])
-        how, constant = self.settings.learner.normalise, self.settings.max_tokens
-        weight_S = token_weights(lengths_S, torch.arange(len(chosen)), how, constant)
-        mine = self._share(samples, chosen)
-        chosen, weight_S = [chosen[i] for i in mine], weight_S[mine]
-        weight_S = to_device(weight_S, self.device)
-        where_S = to_device(torch.tensor(chosen, dtype=torch.long), self.device)
-
-        def visit(scored: Scored) -> torch.Tensor:
-            tokens = recorded.tokens(scored, where_S)
-            loss_T, diagnostics = self.objective(tokens)
-            loss = (loss_T * weight_S[scored.sample_T]).sum()
-            log.microbatch(tokens, scored.entropy_T, diagnostics, scored.inputs)
-            losses.append(loss.detach())
-            return loss
-
-        self.passes.run([samples[i] for i in chosen], batch.temperature, visit, batch.tick)
-        return losses
-
-    def _rate(self) -> float:
-        learner = self.settings.learner
-        total = self.settings.max_steps * learner.epochs * learner.minibatches
-        rate, warmup = self.settings.learning_rate, learner.warmup_steps
-        return rate_at(self.optimizer_step, rate, warmup, learner.schedule, self.optimizer_step / total)
-
-    def _recorded(self, samples: list[TrainSample], temperature: float, tick: Tick, version: int | None) -> _Recorded:
-        needs, log_mu_T = self.objective, torch.tensor([x for s in samples for x in s.logprobs])
-        log_mu_T, advantage_T = (to_device(part_T, self.device) for part_T in (log_mu_T, flat_advantages(samples)))
-        scale, lag_T = self.settings.learner.negative_scale, None
-        if version is not None:
-            ages = torch.tensor([float(max(0, version - s.policy_version)) for s in samples])
-            lag_T = to_device(ages.repeat_interleave(torch.tensor([len(s.token_ids) for s in samples])), self.device)
-        advantage_T = torch.where(advantage_T < 0, advantage_T * scale, advantage_T)
-        log_prox_T = self._logprobs(self.passes, samples, temperature, tick) if needs.needs_proximal else None
-        weight_T = None
-        if log_prox_T is not None:
-            lengths = torch.tensor([len(s.token_ids) for s in samples])
-            sample_T = to_device(torch.arange(len(samples)).repeat_interleave(lengths), self.device)
-            weight_T = needs.batch_weights(log_prox_T - log_mu_T, advantage_T, sample_T)
-        return _Recorded(
-            to_device(_starts(samples), self.device),
-            log_mu_T,
-            advantage_T,
-            log_prox_T,
-            lag_T,
-            self._reference_logprobs(samples, temperature, tick) if needs.needs_reference else None,
-            weight_T,
-        )
-
-    @torch.no_grad()
-    def _logprobs(
-        self, passes: ForwardBackward, samples: list[TrainSample], temperature: float, tick: Tick
-    ) -> torch.Tensor:
-        """Of all response tokens [T], as `passes` computes them."""
-        starts_S = to_device(_starts(samples), self.device)
-        out_T = torch.zeros(sum(len(s.token_ids) for s in samples), device=self.device)
-
-        def visit(scored: Scored) -> None:
-            out_T[starts_S[where_S[scored.sample_T]] + scored.offset_T] = scored.log_pi_T.float()
-
-        mine = self._share(samples, range(len(samples)))
-        where_S = to_device(torch.tensor(mine, dtype=torch.long), self.device)
-        passes.run([samples[i] for i in mine], temperature, visit, tick)
-        return out_T if self.process_group is None else self.process_group.total(out_T)
-
-    def _share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
-        """Places in `chosen` that this rank computes: all, where it is alone."""
+    def together(self, loss: torch.Tensor, log: m.StepLog) -> torch.Tensor:
         if self.process_group is None:
-            return list(range(len(chosen)))
+            return loss
+        total = self.process_group.total(loss.to(self.device))
+        self.process_group.sum_gradients(self.parameters.values())
+        log.merge(self.process_group)
+        return total
+
+    def share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
+        if self.process_group is None:
+            return super().share(samples, chosen)
         return self.process_group.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
 
-    def _reference_logprobs(self, samples: list[TrainSample], temperature: float, tick: Tick) -> torch.Tensor:
-        """Of the policy that training started from: its own module, or the base under the LoRA adapter."""
+    def gathered(self, value_T: torch.Tensor) -> torch.Tensor:  # noqa: N803 - its shape
+        return value_T if self.process_group is None else self.process_group.total(value_T)
+
+    def reference_logprobs(self, samples: list[TrainSample], temperature: float, tick: Tick) -> torch.Tensor:
+        """Of its own module, or the base under the LoRA adapter."""
         if self._reference is not None:
-            return self._logprobs(self._reference, samples, temperature, tick)
+            return self.batch_logprobs(self._reference, samples, temperature, tick)
         with self.model.disable_adapter():  # type: ignore[operator]
-            return self._logprobs(self.passes, samples, temperature, tick)
+            return self.batch_logprobs(self.passes, samples, temperature, tick)
 
     def sequence_logprobs(self, ids: list[int]) -> list[float]:
         """`logprobs.sequence_logprobs` of the policy. The other ranks need no telling."""
@@ -228,73 +102,3 @@ class Trainer:
         if self.process_group.rank == 0:
             self.process_group.probe(ids)
         return self._sharded(lambda lm: sequence_logprobs(lm, ids))
-
-    def logprobs(self, samples: Sequence[TrainSample], temperature: float) -> list[list[float]]:
-        """The learner's log-probs of each sample's response tokens: for tests, audits and references."""
-        flat_T = self._logprobs(self.passes, list(samples), temperature, lambda: None)
-        return [part.tolist() for part in torch.split(flat_T, [len(s.token_ids) for s in samples])]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recorded:
-    """The recorded side of a batch, flat over all response tokens [T], on the trainer's device."""
-
-    start_S: torch.Tensor
-    log_mu_T: torch.Tensor
-    advantage_T: torch.Tensor
-    log_prox_T: torch.Tensor | None
-    lag_T: torch.Tensor | None
-    log_ref_T: torch.Tensor | None
-    weight_T: torch.Tensor | None
-
-    def tokens(self, scored: Scored, where_S: torch.Tensor) -> Tokens:
-        """Those of a microbatch, beside what the policy gives them now. `where_S`: its samples' places in the batch."""
-        flat_T = self.start_S[where_S[scored.sample_T]] + scored.offset_T
-        parts = (self.log_prox_T, self.lag_T, self.log_ref_T, self.weight_T)
-        prox_T, lag_T, ref_T, weight_T = (None if x is None else x[flat_T] for x in parts)
-        mu_T, advantage_T = self.log_mu_T[flat_T], self.advantage_T[flat_T]
-        return Tokens(scored.log_pi_T, mu_T, advantage_T, prox_T, scored.sample_T, lag_T, ref_T, weight_T)
-
-
-class _Batch(NamedTuple):
-    samples: list[TrainSample]
-    temperature: float
-    recorded: _Recorded
-    tick: Tick
-
-
-def _starts(samples: list[TrainSample]) -> torch.Tensor:
-    lengths = torch.tensor([len(s.token_ids) for s in samples])
-    return lengths.cumsum(0) - lengths
-
-
-def _check_finite(samples: list[TrainSample]) -> None:
-    for sample in samples:
-        if len(sample.logprobs) != len(sample.token_ids):
-            raise NonFiniteLoss(
-                f"{sample.rollout_id} has {len(sample.logprobs)} log-probs for {len(sample.token_ids)} tokens",
-                "The sampler must record one log-prob for each token",
-            )
-        if not all(map(math.isfinite, (sample.advantage, sample.plan_advantage, *sample.logprobs))):
-            raise NonFiniteLoss(
-                f"{sample.rollout_id} carries an advantage or log-prob that is not finite", "Look at its sampler"
-            )
-
-
-def token_advantages(sample: TrainSample) -> list[float]:
-    """`advantage` for the kernel's tokens and `plan_advantage` for all others; `advantage` for all where there is one
-    class only."""
-    n = len(sample.token_ids)
-    if not sample.has_plan:
-        return [sample.advantage] * n
-    start, end = min(sample.code_start, n), min(sample.code_end, n)
-    plan = sample.plan_advantage
-    return [plan] * start + [sample.advantage] * (end - start) + [plan] * (n - end)
-
-
-def flat_advantages(samples: Sequence[TrainSample]) -> torch.Tensor:
-    """Of all response tokens of `samples`, in order [T]."""
-    if not any(sample.has_plan for sample in samples):  # no list of millions of equal numbers
-        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-        return torch.tensor([sample.advantage for sample in samples]).repeat_interleave(lengths)
-    return torch.tensor([a for sample in samples for a in token_advantages(sample)])

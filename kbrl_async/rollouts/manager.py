@@ -21,7 +21,7 @@ from kbrl_async.rollouts.rewards.presets import Preset
 from kbrl_async.rollouts.scoring import ScoredTurn, score, score_prediction
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
-from kbrl_async.rollouts.turns import TurnRules, goes_on
+from kbrl_async.rollouts.turns import TurnRules, goes_on, is_single
 from protocols.records import SOLVER, VERIFIER, Problem, Purpose, RolloutRequest, SamplingParams, Strictness
 from protocols.rollout import Record
 
@@ -90,8 +90,10 @@ class RolloutManager:
         """Prompts that show examples take in what became of this one."""
         self._prompts.learn(record.request, scored)
 
-    def goes_on(self, rollout_id: str, scored: ScoredTurn) -> bool:
-        scores = [*(turn.score for turn in self._taken.turns(rollout_id)), scored.turn_score]
+    def goes_on(self, request: RolloutRequest, scored: ScoredTurn) -> bool:
+        if request.purpose is Purpose.TRAIN and is_single(request.group_id, self._rules.turns):
+            return False
+        scores = [*(turn.score for turn in self._taken.turns(request.rollout_id)), scored.turn_score]
         return goes_on(scores, self._rules.turns)
 
     def taken(self, group_id: str, scored: ScoredTurn, stats: RolloutStats, record: Record, now: float) -> TurnTaken:

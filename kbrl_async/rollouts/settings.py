@@ -191,8 +191,11 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     """stop=speedup: the lower end of the speedup's interval at which a rollout ends."""
     patience: AtLeastOne = 2
     """stop=plateau: turns without a better score after which a rollout ends."""
+    single_share: Fraction = 0.0
+    """Share of training groups whose rollouts end after their first turn."""
     profile: bool = False
-    """Tell a policy what limits its correct kernel, as kbrl profile does; compiles each kernel once more for it."""
+    """Tell a policy what limits its correct kernel, as kbrl profile does; compiles each kernel once more. Compact
+    prompts have no room for it, the report has."""
 
 
 class Agents(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from protocols.records import SOLVER, Fault, says_nothing
 from protocols.rollout import STEPS, Record
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class StepOutcome(msgspec.Struct, frozen=True, array_like=True):
     """One step that one candidate came to."""
 
     name: str
@@ -18,9 +18,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-def steps_of(record: Record) -> tuple[Step, ...]:
+def steps_of(record: Record) -> tuple[StepOutcome, ...]:
     """Those that the rollout's candidate came to, in order."""
-    return tuple(Step(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
+    return tuple(StepOutcome(s.name, s.fault is Fault.OK, s.seconds) for s in record.stages if s.name in STEPS)
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """A `verifier` wrote no kernel: its reward says how well it foresaw a verdict."""
     flagged: bool = False
     """An audit holds something against its problem."""
-    funnel: tuple[Step, ...] = ()
+    funnel: tuple[StepOutcome, ...] = ()
     """The steps that it came to."""
     trust: str = ""
     """Of the verdict: `replayed` or `observed`."""

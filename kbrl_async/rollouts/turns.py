@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import msgspec
@@ -46,6 +47,11 @@ def goes_on(scores: Sequence[TurnScore], rules: TurnRules) -> bool:
         before, after = scores[: -turns.patience], scores[-turns.patience :]
         return max(s.reward for s in after) > max(s.reward for s in before)
     return True
+
+
+def is_single(group_id: str, rules: TurnRules) -> bool:
+    """Whether a training group's rollouts end after their first turn: by its id, so after a restart as before."""
+    return zlib.crc32(group_id.encode()) < rules.turns.single_share * (1 << 32)
 
 
 def with_returns(samples: Sequence[TrainSample], rules: TurnRules) -> list[TrainSample]:

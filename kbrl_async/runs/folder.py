@@ -38,7 +38,7 @@ from kbrl_async.runs.archive.archive import Archive
 from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.standing import SUMMARY_FILE as SUMMARY_FILE
-from kbrl_async.runs.standing import State, forget, standing
+from kbrl_async.runs.standing import RunStatus, forget, standing
 from kbrl_async.runs.standing import is_finished as is_finished
 from kbrl_async.weights import POLICY_PREFIX
 
@@ -220,7 +220,7 @@ def settle_latest(run_dir: Path) -> None:
 
 
 def _failed_to_start(run_dir: Path) -> bool:
-    return standing(run_dir).state is State.CRASHED and not _has_begun(run_dir)
+    return standing(run_dir).state is RunStatus.CRASHED and not _has_begun(run_dir)
 
 
 def _has_begun(run_dir: Path) -> bool:

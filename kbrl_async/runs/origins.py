@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kbrl_async.doors import Door
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.runs.config import Config
-from kbrl_async.weights import MANIFEST
+from kbrl_async.weights import MANIFEST, Canaries
 
 SMALL = "small"
 CANARY_TOKENS = 32
@@ -74,13 +74,6 @@ def cache_folder(config: Config) -> Path:
     """`cache_path`, else our folder in the user's cache."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(config.cache_path) if config.cache_path else users / "kbrl-async"
-
-
-class Canaries(NamedTuple):
-    """What a policy version is published with, whoever publishes it, so that samplers can prove it (I8)."""
-
-    ids: list[int]
-    texts: list[tuple[str, list[int]]]
 
 
 def canaries(config: Config, tokenizer: Any) -> Canaries:

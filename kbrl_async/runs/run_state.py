@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.evaluation.heldout import AFTER, BEFORE, Asked, is_evaluation
+from kbrl_async.evaluation.heldout import AFTER, BEFORE, OpenRollout, is_evaluation
 from kbrl_async.evaluation.rounds import Round, RoundBegun, group_of_round
 from kbrl_async.rollouts.alarms import NON_FINITE
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
@@ -421,5 +421,5 @@ class RunState(RunMemory):
         return [] if self.has_trained else _evaluate(begun)
 
 
-def _evaluate(asked: Iterable[Asked]) -> list[Effect]:
+def _evaluate(asked: Iterable[OpenRollout]) -> list[Effect]:
     return [Ask(*one, Purpose.EVAL) for one in asked]

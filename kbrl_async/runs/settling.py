@@ -21,7 +21,7 @@ from kbrl_async.evaluation.heldout import is_evaluation
 from kbrl_async.rollouts.buffer.events import Admitted, Lost, RolloutScored, StragglersCut, Swept
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.runs.commands import Command, RolloutEnded
-from kbrl_async.runs.telemetry.by_version import Part, Tally, settled
+from kbrl_async.runs.telemetry.by_version import Tally, VersionRange, settled
 
 
 class SettledVersions:
@@ -39,14 +39,14 @@ class SettledVersions:
         for command in commands:
             note(self._tally, command)
 
-    def new(self, newest: float = math.inf) -> list[Part]:
+    def new(self, newest: float = math.inf) -> list[VersionRange]:
         """Versions whose last answers have come in since the last call.
 
         :param newest: the version that the next group is admitted at; none is admitted any more: infinity.
         """
         horizon = self._tally.horizon(newest)
         found = settled(self._tally.answers()).versions
-        fresh = [Part(v, v, listed) for v, listed in found.items() if self._told < v < horizon]
+        fresh = [VersionRange(v, v, listed) for v, listed in found.items() if self._told < v < horizon]
         self._told = max([self._told, *(part.last for part in fresh)])
         self._tally.forget(horizon)
         return fresh

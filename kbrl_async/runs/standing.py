@@ -30,7 +30,7 @@ _TRIES, _PAUSE_S = 10, 0.02
 """Who looks at a run holds each lock for a moment."""
 
 
-class State(StrEnum):
+class RunStatus(StrEnum):
     RUNNING = "running"
     ENDED = "ended"
     STOPPED = "stopped"
@@ -40,7 +40,7 @@ class State(StrEnum):
 class Standing(NamedTuple):
     """A state, and why where that is not all."""
 
-    state: State
+    state: RunStatus
     reason: str = ""
 
 
@@ -51,18 +51,18 @@ def is_finished(run_dir: Path) -> bool:
 def standing(run_dir: Path) -> Standing:
     """How the run of this folder stands now, as far as the processes of this host tell."""
     if is_finished(run_dir):
-        return Standing(State.ENDED)
+        return Standing(RunStatus.ENDED)
     said = {path.name: _said(path) for path in sorted((run_dir / PROCESSES).glob("*"))}
     if None in said.values():
-        return Standing(State.RUNNING)
+        return Standing(RunStatus.RUNNING)
     if not said:
-        return Standing(State.STOPPED, "no process of it has left a word")
+        return Standing(RunStatus.STOPPED, "no process of it has left a word")
     if gave_up := [f"{name} gave up with exit code {word}" for name, word in said.items() if word not in _FINE]:
-        return Standing(State.CRASHED, ", ".join(gave_up))
+        return Standing(RunStatus.CRASHED, ", ".join(gave_up))
     if killed := [name for name, word in said.items() if not word]:
         who = "all were" if len(killed) == len(said) else f"{', '.join(killed)} {'was' if len(killed) == 1 else 'were'}"
-        return Standing(State.CRASHED, f"{who} killed")
-    return Standing(State.STOPPED)
+        return Standing(RunStatus.CRASHED, f"{who} killed")
+    return Standing(RunStatus.STOPPED)
 
 
 _FINE = ("", "0", _ASKED)

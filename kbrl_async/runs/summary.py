@@ -274,6 +274,8 @@ def _run_table(summary: Summary) -> Table:
         table.add_row("small policy", f"cut at {reached} by sft.max_seconds: version 0 is worse than a whole one")
     table.add_row("rollouts", str(summary.get("rollouts")))
     table.add_row("updates", f"{summary.get('updates')} in {summary.get('wall_s', 0):.0f} s")
+    if why := _why_no_update(summary):
+        table.add_row("no update", why)
     table.add_row("updates an hour", f"{summary.get('updates_per_hour', 0):.0f}")
     table.add_row("largest staleness", f"{summary.get('max_staleness')} versions")
     if by_length := summary.get("stale_by_length"):
@@ -288,6 +290,19 @@ def _run_table(summary: Summary) -> Table:
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())
     table.add_row("busy", f"{busy}  (sum {summary.get('busy_total', 0):.2f})")
     return table
+
+
+def _why_no_update(summary: Mapping[str, Any]) -> str:
+    """For a run whose groups all had equal rewards: that, where its answers failed, and what to do; else empty."""
+    funnel: Mapping[str, Mapping[str, int]] = summary.get("funnel") or {}
+    if summary.get("updates") or not (summary.get("failed_reasons") or {}).get("zero_variance") or not funnel:
+        return ""
+    stage, found = max(funnel.items(), key=lambda item: item[1]["entered"] - item[1]["passed"])
+    failed = found["entered"] - found["passed"]
+    return (
+        f"in no group did the rewards differ; {failed} of {found['entered']} answers ended at '{stage}'. "
+        "Look with 'kbrl inspect'; then easier problems, a better policy or more sft.steps"
+    )
 
 
 def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:

@@ -16,6 +16,7 @@ ENGINES = Door(
         "transformers": "kbrl_async.sampling.transformers.engine:start",
         "vllm": "kbrl_async.sampling.vllm.start:start",
         "openai": "kbrl_async.sampling.openai.engine:start",
+        "tinker": "kbrl_async.sampling.tinker:start",
     },
 )
 """`async (setup) -> engine`, see `engine`."""
@@ -25,15 +26,15 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """How kernels are generated."""
 
     engine: Annotated[str, Meta(extra={"door": ENGINES})] = "transformers"
-    """What generates; vllm: in this process, for large models; openai: an endpoint (vLLM, SGLang, hosted)."""
+    """What generates; vllm: in this process, for large models; openai: an endpoint (vLLM, SGLang, hosted); tinker."""
     slots: AtLeastOne = 32
     """Sequences that one sampler generates at once."""
     threads: AtLeastOne | None = None
     """Threads of torch in a sampler; null: one per core it may use."""
     base_url: str | None = None
-    """engine=openai: address of the endpoint up to /v1, such as http://127.0.0.1:8000/v1."""
+    """engine=openai: address of the endpoint up to /v1; tinker: of the service, null: its public one."""
     api_key_env: str | None = None
-    """engine=openai: name of the environment variable that holds the key; the key itself is written nowhere."""
+    """openai, tinker: environment variable that holds the key, which is written nowhere; tinker: TINKER_API_KEY."""
     endpoint_style: Literal["chat", "completions"] = "chat"
     """engine=openai: send the prompt as a chat message, or as the bare text of a completion."""
     endpoint_deadline_s: Positive = 120.0
@@ -55,9 +56,9 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """engine=vllm: number format; auto: bfloat16 on a GPU, float32 on a CPU."""
     deadline_s: Positive = 600.0
-    """engine=vllm: seconds that one answer may take; then it is given back and tried again."""
+    """vllm, tinker: seconds that one answer may take; then it is given back and tried again."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """engine=vllm: tokens that end an answer beside the model's own, such as <|im_end|>."""
+    """vllm, tinker: tokens that end an answer beside the model's own, such as <|im_end|>."""
     keep_kv: bool = False
     """engine=vllm, update=full: answers in flight keep the old weights' KV; false: it is computed anew."""
     eager: bool = False

@@ -89,8 +89,8 @@ def evaluation(task_id: str, found: Answer) -> dict[str, Any]:
         "speedup": timing.get("lo", 0.0) if found.fault else None,
         "metadata": {
             "kbrl": msgspec.to_builtins(found),
-            "num_custom_kernels": None,
             "backend": document.get("backend"),
+            **_coverage(timing, verdict),
         },
         "error_message": message or None,
         "error_code": ("SYSTEM_ERROR" if found.error else _ERRORS.get(found.fault or "", "RUNTIME_ERROR"))
@@ -100,6 +100,15 @@ def evaluation(task_id: str, found: Answer) -> dict[str, Any]:
         "completed_at": _iso(found.finished_at),
         "processing_time": found.seconds,
     }
+
+
+def _coverage(timing: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
+    """What its coverage reward divides: of a call's microseconds those in own kernels, where the verdict says so."""
+    share = verdict.get("own_share")
+    if share is None or not timing:
+        return {}
+    us = 1000 * timing["candidate_ms"]
+    return {"custom_kernel_cuda_time_in_profiling_us": share * us, "total_kernel_run_time_in_profiling_us": us}
 
 
 def _iso(seconds: float | None) -> str | None:

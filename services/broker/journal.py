@@ -22,7 +22,6 @@ import msgspec
 from kbrl_async.errors import AddressTaken, DiskFull, HostError
 from protocols import events as ev
 from protocols.queues import STAGES
-from services.broker.options import IN_MEMORY
 
 SPARE_PAGES = 4096
 """Free pages (of 4 KiB) that are kept for the next burst."""
@@ -59,8 +58,7 @@ class Journal:
 
     def _open(self, max_pages: int) -> sqlite3.Connection:
         try:
-            if self.path != IN_MEMORY:
-                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, isolation_level=None, timeout=0.5)
             # Exclusive: two brokers on one journal would each give every task away.
             for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "cache_size=-65536"):

@@ -10,15 +10,11 @@ from kbrl_async.kernels.settings import CompileFarm
 from protocols.auth import PeerLimits
 from protocols.ledger import LedgerOptions
 
-IN_MEMORY = ":memory:"
-
 
 class BrokerOptions(msgspec.Struct, frozen=True):
     run_dir: str
     submit_address: str
     work_address: str
-    journal: str = ""
-    """Path of the SQLite file; empty: `<run_dir>/broker.sqlite`; `:memory:`: nothing survives (benchmarks)."""
     ledger: LedgerOptions = LedgerOptions()
     keys: str = ""
     """Folder of the broker's keys; needed for addresses that other hosts can reach, see `kbrl_async.keyring`."""
@@ -38,7 +34,7 @@ class BrokerOptions(msgspec.Struct, frozen=True):
 
     @property
     def journal_path(self) -> str:
-        return self.journal or str(Path(self.run_dir) / "broker.sqlite")
+        return str(Path(self.run_dir) / "broker.sqlite")
 
     @property
     def artifacts(self) -> Path:

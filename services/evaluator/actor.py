@@ -50,7 +50,7 @@ class Evaluator(RolloutActor[Command, Effect]):
     def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> list[Command]:
         device = "cuda" if runs_on_gpu(self._config.backend) else "cpu"
         tried = Tried(rollout_id, scored.stats, result_of(record, device), record.source, self.now)
-        if self._manager.goes_on(rollout_id, scored):
+        if self._manager.goes_on(record.request, scored):
             return [tried, self._manager.taken(group_id, scored, scored.stats, record, self.now)]
         return [tried, Ended(rollout_id, self.now)]
 

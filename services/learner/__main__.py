@@ -56,7 +56,7 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.TRAIN],
         1,
         train,
-        caps=service.quiet_caps(),
+        caps={} if learning.is_remote else service.quiet_caps(),
         policy_version=learning.version,
         wedge_s=120.0,
         keys=service.keys,

@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
-from kbrl_async.learning import checkpoints, efficiency, kept
+from kbrl_async.learning import checkpoints, kept
+from kbrl_async.learning.engine import LearnerEngine
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import causal_lm, load_tokenizer
 from kbrl_async.learning.policies.remote import RemotePolicies, open_remote
 from kbrl_async.learning.replay_log import ReplayLog
+from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
-from kbrl_async.learning.trainer import Trainer
-from kbrl_async.runs import origins
-from kbrl_async.runs.config import learner_threads
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
-from services.learner import ranks
-from services.learner.policy import base_model, make_trainer
+from services.learner.policy import Stopped, setup_of
 from services.runtime.service import Service
 
 KEPT_VERSIONS = 4
 """Published versions on disk beyond the allowed lag."""
 
 
+class UpdateLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
+    """Trained, and neither kept nor published. Not a KbrlError: the nanny starts this process again, which does that
+    from the last checkpoint and the batches after it."""
+
+
 class Learning:
     """The one owner of the weights."""
 
-    def __init__(
-        self,
-        service: Service,
-        trainer: Trainer,
-        base: Path | str,
-        canary: list[int],
-        texts: Sequence[tuple[str, list[int]]] = (),
-    ) -> None:
-        """`canary` and `texts` prove each version, see `versions.publish`."""
+    def __init__(self, service: Service, engine: LearnerEngine) -> None:
         self._service = service
-        self._trainer = trainer
-        self._base = str(base)
-        self._canary = canary
-        self._texts = texts
+        self._engine = engine
         self._progress = checkpoints.Progress()
         self._remote = open_remote(service.config.policy_url)
         self._replay_log = ReplayLog(self._checkpoints)
         self._trained_again = 0
+        self._is_lost = False
+        """Nobody knows what has become of the engine's weights."""
 
     @classmethod
     def open(cls, service: Service, is_stopped: Callable[[], bool]) -> Learning | None:
@@ -57,23 +47,21 @@ class Learning:
 
         Takes minutes where the small policy must be made; None when the run is stopped meanwhile.
         """
-        config = service.config
-        base = base_model(service, is_stopped)
-        if base is None:
+        try:
+            engine: LearnerEngine = LEARNER_ENGINES.load(service.config.learner.engine)(setup_of(service, is_stopped))
+        except Stopped:
             return None
-        torch.set_num_threads(learner_threads(config, service.layout))
-        process_group = ranks.join(service.device)
-        if process_group is not None:
-            process_group.send_text(str(base))
-        trainer = make_trainer(config, base, service.device, process_group)
-        learning = cls(service, trainer, base, *origins.canaries(config, load_tokenizer(str(base))))
+        learning = cls(service, engine)
         learning._resume()
         return learning
 
     def close(self) -> None:
-        """Lets the other ranks go."""
-        if self._trainer.process_group is not None:
-            self._trainer.process_group.close()
+        self._engine.close()
+
+    @property
+    def is_remote(self) -> bool:
+        """It computes nothing here."""
+        return self._engine.is_remote
 
     @property
     def version(self) -> int:
@@ -87,15 +75,14 @@ class Learning:
         if not self._rebuild(lambda: None):
             self._checkpoint()
         found = versions.newest(self._service.policies)
-        if found is None or found[0].version != self.version:
+        is_there = found is not None and found[0].version == self.version
+        if found is None or not is_there or (self._trained_again and not self._engine.adopt(found[1])):
             self._publish()
-        elif self._trained_again:
-            # What was published counts: on a GPU, batches that are trained again differ in their last bits.
-            versions.load_weights(found[1], self._trainer.model)
 
     def _rebuild(self, tick: Callable[[], None]) -> bool:
         """The newest checkpoint that can be read, and what was trained since; False where there is none."""
-        resumed = checkpoints.resume(self._checkpoints, self._trainer)
+        resumed = self._engine.resume()
+        self._is_lost = False
         if resumed is None:
             return False
         for note in resumed.notes:
@@ -114,21 +101,20 @@ class Learning:
         started = time.time()
         if batch.batch_id == self._progress.last_batch_id:
             return UpdateReport(batch.batch_id, self.version, self._progress.last_metrics, started, time.time())
-        if batch.index != self.version:
+        if batch.index != self.version and not self._is_lost:
             raise RunError(
                 f"{batch.batch_id} is for policy version {batch.index} and the learner has {self.version}",
                 "The run's checkpoints and its journal belong to different states; restore both or start a new run",
             )
         try:
-            metrics = self._step(batch, groups, tick)
+            metrics = self._made(batch, groups, tick)
         except NonFiniteLoss as error:
             return self._refuse(batch, error, started, tick)
         self._replay_log.add(batch, groups)
-        stepped = time.time()
-        if self.version % self._service.config.learner.checkpoint_every == 0:
-            self._checkpoint()
-            metrics = {**metrics, "time/checkpoint_s": time.time() - stepped}
-        self._publish()
+        try:
+            metrics = {**metrics, **self._kept()}
+        except InfraError as error:
+            raise UpdateLost(str(error)) from error
         self._service.tell({name: metrics[name] for name in LEARNER_FACTS if name in metrics})
         self._service.log.info(
             "updated",
@@ -140,11 +126,40 @@ class Learning:
         )
         return UpdateReport(batch.batch_id, self.version, metrics, started, time.time())
 
+    def _kept(self) -> dict[str, float]:
+        """Checkpoint, if one is due, and publication of what was trained."""
+        begun, is_due = time.time(), self.version % self._service.config.learner.checkpoint_every == 0
+        if is_due:
+            self._checkpoint()
+        took = {"time/checkpoint_s": time.time() - begun} if is_due else {}
+        self._publish()
+        return took
+
+    def _made(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> dict[str, float]:
+        """One update; made again from the last checkpoint where the engine has lost it. InfraError where it does so
+        twice: the batch comes again."""
+        for is_last in (False, True):
+            try:
+                if self._is_lost:
+                    self._go_back(batch, tick)
+                return self._step(batch, groups, tick)
+            except InfraError as error:
+                self._is_lost = True
+                if is_last:
+                    raise
+                self._service.log.warning("update lost", batch=batch.batch_id, reason=str(error))
+        raise AssertionError("unreachable")
+
+    def _go_back(self, batch: TrainBatch, tick: Callable[[], None]) -> None:
+        """To what it was before the batch: some of its optimiser steps may have been taken."""
+        if not self._rebuild(tick) or self.version != batch.index:
+            raise RunError(f"no checkpoint of version {batch.index} to go back to", "Continue the run")
+
     def _step(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> dict[str, float]:
-        metrics = self._trainer.step(groups, batch.temperature, tick, self.version)
+        metrics = self._engine.step(groups, batch.temperature, tick, self.version)
         if self._service.config.method == "sft":
             metrics = without_behaviour(metrics)
-        metrics |= self._use_of_hardware(metrics)
+        metrics |= self._engine.usage(metrics)
         self._progress = checkpoints.Progress(
             version=self.version + 1,
             last_batch_id=batch.batch_id,
@@ -155,56 +170,22 @@ class Learning:
         )
         return metrics
 
-    def _use_of_hardware(self, metrics: dict[str, float]) -> dict[str, float]:
-        trainer = self._trainer
-        model = causal_lm(trainer.model)
-        ranks_at_work = 1 if trainer.process_group is None else trainer.process_group.size
-        passes = trainer.settings.learner.epochs  # `input_tokens` counts every pass already
-        length = metrics["input_tokens"] / passes / max(1.0, metrics["samples"])
-        flops = efficiency.flops_per_token(model, length) * metrics["input_tokens"]
-        return {
-            "mfu": efficiency.utilisation(flops, metrics["gradient_s"], self._peak * ranks_at_work),
-            "memory_peak_mb": efficiency.peak_memory_mb(trainer.device),
-        }
-
-    @cached_property
-    def _peak(self) -> float:
-        """FLOP/s that `mfu` is a share of."""
-        tera = self._service.config.learner.peak_tflops
-        return tera * 1e12 if tera else efficiency.measured_peak(self._trainer.device, self._trainer.bf16)
-
     def _refuse(
         self, batch: TrainBatch, error: NonFiniteLoss, started: float, tick: Callable[[], None]
     ) -> UpdateReport:
-        """Puts everything back to what it was before the batch: some of its optimiser steps may have been taken."""
-        before = self.version
-        if not self._rebuild(tick) or self.version != before:
-            raise RunError(f"no checkpoint of version {self.version} to go back to after: {error}", "Continue the run")
+        self._go_back(batch, tick)
         self._service.log.error("batch refused", batch=batch.batch_id, reason=str(error), policy_version=self.version)
         return UpdateReport(batch.batch_id, self.version, {}, started, time.time(), str(error))
 
     def _checkpoint(self) -> None:
-        keep = self._service.config.learner.keep_checkpoints
-        checkpoints.save(self._checkpoints, self._trainer, self._progress, keep)
+        self._engine.save(self._progress, self._service.config.learner.keep_checkpoints)
         self._replay_log.forget(before=checkpoints.oldest(self._checkpoints))
 
     def _publish(self) -> None:
-        parent = self.version - 1 if self.version else None
-        step = self._trainer.optimizer_step
-        versions.publish(
-            self._service.policies,
-            self._trainer.model,
-            self.version,
-            parent,
-            step,
-            self._canary,
-            self._base,
-            texts=self._texts,
-            logprobs_of=self._trainer.sequence_logprobs,
-        )
+        self._engine.publish(self.version, self.version - 1 if self.version else None)
         keep, held = KEPT_VERSIONS + self._service.config.max_staleness, versions.held(self._service.policies)
         needed = {*held.values(), *kept.versions_needed(self._service.run_dir)}
-        versions.collect_garbage(self._service.policies, keep, needed)
+        self._engine.collect(keep, needed)
         if self._remote is not None:
             self._upload(self._remote, keep, needed)
 

@@ -8,15 +8,52 @@ from pathlib import Path
 import torch
 
 from kbrl_async.learning.distributed import ProcessGroup
+from kbrl_async.learning.engine import LearnerSetup
 from kbrl_async.learning.forward_backward import computes_bf16
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import load_model
+from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config import Config, learner_threads
 from kbrl_async.runs.telemetry.progress import MAKING, Reporter
 from protocols.records import CORRECTOR, VERIFIER
+from services.learner import ranks
 from services.runtime.service import Service
+
+
+class Stopped(Exception):  # noqa: N818 - what has happened, not what is wrong
+    """The run has stopped before there was a policy."""
+
+
+def setup_of(service: Service, is_stopped: Callable[[], bool]) -> LearnerSetup:
+    """What the run gives the engine that `learner.engine` names."""
+    config = service.config
+
+    def base() -> str:
+        found = base_model(service, is_stopped)
+        if found is None:
+            raise Stopped
+        return str(found)
+
+    def trainer(base: str) -> Trainer:
+        torch.set_num_threads(learner_threads(config, service.layout))
+        process_group = ranks.join(service.device)
+        if process_group is not None:
+            process_group.send_text(base)
+        return make_trainer(config, base, service.device, process_group)
+
+    return LearnerSetup(
+        settings=config,
+        model_name=config.model_name,
+        lora_rank=config.lora_rank,
+        base_url=config.sampler.base_url,
+        api_key_env=config.sampler.api_key_env,
+        checkpoints=service.run_dir / "checkpoints",
+        policies=service.policies,
+        base=base,
+        canaries=lambda base: origins.canaries(config, load_tokenizer(base)),
+        make_trainer=trainer,
+    )
 
 
 def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:

@@ -14,7 +14,7 @@ from protocols.records import TrainBatch, TrainGroup, TrainSample
 from services.replay.updates import again, trainer_at
 
 
-class Report(msgspec.Struct):
+class BatchReplay(msgspec.Struct):
     """What `kbrl replay BATCH` says."""
 
     batch_id: str
@@ -39,7 +39,7 @@ def replay(run_dir: Path, batch_id: str, *, as_json: bool = False) -> int:
     return 0
 
 
-def replay_batch(run_dir: Path, batch_id: str) -> Report:
+def replay_batch(run_dir: Path, batch_id: str) -> BatchReplay:
     """Raises `UserError` where the batch is nowhere, `CheckpointError` where its policy is gone."""
     config = load_run(run_dir)
     found = kept.find(run_dir, batch_id)
@@ -53,7 +53,7 @@ def replay_batch(run_dir: Path, batch_id: str) -> Report:
         made_of, reason = "the archive", ""
     trainer, policy = trainer_at(run_dir, config, batch.index)
     result = again(trainer, groups, batch.temperature, batch.index)
-    return Report(
+    return BatchReplay(
         batch_id,
         batch.index,
         made_of,
@@ -100,7 +100,7 @@ def _sample(archive: Archive, row: Row) -> TrainSample:
     )
 
 
-def in_words(report: Report) -> str:
+def in_words(report: BatchReplay) -> str:
     lines = [
         f"{report.batch_id}: {report.groups} groups, {report.samples} samples, from {report.made_of}",
         f"on policy version {report.version}, from {report.policy}",

@@ -147,7 +147,7 @@ class Decisions:
             self.unrecorded += 1
             return entry
         scored, record = found
-        if not self._manager.goes_on(entry.rollout_id, scored):
+        if not self._manager.goes_on(record.request, scored):
             raise Diverged(f"turn {scored.stats.turn} of {entry.rollout_id}", "another turn follows", "it was the last")
         return self._manager.taken(entry.group_id, scored, _as_kept(scored.stats, entry.stats), record, entry.at)
 

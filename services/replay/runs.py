@@ -34,7 +34,7 @@ DIVERGED = 1
 """Exit code of a replay that came out otherwise."""
 
 
-class Report(msgspec.Struct):
+class RunReplay(msgspec.Struct):
     """What `kbrl replay RUN` says."""
 
     run: str
@@ -58,11 +58,11 @@ def replay(run_dir: Path, *, with_learner: bool = True, as_json: bool = False) -
     return DIVERGED if report.divergence else 0
 
 
-def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None] = lambda _line: None) -> Report:
+def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None] = lambda _line: None) -> RunReplay:
     """Raises `KbrlError` where the run lacks what a replay needs."""
     config = load_run(run_dir)
     started = time.monotonic()
-    report = Report(run_dir.name)
+    report = RunReplay(run_dir.name)
     if not (run_dir / JOURNAL_FILE).is_file():
         raise CheckpointError(f"{run_dir} has no {JOURNAL_FILE}", "Give the folder of a run that has begun")
     with Archive(run_dir / FILE) as archive, RunJournal(run_dir / JOURNAL_FILE) as journal:
@@ -90,7 +90,7 @@ def _run(
     archive: Archive,
     decisions: Decisions,
     updates: Updates | None,
-    report: Report,
+    report: RunReplay,
     told: Callable[[str], None],
 ) -> None:
     recorded = {update.batch_id: update for update in archive.updates()}
@@ -137,7 +137,7 @@ def _compare_counters(run_dir: Path, state: RunState) -> None:
             raise Diverged(f"{name} of {SUMMARY_FILE}", content.get(name), ours)
 
 
-def in_words(report: Report) -> str:
+def in_words(report: RunReplay) -> str:
     lines = [
         f"{report.run}: {report.entries} journal entries, {report.rescored} turns scored again, "
         f"{report.batches} batches",

@@ -24,6 +24,7 @@ from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.archive.rows import Update
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.layout import available_cores, cpu_layout
+from kbrl_async.weights import LOCAL
 from protocols.records import PolicyVersion, TrainGroup
 from services.learner.policy import make_trainer
 from services.replay.decisions import Diverged
@@ -65,6 +66,9 @@ def first_trainer(run_dir: Path, config: Config) -> Trainer:
 
 
 def _trainer(config: Config, manifest: PolicyVersion) -> Trainer:
+    if manifest.kind not in LOCAL:
+        cause = f"the updates of this run were not made here (learner.engine={config.learner.engine})"
+        raise CheckpointError(cause, "Add --no-train: its decisions are made again")
     # As many threads as the learner has: sums are split among them, and their last bits depend on how.
     torch.set_num_threads(config.learner.threads or len(cpu_layout(config, available_cores()).learner))
     return make_trainer(config, manifest.base_model, device_of(config))

@@ -90,7 +90,7 @@ class Aggregator(RolloutActor[Command, Effect]):
         return self._state.awaits(group_id, rollout_id, turn)
 
     def _scored(self, group_id: str, rollout_id: str, scored: ScoredTurn, record: Record) -> list[Command]:
-        if self._manager.goes_on(rollout_id, scored):
+        if self._manager.goes_on(record.request, scored):
             return [self._manager.taken(group_id, scored, scored.stats, record, self.now)]
         return self._state.ended(group_id, rollout_id, scored.sample, scored.stats, self.now)
 

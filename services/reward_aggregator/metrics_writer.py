@@ -27,7 +27,7 @@ from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.settling import SettledVersions
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import by_version, system_metrics, training_metrics
-from kbrl_async.runs.telemetry.by_version import Answers, Part
+from kbrl_async.runs.telemetry.by_version import Answers, VersionRange
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.progress import Reporter
 from kbrl_async.runs.telemetry.sinks import open_board, open_sinks
@@ -69,7 +69,7 @@ class MetricsWriter:
         self._versions = SettledVersions()
         self._versions.note(history)
         self._last_update: tuple[float, int] | None = None
-        self._newest: Part | None = next(reversed(self._versions.new(state.version)), None)
+        self._newest: VersionRange | None = next(reversed(self._versions.new(state.version)), None)
         self._reporter = Reporter(service.run_dir, service.log)
         self._has_policy = False
         """Until there is one, the learner says how things stand."""

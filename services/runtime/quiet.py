@@ -1,4 +1,4 @@
-"""Quiet windows in a process: `Gate` holds a sampler's or learner's steps back, `QuietWindows` asks for a bench.
+"""Quiet windows in a process: `PauseGate` holds a sampler's or learner's steps back, `QuietWindows` asks for a bench.
 
 ::
 
@@ -45,7 +45,7 @@ def shared_resources(device: str, environment: Mapping[str, str] = os.environ) -
     return [f"{host}/gpu{name}" for name in listed or ["0"]]
 
 
-class Gate:
+class PauseGate:
     """Stops the steps of a worker that shares a resource, between two of them.
 
     It answers for the worker when nothing runs: at once where there is no job or the working thread stands already,

@@ -47,7 +47,7 @@ CommandT = TypeVar("CommandT")
 EffectT = TypeVar("EffectT")
 
 
-class State(Protocol[CommandT, EffectT]):
+class StateMachine(Protocol[CommandT, EffectT]):
     """A pure state machine: `RunState`, `Course`."""
 
     @property
@@ -77,7 +77,7 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
     def __init__(
         self,
         outside: Outside,
-        state: State[CommandT, EffectT],
+        state: StateMachine[CommandT, EffectT],
         prompts: FirstPrompts,
         temperature: float,
         clock: Callable[[], float],

@@ -150,7 +150,7 @@ class Service(msgspec.Struct, frozen=True):
         kind = SERVICES.index(self.name) if self.name in SERVICES else len(SERVICES)
         try:
             exporter = prometheus.Exporter(
-                prometheus.Source(load, status, lambda: self.scalars),
+                prometheus.MetricsSource(load, status, lambda: self.scalars),
                 run_dir=self.run_dir,
                 process=self.worker_id,
                 host=settings.prometheus_host,

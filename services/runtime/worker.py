@@ -39,7 +39,7 @@ from protocols.sockets import ClientKeys
 from services.runtime.channel import Channel
 from services.runtime.meters import LoadMeter
 from services.runtime.pulse import serving
-from services.runtime.quiet import Gate, QuietWindows
+from services.runtime.quiet import PauseGate, QuietWindows
 from services.runtime.setbacks import Setbacks
 from services.runtime.silence import tell
 from services.runtime.transfers import Transfers
@@ -137,7 +137,7 @@ class Worker:
         """How often the broker has taken us in: from the second time on it, or the way to it, was away meanwhile."""
         self._begun: set[str] = set()
         """Leases whose handler has begun; it may end before the work does, see `finish`."""
-        self.gate = Gate(clock, self._say, lambda: self._begun.isdisjoint(self.session.running))
+        self.gate = PauseGate(clock, self._say, lambda: self._begun.isdisjoint(self.session.running))
         self._windows: dict[str, QuietWindows] = {}
         self.transfers = Transfers(self._carry, clock)
         """Artifacts, for a worker that shares no disk with the broker."""

@@ -23,7 +23,7 @@ from kbrl_async.sampling.settings import ENGINES
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
 from protocols.rollout import PROMPT_TOO_LONG
-from services.runtime.quiet import Gate
+from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome, Worker
 from services.sampler.generation import kernel_tokens, to_generation
@@ -46,7 +46,7 @@ class EngineLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
 class Sampling:
     """One engine and the folder of policies it follows."""
 
-    def __init__(self, service: Service, engine: Engine, gate: Gate, progress: Callable[[], None]) -> None:
+    def __init__(self, service: Service, engine: Engine, gate: PauseGate, progress: Callable[[], None]) -> None:
         """`gate` of the worker; `progress` says that work moves on."""
         self._service, self._engine, self._gate, self._progress = service, engine, gate, progress
         self._loading = asyncio.Lock()
@@ -94,7 +94,8 @@ class Sampling:
                 except InfraError:
                     self.check()
                     raise
-                self._service.log.debug("serving", policy_version=found[0].version)
+                error = self._engine.stats().canary_max_error
+                self._service.log.debug("serving", policy_version=found[0].version, canary_error=error)
 
     async def watch(self, period_s: float) -> None:
         """Keeps up with the learner. A remote engine has no thread to speak for it: while this loop runs, it moves."""

@@ -27,12 +27,15 @@ from kbrl_async.serving.documents import Ask, Job, Outcome, Trouble
 from kbrl_async.serving.fairness import FairQueue
 from kbrl_async.serving.journal import Journal
 from kbrl_async.serving.settings import Serve
+from services.verification.lag import Lag
 
 TRIES = 3
 AGAIN_S = 0.5
 """Before a job whose host failed is tried again; doubled each time."""
 BAD_S = 600.0
 BAD_MOST = 1_000
+CHECKPOINT_S = 1.0
+"""Between two of the journal's checkpoints, which wait for the disk: so no question does."""
 log = structlog.get_logger()
 
 
@@ -64,7 +67,8 @@ class Desk:
         self._work = asyncio.Event()
         self.done = 0
         """Jobs that ended since the start."""
-        self.full_disk = 0
+        self.is_full = False
+        self.lag = Lag()
         for job in journal.unfinished():
             self._enqueue(job)
 
@@ -129,11 +133,21 @@ class Desk:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._checkpoints())
+            group.create_task(self.lag.watch())
             while True:
                 while self.running < self._executor.capacity and (taken := self._queue.take()) is not None:
                     group.create_task(self._serve(*taken))
                 self._work.clear()
                 await self._work.wait()
+
+    async def _checkpoints(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            try:
+                await asyncio.to_thread(self._journal.checkpoint)
+            except HostError as error:  # the log has everything
+                log.warning("the journal's log can't be taken over yet", cause=error.cause, cure=error.cure)
 
     async def _serve(self, client: str, job: Job) -> None:
         began = self._clock()
@@ -180,9 +194,10 @@ class Desk:
         while True:
             try:
                 self._journal.put(job)
+                self.is_full = False
                 return
             except HostError as error:
-                self.full_disk += 1
+                self.is_full = True
                 log.warning("an outcome can't be written yet", cause=error.cause, cure=error.cure)
                 await asyncio.sleep(AGAIN_S)
 

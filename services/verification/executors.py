@@ -79,9 +79,9 @@ def _read(ask: Ask, problems: Problems) -> tuple[Reading, Problem]:
 class OverBroker:
     """`handle` is the handler of a worker at the stage `score`, where whatever has become of a job comes."""
 
-    def __init__(self, producer: Producer, problems: Problems, device: str = "") -> None:
+    def __init__(self, producer: Producer, problems: Problems, device: str = "", *, timing: bool = True) -> None:
         self.capacity = IN_FLIGHT
-        self._producer, self._problems, self._device = producer, problems, device
+        self._producer, self._problems, self._device, self._timing = producer, problems, device, timing
         self._waiting: dict[str, asyncio.Future[Record]] = {}
 
     async def verify(self, job: Job) -> Outcome:
@@ -120,7 +120,8 @@ class OverBroker:
         candidate = reading.candidate
         backend = candidate.backend if candidate else ask.backend
         problem, now = self._problems.find(ask, backend), time.time()
-        request = RolloutRequest(job.id, job.id, problem, "", backend, SamplingParams(0), admitted_at=now)
+        timed = ask.timing and self._timing
+        request = RolloutRequest(job.id, job.id, problem, "", backend, SamplingParams(0), admitted_at=now, timed=timed)
         fault = Fault.FORMAT_ERROR if candidate is None else Fault.OK
         said = Generation(-1, [], [], [], "", "stop", candidate, fault, reading.problem, "", now, now)
         return Record.of(request, said)

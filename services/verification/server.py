@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,19 @@ from kbrl_async.errors import AddressTaken, InfraError
 from kbrl_async.kernels.funnel import AsyncVerifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, has_device
 from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.serving.documents import Ask, preset_of
 from kbrl_async.serving.settings import Keys, Serve
 from services.verification.app import Face
 from services.verification.desk import Desk, Executor
 from services.verification.executors import OverBroker, OwnVerifiers, Problems, known_backends
+from services.verification.lag import go_first
 
 BACKLOG = 1024
 SLOTS = 256
 """Scored jobs that may be on their way to us at once."""
 GRACE_S = 2
+SWITCH_S = 0.0005
+"""For so long a thread that verifies may keep the interpreter from the event loop; Python's own 5 ms add up."""
 KEEP_ALIVE_S = 75
 """A trainer is silent between its batches."""
 log = structlog.get_logger()
@@ -51,10 +57,10 @@ async def executor_of(settings: Serve, stack: contextlib.AsyncExitStack) -> Exec
         options = VerifyOptions(timing=settings.timing)
         verifier = await stack.enter_async_context(AsyncVerifier(settings.workers, settings.device, options))
         return OwnVerifiers(verifier, problems, timing=settings.timing)
-    return await _over_broker(problems, stack)
+    return await _over_broker(problems, stack, timing=settings.timing)
 
 
-async def _over_broker(problems: Problems, stack: contextlib.AsyncExitStack) -> Executor:
+async def _over_broker(problems: Problems, stack: contextlib.AsyncExitStack, *, timing: bool) -> Executor:
     from protocols.messages import Stage
     from services.runtime.producer import Producer
     from services.runtime.service import Service
@@ -63,7 +69,7 @@ async def _over_broker(problems: Problems, stack: contextlib.AsyncExitStack) -> 
     service = Service.start("verification")
     service.pin(service.layout.shared)
     producer = await stack.enter_async_context(Producer(service.addresses.submit, keys=service.keys))
-    executor = OverBroker(producer, problems, service.config.timing_bench.device)
+    executor = OverBroker(producer, problems, service.config.timing_bench.device, timing=timing)
     address = service.addresses.work
     worker = Worker(address, service.worker_id, [Stage.SCORE], SLOTS, executor.handle, keys=service.keys)
     service.watch(worker.meter)
@@ -85,7 +91,8 @@ def face_of(desk: Desk, settings: Serve) -> Face:
     backends = dict(known_backends())
 
     keys = Keys.read(Path(settings.keys)) if settings.keys else None
-    problems.listed()  # before the first question
+    problems.listed()  # before the first question; so are presets, which installed packages are looked through for
+    preset_of(Ask("", preset=settings.preset))
     return Face(desk, settings, keys, problems.listed, backends, _hardware(settings, backends))
 
 
@@ -109,6 +116,9 @@ async def serve(desk: Desk, settings: Serve, listening: socket.socket, stop: asy
     )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # signals are the nanny's
+    gc.freeze()  # models, problems and libraries last: looked through at each collection, all questions wait for it
+    sys.setswitchinterval(SWITCH_S)
+    go_first()
     working = asyncio.create_task(desk.run())
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())

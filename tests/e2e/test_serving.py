@@ -81,6 +81,8 @@ def test_verdicts_are_real_and_survive_kill_9(started: Any, words: tuple[str, ..
     right = service.ask().json()
     wrong = service.ask(candidate=WRONG).json()
     assert (right["ok"], right["verdict"]["verdict"]["passed"] > 0, right["reward"] >= 0.65) == (True, True, True)
+    untimed = service.ask(timing=False).json()
+    assert (right["verdict"]["timing"]["lo"] > 0, untimed["ok"], untimed["verdict"]["timing"]) == (True, True, None)
     assert (wrong["fault"], wrong["fault_owner"], wrong["reward"] < 0.5) == ("incorrect", "candidate", True)
     queued = [service.ask(candidate=SOFTMAX + f"\n# {n}\n", wait_s=0).json()["id"] for n in range(3)]
     service.kill()

@@ -18,6 +18,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.session import place_inputs
 from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.references import References
+from kbrl_async.kernels.verify.session import Submission
 from protocols.records import Candidate, Fault, Problem
 from tests.gpu.recorded_candidates import KINDS, Kind
 
@@ -49,10 +50,10 @@ def record(recorders: tuple[References, Recorders], gpu_builder: Builder) -> Rec
         built = gpu_builder.build(candidate, problem)
         assert built.fault is Fault.OK, built.message
         paths = {key: str(gpu_builder.store.path(address)) for key, address in built.artifacts.items()}
-        reference = references.get(problem)
+        reference = references.get(problem).cases[0].reference
         assert isinstance(reference, CudaReference)
         slots, start = place_inputs(reference.examples, SLOTS, random.Random(2))
-        content = reference.record(made, kind.source, paths, kind.backend, slots, start, 20.0)
+        content = reference.record(made, Submission(kind.source, kind.backend, paths), slots, start, 20.0)
         found: recording.Recording = recording.decode(content)
         return found
 

@@ -63,14 +63,16 @@ class Site:
         return self._dealers[-1]
 
     async def answer(self, dealer: Socket, message: msg.Message, payload: tuple[bytes, ...] = ()) -> str:
-        """The kind of what comes back; the time limit is the scenario's."""
-        dealer.send_multipart(framing.encode(message, payload))
+        """The kind of what comes back; the time limit is the scenario's. Where the broker has refused the connection
+        already, libzmq has taken it away: to wait for another would be to wait for ever.
+        """
+        dealer.send_multipart(framing.encode(message, payload), zmq.DONTWAIT)
         await until(lambda: bool(dealer.poll(0)))
         return type(framing.decode(dealer.recv_multipart())[0]).__name__
 
     async def is_ignored(self, dealer: Socket, message: msg.Message, payload: tuple[bytes, ...] = ()) -> bool:
         """Whether nothing comes back within a while."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, zmq.Again):
             async with asyncio.timeout(NO_ANSWER_S):
                 await self.answer(dealer, message, payload)
                 return False

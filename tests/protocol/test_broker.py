@@ -328,7 +328,7 @@ def test_a_full_disk_stops_the_broker_and_what_it_acknowledged_is_there_afterwar
             await broker
 
     run = Run(tmp_path)
-    run.options = BrokerOptions(str(tmp_path), run.submit, run.work, "", LEDGER, max_journal_pages=60)
+    run.options = BrokerOptions(str(tmp_path), run.submit, run.work, LEDGER, max_journal_pages=60)
     run.broker = Broker(run.options)
     asyncio.run(fill(run))
 

@@ -84,7 +84,7 @@ def test_a_broker_that_has_candidates_timed_twice_tells_that_a_bench_is_ahead(tm
         run = Run(tmp_path)
         # nobody is suspected because the machine stood still: a bench that is alone is not checked
         checked = msgspec.structs.replace(LEDGER, missed_beats=1000, checks=CheckOptions(share=1.0))
-        run.options = BrokerOptions(str(tmp_path), run.submit, run.work, "", checked, metrics_s=0.05)
+        run.options = BrokerOptions(str(tmp_path), run.submit, run.work, checked, metrics_s=0.05)
         await run.start()
         workers = (
             run.worker("ahead", "bench", finding(1.1)),

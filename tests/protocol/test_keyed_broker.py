@@ -68,6 +68,7 @@ async def test_a_peer_that_expects_another_broker_says_nothing_to_this_one(site:
 async def test_nobody_gets_in_without_encryption(site: Site) -> None:
     plain = connect_dealer(site.context, site.work.replace("0.0.0.0", "127.0.0.1"), b"route")
     assert await site.is_ignored(plain, HELLO)
+    assert await site.is_ignored(plain, HELLO), "nor once its connection was taken away"
 
 
 @scenario

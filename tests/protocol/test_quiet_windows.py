@@ -13,7 +13,7 @@ from kbrl_async.errors import InfraError
 from protocols import messages as msg
 from protocols.messages import SHARES
 from services.runtime import Outcome, Producer
-from services.runtime.quiet import Gate, QuietWindows, Window
+from services.runtime.quiet import PauseGate, QuietWindows, Window
 from tests.brokers import ends, until
 from tests.protocol.live import Run, scenario
 
@@ -112,7 +112,7 @@ async def test_a_bench_without_a_broker_gives_up_at_its_deadline(run: Run) -> No
 @scenario
 async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(run: Run) -> None:
     said: list[msg.Message] = []
-    gate = Gate(time.monotonic, said.append, lambda: True)
+    gate = PauseGate(time.monotonic, said.append, lambda: True)
     begin = time.monotonic()
     gate.handle(msg.Pause("q1", GPU, 0.1))
     assert said == [msg.Paused("q1", is_idle=True)]
@@ -123,7 +123,7 @@ async def test_a_learner_goes_on_by_itself_when_the_broker_dies_during_a_window(
 def test_a_thread_that_stands_still_already_is_answered_for_at_once() -> None:
     async def play() -> None:
         said: list[msg.Message] = []
-        gate = Gate(time.monotonic, said.append, lambda: False)
+        gate = PauseGate(time.monotonic, said.append, lambda: False)
         gate.handle(msg.Pause("q1", GPU, 600.0))
         standing = asyncio.get_running_loop().run_in_executor(None, gate.breathe)
         await until(lambda: said == [msg.Paused("q1")])
@@ -141,7 +141,7 @@ def test_a_thread_that_stands_still_already_is_answered_for_at_once() -> None:
 def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_could() -> None:
     async def play() -> None:
         said: list[msg.Message] = []
-        gate = Gate(time.monotonic, said.append, lambda: True)
+        gate = PauseGate(time.monotonic, said.append, lambda: True)
         async with gate.unstoppable():
             gate.handle(msg.Pause("q1", GPU, 600.0))
             await asyncio.get_running_loop().run_in_executor(None, gate.breathe)
@@ -154,7 +154,7 @@ def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_coul
 def test_a_job_that_waits_for_the_end_of_a_window_is_no_idleness_in_the_next() -> None:
     async def play() -> None:
         said: list[msg.Message] = []
-        gate = Gate(time.monotonic, said.append, lambda: True)
+        gate = PauseGate(time.monotonic, said.append, lambda: True)
         gate.handle(msg.Pause("q1", GPU, 600.0))
         job = asyncio.create_task(gate.opened())
         await asyncio.sleep(0)
@@ -171,7 +171,7 @@ def test_a_job_that_waits_for_the_end_of_a_window_is_no_idleness_in_the_next() -
 
 def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
     async def play() -> None:
-        gate = Gate(time.monotonic, lambda _: None, lambda: False)
+        gate = PauseGate(time.monotonic, lambda _: None, lambda: False)
         gate.handle(msg.Pause("q1", GPU, 600.0))
         standing = asyncio.get_running_loop().run_in_executor(None, gate.breathe)
         loading = asyncio.create_task(_hold_up(gate, standing))
@@ -182,7 +182,7 @@ def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
     asyncio.run(asyncio.wait_for(play(), 30))
 
 
-async def _hold_up(gate: Gate, standing: asyncio.Future[None]) -> None:
+async def _hold_up(gate: PauseGate, standing: asyncio.Future[None]) -> None:
     async with gate.unstoppable():
         gate.handle(msg.Pause("q2", GPU, 600.0))
         await standing
@@ -192,7 +192,7 @@ def test_work_that_is_no_job_is_not_taken_for_idleness() -> None:
     said: list[msg.Message] = []
 
     async def play() -> None:
-        gate = Gate(time.monotonic, said.append, lambda: True)
+        gate = PauseGate(time.monotonic, said.append, lambda: True)
         with gate.at_work():
             gate.handle(msg.Pause("q1", GPU, 600.0))
             assert not said

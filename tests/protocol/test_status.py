@@ -239,6 +239,21 @@ def test_over_tcp_an_observer_with_its_key_sees_and_a_worker_with_its_own_does_n
     assert refused is None
 
 
+def test_whoever_has_no_key_gets_no_answer_and_waits_no_longer_than_asked(tmp_path: Path) -> None:
+    """Once its handshake was refused libzmq has no connection left, and a plain send would wait for one for ever."""
+
+    async def play() -> msg.StatusReport | None:
+        keyed = msgspec.structs.replace(options(tmp_path), status_address="tcp://127.0.0.1:*", keys=str(ring.folder))
+        async with serving(Broker(keyed)) as broker:
+            with StatusClient(endpoints(broker)[-1]) as plain:
+                await asyncio.sleep(0.3)
+                return await asyncio.wait_for(asyncio.to_thread(plain.ask, 0.2), DEADLINE_S)
+
+    ring = Keyring(tmp_path / "keys")
+    ring.new(Role.OBSERVER, "host7")
+    assert asyncio.run(play()) is None
+
+
 @pytest.mark.parametrize("address", ["nonsense", "tcp://"])
 def test_a_wrong_address_is_an_error_with_a_cure(address: str) -> None:
     with pytest.raises(UserError):

@@ -8,10 +8,9 @@ import random
 import torch
 
 from kbrl_async.kernels.audit import trials
-from kbrl_async.kernels.audit.trials import Fit
 from kbrl_async.kernels.problems.audit_file import OURS, Trial
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import BenchOptions, compare
+from kbrl_async.kernels.verify import BenchOptions
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.sets import InputSet
 from protocols.records import Problem
@@ -26,7 +25,7 @@ def cheap_outputs(zygote: Zygote, problem: Problem, options: BenchOptions, rng: 
     :raises ProblemError: the reference fails, is random or gives nothing finite.
     """
     with contextlib.closing(References(zygote, options, rng)) as references:
-        return _trials(list(references.get(problem).sets))
+        return _trials(references.get(problem).cases[0].reference.sets)
 
 
 def _trials(sets: list[InputSet]) -> tuple[Trial, ...]:
@@ -40,19 +39,10 @@ def _trials(sets: list[InputSet]) -> tuple[Trial, ...]:
     made: list[Trial] = []
     for name, outputs in offers.items():
         fits = [
-            _fit(got, one)
+            trials.verified(got, one.expected, one.tolerances)
             for got, one in zip(outputs, sets, strict=True)
             if got is not None and not (name == "input_independent" and one is other)
         ]
         if fits:
             made.append(trials.trial(name, OURS, fits))
     return tuple(made)
-
-
-def _fit(got: list[torch.Tensor], one: InputSet) -> Fit:
-    fits = []
-    for tensor, expected, allowed in zip(got, one.expected, one.tolerances, strict=True):
-        whole = tensor.expand(expected.numel()) if tensor.numel() == 1 else tensor
-        found = compare.difference(whole.reshape(expected.shape), expected, allowed)
-        fits.append(Fit(found.wrong == 0, found.worst, found.wrong / max(1, found.total)))
-    return trials.joined(fits)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
 from kbrl_async.kernels.problems.audit_file import Trial
+from kbrl_async.kernels.verify import compare
 
 CHUNK = 1 << 24
 """Elements that are compared at once."""
@@ -37,6 +40,18 @@ def fit(got: torch.Tensor, expected: torch.Tensor, figure: float) -> Fit:
 def all_fit(got: list[torch.Tensor], expected: list[torch.Tensor], figure: float) -> Fit:
     """Of several outputs, all must."""
     fits = [fit(a, b, figure) for a, b in zip(got, expected, strict=True)]
+    return joined(fits)
+
+
+def verified(got: list[torch.Tensor], expected: list[torch.Tensor], allowed: Sequence[compare.Tolerance]) -> Fit:
+    """As a verdict would compare; what has other than one element or as many as it should is wrong altogether."""
+    fits = []
+    for tensor, right, tolerance in zip(got, expected, allowed, strict=True):
+        whole = tensor.expand(right.numel()) if tensor.numel() == 1 else tensor
+        if whole.numel() != right.numel():
+            return Fit(False, float("inf"), 1.0)
+        found = compare.difference(whole.reshape(right.shape), right, tolerance)
+        fits.append(Fit(found.wrong == 0, found.worst, found.wrong / max(1, found.total)))
     return joined(fits)
 
 

@@ -8,6 +8,7 @@ module is imported before any fork, so that confined children have it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -37,6 +38,8 @@ class Backend:
     name: str = ""
     runs_on: ClassVar[frozenset[str]] = frozenset({"cpu"})
     """Kinds of device that its kernels run on, the first part of `"cuda:0"`."""
+    prompt: ClassVar[str] = ""
+    """The module of its `CONTRACTS` and `SHOTS`; empty: it tells a policy nothing, or has them in another way."""
     hints: ClassVar[Mapping[str, str]] = {}
     """What a policy is told after a turn, by category of `rollouts.prompts.feedback`; where it has its own words."""
     needs_own_kernels: ClassVar[bool] = True
@@ -102,12 +105,14 @@ class Backend:
         """What a candidate has to look like, told to a model that never saw it: an example that scales by two. `""` is
         the usual one; others, such as `"plan"`, are asked for by name. `{source}` is the problem.
         """
-        return {}
+        texts: Mapping[str, str] = importlib.import_module(self.prompt).CONTRACTS if self.prompt else {}
+        return texts
 
     @property
     def shots(self) -> tuple[Shot, ...]:
         """Worked examples, the plainest first."""
-        return ()
+        found: tuple[Shot, ...] = importlib.import_module(self.prompt).SHOTS if self.prompt else ()
+        return found
 
     def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
         """Run what was built once under sanitizers on a CPU. `folder` is the caller's, and empty."""

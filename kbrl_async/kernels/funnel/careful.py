@@ -45,6 +45,8 @@ class Careful(msgspec.Struct, frozen=True):
     """On a GPU: other memory for both sides after so many pairs; None: as is usual."""
     core: int | None = None
     """On a CPU; None: the last one that this process may use."""
+    patience_s: float = 20.0
+    """How long one measurement waits, in all, for moments in which others leave the core alone."""
 
     @property
     def recipe(self) -> Recipe:
@@ -54,6 +56,7 @@ class Careful(msgspec.Struct, frozen=True):
             looks=10,
             warmup=10,
             warmup_s=0.025,
+            patience_s=self.patience_s,
             pairs_a_place=CAREFUL_PAIRS_A_PLACE if self.pairs_a_place is None else self.pairs_a_place,
             enough_below=0.0,
         )
@@ -74,36 +77,9 @@ def bench(
     """The same as `verify`, with a careful time; some twenty seconds.
 
     :param baselines: `compile`, `compile-max-autotune`: also compared with, in `timing.baselines`; those that this
-        host can't make are left out.
+        host can't make are in `missing_baselines`, each with the reason.
     :raises UserError: and what else `verify` raises.
     """
-    found, _ = measured(
-        problem,
-        candidate,
-        backend,
-        device=device,
-        problems=problems,
-        baselines=baselines,
-        careful=careful,
-        rules=rules,
-        outputs=outputs,
-    )
-    return found
-
-
-def measured(
-    problem: Problem | str | Path,
-    candidate: Candidate | str | Path,
-    backend: str | None = None,
-    *,
-    device: str | None = None,
-    problems: str = "",
-    baselines: Sequence[str] = (),
-    careful: Careful | None = None,
-    rules: Rules = "open",
-    outputs: Outputs | None = None,
-) -> tuple[Result, dict[str, str]]:
-    """`bench`, and for each baseline that could not be had why."""
     careful = careful or Careful()
     reading = Reading(candidate, origin="file") if isinstance(candidate, Candidate) else _read(candidate, backend)
     chosen = choose_device(reading.candidate.backend if reading.candidate else backend or "", device)
@@ -121,7 +97,7 @@ def measured(
             timing, missing = judge.baselines.beside(problem, timing, tuple(baselines), remember)
     if timing is not None:
         result = msgspec.structs.replace(result, timing=_with_flops(timing, problem, options))
-    return result, missing
+    return msgspec.structs.replace(result, missing_baselines=missing)
 
 
 def _read(candidate: str | Path, backend: str | None) -> Reading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ class Result(msgspec.Struct, frozen=True):
     """Compiler options of the candidate by which its arithmetic may differ from what its source says."""
     not_sanitized: str = ""
     """Why one that was asked for could not say anything, or not about everything."""
+    missing_baselines: dict[str, str] = {}
+    """Why one that was asked for could not be had, by its name."""
 
     @property
     def fault(self) -> Fault:
@@ -85,6 +88,7 @@ class Result(msgspec.Struct, frozen=True):
             )
         if v.total:
             rows.append(("input sets", f"{v.passed} of {v.total} passed"))
+        rows += [("workload", text) for text in workload_lines(v, self.timing)]
         if v.max_abs_error is not None and v.tolerance is not None:
             rows.append(("largest error", f"{v.max_abs_error:.3g}, allowed there {v.tolerance:.3g}"))
         if v.tolerance_note:
@@ -114,6 +118,8 @@ class Result(msgspec.Struct, frozen=True):
             return []
         interval = f"{t.lo:.3f} … {t.hi:.3f} at {t.confidence:.0%}, {t.n} pairs"
         rows = [("speedup", f"{t.speedup:.3f}× ({interval}): {t.claim}")]
+        if t.workloads:
+            rows.append(("over", f"{len(t.workloads)} timed workloads: the weighted geometric mean"))
         rows.append(("time", f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"))
         if self.device == "cpu":
             rows.append(("cores", _CORES))
@@ -134,6 +140,18 @@ class Result(msgspec.Struct, frozen=True):
         lines = [*self.rows(), *((f"stage {s.name}", f"{s.fault.value}, {s.seconds:.3f} s") for s in self.stages)]
         cells = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines)
         return f"<table><caption>{html.escape(f'{self.problem_id} · {self.backend}')}</caption>{cells}</table>"
+
+
+def workload_lines(verdict: Verdict, timing: Timing | None) -> Iterator[str]:
+    """How each workload ended, for a person; nothing for a problem with one."""
+    timed = {} if timing is None else {one.name: one for one in timing.workloads}
+    for one in verdict.workloads:
+        said = "right" if one.fault is Fault.OK else one.fault.value.replace("_", " ")
+        line = f"{one.name}: {said}, {one.passed} of {one.total} sets"
+        if (t := timed.get(one.name)) is not None:
+            line += f"; {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}), weight {t.weight:.2g}"
+            line += f"; {t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
+        yield line
 
 
 def with_findings(result: Result, found: Sanitized, stages: tuple[StageReport, ...]) -> Result:

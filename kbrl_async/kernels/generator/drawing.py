@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections import Counter
 
 from kbrl_async.kernels.generator.draft import LAYOUTS, Draft, Unfit
 from kbrl_async.kernels.generator.operators import OPERATORS, Operator
@@ -58,14 +59,9 @@ def _follow(draft: Draft, rng: random.Random, *, first: bool, room: float) -> Op
     return None
 
 
-def _sizes() -> dict[str, int]:
-    if not _GROUP_SIZES:
-        for one in OPERATORS.values():
-            _GROUP_SIZES[one.group] = _GROUP_SIZES.get(one.group, 0) + 1
-    return _GROUP_SIZES
-
-
-_GROUP_SIZES: dict[str, int] = {}
+@functools.cache
+def _sizes() -> Counter[str]:
+    return Counter(one.group for one in OPERATORS.values())
 
 
 def difficulty_of(draft: Draft) -> float:
@@ -94,13 +90,8 @@ def level_of(draft: Draft) -> int:
 
 
 def title_of(draft: Draft) -> str:
-    words = [step.operator.replace("_", " ") for step in draft.steps]
-    return _joined(words).capitalize() + "."
+    return ", ".join(step.operator.replace("_", " ") for step in draft.steps).capitalize() + "."
 
 
 def name_of(draft: Draft) -> str:
     return "_".join(step.operator for step in draft.steps)[:60].strip("_")
-
-
-def _joined(words: Sequence[str]) -> str:
-    return ", ".join(words)

@@ -57,13 +57,11 @@ def generate(
     *,
     difficulty: tuple[float, float] = (0.0, 1.0),
     avoid: Iterable[Problem] = (),
-    fits: Callable[[Drawn], str] = lambda _drawn: "",
     jobs: int = 2,
     told: Callable[[Drawn], None] = lambda _drawn: None,
 ) -> Iterator[Drawn]:
     """`count` problems, those of the smallest numbers first; `told` of every one that was drawn.
 
-    :param fits: why a sound problem is left out all the same; empty: it is taken.
     :param avoid: nothing with the operations of one of these is drawn.
     :raises UserError: there are no so many of this difficulty.
     """
@@ -74,8 +72,6 @@ def generate(
         for drawn in results:
             if not drawn.reason and drawn.chain in seen:
                 drawn = msgspec.structs.replace(drawn, reason="its operations were drawn before, or are held out")
-            if not drawn.reason:
-                drawn = msgspec.structs.replace(drawn, reason=fits(drawn))
             told(drawn)
             vain = vain + 1 if drawn.reason else 0
             if vain > PATIENCE:

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from kbrl_async.durable import write_atomically
-from kbrl_async.errors import UserError
 from kbrl_async.kernels.kernelbench.formats import EVAL_FILE, Outcome, by_level, eval_results
 from kbrl_async.kernels.problems.finding import number
 from protocols.records import Problem
@@ -154,17 +153,6 @@ def _baseline(found: Sequence[Any]) -> Baseline:
 def write_baselines(path: Path, table: Baselines) -> None:
     """A file that KernelBench's analysis takes as `baseline_file`."""
     _write_json(path, table)
-
-
-def read_baselines(path: Path) -> dict[str, dict[str, Baseline]]:
-    """Theirs or ours.
-
-    :raises UserError: it is missing, or no baseline file.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Baseline]])
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{path} is no baseline file: {error}", "Give one like results/timing/…/*.json") from None
 
 
 def _write_json(path: Path, content: Any) -> None:

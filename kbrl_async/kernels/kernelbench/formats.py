@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.kernels.funnel.result import Result, workload_lines
 from kbrl_async.kernels.problems.sources.folder import kernelbench_root
 from protocols.records import Fault
 
@@ -114,6 +114,8 @@ def _metadata(result: Result) -> dict[str, Any]:
         data["speedup"] = [result.timing.speedup, result.timing.lo, result.timing.hi]
     if verdict.total:
         data["correctness_trials"] = f"({verdict.passed} / {verdict.total})"
+    if verdict.workloads:
+        data["workloads"] = list(workload_lines(verdict, result.timing))
     if verdict.max_abs_error is not None:
         data["max_difference"] = [f"{verdict.max_abs_error:.6f}"]
     if verdict.rule:

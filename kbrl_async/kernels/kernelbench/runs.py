@@ -213,17 +213,6 @@ class RunFolder:
         return Written(outcomes, files, kept)
 
 
-def verify_run(
-    folder: str | Path, problems: str, options: RunOptions | None = None, done: Callable[[Outcome], None] = _quiet
-) -> Written:
-    """Verify what is left of a KernelBench run folder and write both result files.
-
-    :param problems: a folder with `level1/` …
-    :raises UserError: no such folder, or nothing in it.
-    """
-    return RunFolder(Path(folder), problems, options or RunOptions()).verify(done)
-
-
 def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(_pretty(data))

@@ -10,10 +10,12 @@ import re
 from collections.abc import Sequence
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.problems.declared import declared
+from kbrl_async.kernels.problems.declared import declared, refuse_misspelt
+from kbrl_async.kernels.problems.workloads import GROUPS, INPUTS
 from protocols.records import Problem
 
 REQUIRED = ("Model", "get_inputs", "get_init_inputs")
+_FIRST_GROUP = f"\n\ndef {INPUTS}():\n    return list({GROUPS}()[0])\n"
 SIZE_LINE = re.compile(r"^(\w+ = )(.+?)  # gpu: (.+)$", re.MULTILINE)
 
 
@@ -30,18 +32,22 @@ def parse_problem(
     """Checks the contract statically and chooses the shapes. Raises `ProblemError` with file and line."""
     origin = origin or problem_id
     try:
-        names = bound_names(ast.parse(source).body)
+        tree = ast.parse(source)
     except SyntaxError as error:
         raise ProblemError(
             f"{origin}:{error.lineno} does not parse: {error.msg}", "Mend the file or take it out"
         ) from None
+    names = bound_names(tree.body)
+    if GROUPS in names and INPUTS not in names:
+        source, names = source.rstrip() + _FIRST_GROUP, {*names, INPUTS}
     missing = [name for name in REQUIRED if name not in names]
     if missing:
         raise ProblemError(
             f"{origin} lacks {', '.join(missing)}", "A problem defines Model, get_inputs() and get_init_inputs()"
         )
-    declared(source, origin)
+    refuse_misspelt(tree, origin)
     text = SIZE_LINE.sub(r"\1\3" if shapes == "gpu" else r"\1\2", source)
+    declared(text, origin)
     return Problem(problem_id, level, problem_id.partition("/")[2], text, float(difficulty), split)
 
 

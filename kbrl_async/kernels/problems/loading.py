@@ -10,10 +10,11 @@ Everything is parsed, nothing is run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 
-from kbrl_async.errors import ProblemError
+from kbrl_async.errors import ProblemError, UserError
 from kbrl_async.kernels.problems import audit_file
 from kbrl_async.kernels.problems.contract import REQUIRED, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
@@ -74,7 +75,10 @@ def _from_door(source: str, shapes: str) -> object:
     """A name of ours may take a word: `generated:500`."""
     name, _, word = source.partition(":")
     if word and name in PROBLEM_SOURCES.ours:
-        return PROBLEM_SOURCES.load(name)(shapes, word)
+        part = PROBLEM_SOURCES.load(name)
+        if len(inspect.signature(part).parameters) < 2:
+            raise UserError(f"problems={name} takes nothing behind its name, not {word!r}", f"Write problems={name}")
+        return part(shapes, word)
     return PROBLEM_SOURCES.load(source)(shapes)
 
 

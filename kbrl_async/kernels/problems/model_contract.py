@@ -42,6 +42,16 @@ def seed(number: int) -> None:
     np.random.seed(number % (1 << 32))
 
 
+def inputs(module: types.ModuleType, text: str, number: int) -> list[Any]:
+    """What `get_inputs` makes after a seed; `text` makes another `get_inputs` of the module's functions."""
+    scope = module.__dict__
+    if text:
+        scope = dict(scope)
+        exec(compile(text, "workload", "exec"), scope)  # noqa: S102 - a confined child exists to run it
+    seed(number)
+    return list(scope["get_inputs"]())
+
+
 def load(name: str, source: str, *, folder: str = "") -> types.ModuleType:
     """A source run as module `name` in this confined process, its lines known to tracebacks as `{name}.py`.
 

@@ -6,6 +6,8 @@ take the format of the reference's when they take its weights.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from kbrl_async.errors import ProblemError
@@ -13,8 +15,10 @@ from protocols.records import Problem
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
+_SEVERAL = re.compile(r"^(WORKLOADS|FREE_SHAPES) =|^def get_input_groups\(", re.MULTILINE)
+
 # The class is changed in place: `super(Model, self)` in a file means this very name.
-_CAST = '''
+CAST_MODEL = """
 
 import torch as _torch
 
@@ -28,7 +32,8 @@ def _in_{dtype}(build):
 
 
 Model.__init__ = _in_{dtype}(Model.__init__)
-_given_inputs = get_inputs
+"""
+CAST_INPUTS = '''_given_inputs = get_inputs
 
 
 def get_inputs():
@@ -50,5 +55,7 @@ def in_precision(problem: Problem, precision: str) -> Problem:
         raise ProblemError(f"unknown precision {precision!r}", f"Choose {', '.join(DTYPES)}")
     if precision == "fp32":
         return problem
-    source = problem.source.rstrip() + _CAST.format(dtype=DTYPES[precision])
+    if _SEVERAL.search(problem.source):  # each is cast on its own
+        return msgspec.structs.replace(problem, source=f'{problem.source.rstrip()}\n\nDTYPE = "{DTYPES[precision]}"\n')
+    source = problem.source.rstrip() + (CAST_MODEL + CAST_INPUTS).format(dtype=DTYPES[precision])
     return msgspec.structs.replace(problem, source=source)

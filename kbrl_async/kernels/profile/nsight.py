@@ -32,8 +32,13 @@ _COMPUTE = "sm__throughput.avg.pct_of_peak_sustained_elapsed"
 _OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 _REGISTERS = "launch__registers_per_thread"
 METRICS = (_TIME, _BYTES, _MEMORY, _COMPUTE, _OCCUPANCY, _REGISTERS, *(_STALL.format(name) for name in STALLS))
+_UNITS = {"": 1.0, "ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9, "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+"""Of times and bytes; older versions write nsecond and so on. Others are what their numbers are."""
 _LAUNCHES = 64
 """Kernels looked at: each is run again some ten times."""
+
+
+Row = Mapping[str | None, str | list[str] | None]
 
 
 def program() -> str:
@@ -59,17 +64,21 @@ def read(output: str) -> tuple[KernelFacts, ...]:
     if begin is None:
         return ()
     found: dict[str, list[KernelFacts]] = {}
+    units: Row = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[begin:]))):
-        kernel = _kernel(row)
-        if kernel is not None:
+        kernel = _kernel(row, units)
+        if kernel is None:  # the first line of the table holds units
+            units = units or row
+        else:
             found.setdefault(kernel.name, []).append(kernel)
     return tuple(sorted(map(_together, found.values()), key=lambda kernel: -kernel.us))
 
 
-def _kernel(row: Mapping[str | None, str | list[str] | None]) -> KernelFacts | None:
-    name = str(row.get("Kernel Name") or "").split("(")[0][:80]
-    ns = _number(row.get(_TIME))
-    if not name or ns is None:  # the line of units has no name
+def _kernel(row: Row, units: Row) -> KernelFacts | None:
+    name = str(row.get("Kernel Name") or "").removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = name.split("(")[0][:80]
+    ns = _in_base(row, units, _TIME)
+    if not name or ns is None:
         return None
     waits = {words: _number(row.get(_STALL.format(key))) for key, words in STALLS.items()}
     ordered = sorted(((words, w) for words, w in waits.items() if w), key=lambda item: -item[1])
@@ -81,7 +90,7 @@ def _kernel(row: Mapping[str | None, str | list[str] | None]) -> KernelFacts | N
         compute=_share(row.get(_COMPUTE)),
         occupancy=_share(row.get(_OCCUPANCY)),
         registers=None if registers is None else int(registers),
-        dram_bytes=_number(row.get(_BYTES)),
+        dram_bytes=_in_base(row, units, _BYTES),
         stalls=dict(ordered),
     )
 
@@ -90,6 +99,12 @@ def _together(launches: Sequence[KernelFacts]) -> KernelFacts:
     from msgspec.structs import replace
 
     return replace(launches[0], us=sum(one.us for one in launches), calls=len(launches))
+
+
+def _in_base(row: Row, units: Row, metric: str) -> float | None:
+    """Nanoseconds or bytes, whatever the table's unit is."""
+    number, unit = _number(row.get(metric)), str(units.get(metric) or "").replace("second", "s")
+    return None if number is None else number * _UNITS.get(unit, 1.0)
 
 
 def _share(value: object) -> float | None:

@@ -62,9 +62,13 @@ _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "CU
 
 
 def interpreter_paths() -> tuple[str, ...]:
-    """What Python and its libraries need to be read: the interpreter, site-packages, this package, system libraries."""
+    """What Python and its libraries need to be read: the interpreter, site-packages, this package, system libraries.
+
+    A user's own site-packages and one that a `.pth` file adds are known by their place on `sys.path` alone.
+    """
     package = str(Path(kbrl_async.__file__).parent)
-    paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix, package}
+    added = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), *added, sys.prefix, sys.base_prefix, package}
     system = (
         "/usr",
         "/lib",

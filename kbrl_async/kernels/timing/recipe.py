@@ -115,6 +115,8 @@ class Measured(msgspec.Struct, frozen=True):
     """What was added for the bench's own resolution at this length."""
     spent_s: float = 0.0
     mhz: float | None = None
+    ratios: tuple[float, ...] = ()
+    """Of the pairs that were used."""
 
 
 def share_at(ms: float, points: tuple[Point, ...], fallback: float) -> float:
@@ -235,6 +237,7 @@ class _Run:
             share,
             spent,
             statistics.median(clocks) if clocks else None,
+            tuple(map(_ratio, used)),
         )
 
 

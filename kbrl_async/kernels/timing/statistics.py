@@ -177,25 +177,3 @@ def stop_reason(interval: Interval, n: int, minimum: int, resolution: float, mar
 def widened(interval: Interval, share: float) -> Interval:
     """The interval with a systematic relative uncertainty added on both sides."""
     return Interval(interval.median, interval.lo / (1 + share), interval.hi * (1 + share))
-
-
-def bootstrap_interval(
-    ratios: Sequence[float], confidence: float = 0.95, *, method: str = "BCa", seed: int = 0
-) -> Interval:
-    """Bootstrap interval of the median by `scipy.stats.bootstrap` (`"BCa"`, `"percentile"`): a cross-check in reports.
-
-    Not used for decisions: it is only right for many samples, and for one look.
-    """
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    if len(ratios) < 2 or min(ratios) == max(ratios):
-        return Interval(statistics.median(ratios), min(ratios), max(ratios))
-    found = bootstrap(
-        (np.asarray(ratios),), np.median, confidence_level=confidence, method=method, n_resamples=2000,
-        vectorized=True, axis=0, rng=np.random.default_rng(seed),
-    )  # fmt: skip
-    low, high = (float(end) for end in found.confidence_interval)
-    median = statistics.median(ratios)
-    # BCa is undefined where the jackknife has no spread (many ties): the exact interval stands in.
-    return Interval(median, low, high) if math.isfinite(low + high) else median_interval(ratios, confidence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import msgspec
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.backend import LIBRARY
+from kbrl_async.kernels.problems.cases import cases
 from kbrl_async.kernels.sandbox import Access, Limits, Zygote
 from kbrl_async.kernels.timing import Interval
 from kbrl_async.kernels.timing.baselines import Made, Order, over, wrapper
+from kbrl_async.kernels.timing.combining import Part, combined
 from kbrl_async.kernels.verify.bench import Bench
 from protocols.records import Candidate, Fault, Problem, Timing
 
@@ -64,7 +67,7 @@ class Baselines:
         found: dict[str, tuple[float, float, float]] = {}
         missing: dict[str, str] = {}
         for name in names:
-            measured = self.measure(problem, name)
+            measured = self._over_all(problem, timing, name)
             if isinstance(measured, str):
                 missing[name] = measured
                 continue
@@ -73,6 +76,20 @@ class Baselines:
             quotient = over(candidate, Interval(measured.speedup, measured.lo, measured.hi))
             found[name] = (quotient.median, quotient.lo, quotient.hi)
         return msgspec.structs.replace(timing, baselines={**timing.baselines, **found}), missing
+
+    def _over_all(self, problem: Problem, timing: Timing, name: str) -> Timing | str:
+        """On the workloads that `timing` is of, each with a library for its own shapes."""
+        weights = {one.name: one.weight for one in timing.workloads}
+        if not weights:
+            return self.measure(problem, name)
+        parts = []
+        for bound in cases(problem, random.Random(0)):
+            if (weight := weights.get(bound.workload.name)) is not None:
+                measured = self.measure(bound.problem, name)
+                if isinstance(measured, str):
+                    return measured
+                parts.append(Part(bound.workload.name, weight, measured, ()))
+        return combined(parts)
 
     def measure(self, problem: Problem, name: str) -> Timing | str:
         """Eager against the compiled reference, now; or why that can't be."""

@@ -23,8 +23,9 @@ from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
 from kbrl_async.kernels.verify import wire
-from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import device_of
+from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
@@ -32,7 +33,9 @@ from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import verdict_of
-from kbrl_async.kernels.verify.session import CandidateFault
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
+from kbrl_async.kernels.verify.several import Several
+from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 
@@ -119,18 +122,19 @@ class Bench:
         self._notice_restart()
         self._device.enter()
         with pinned(self._options.cores), _without_gradients():
-            reference = self._references.get(problem, tick)
+            family = self._references.get(problem, tick)
             clock.ends("reference")
             try:
                 options = self._options_for(candidate, strictness)
-                verdict, timed = self._settled(reference, candidate, artifacts, options, timing, tick, clock, watch)
+                verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
             except (CandidateFault, PermissionError, OSError) as error:
                 # What is the candidate's has become its verdict: what arrives here is the reference's.
-                self._references.drop(reference)
+                self._references.drop(family.cases[0].reference)
                 raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
             except InfraError:
-                self._references.drop(reference)
+                self._references.drop(family.cases[0].reference)
                 raise
+        timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
 
     def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
@@ -145,9 +149,9 @@ class Bench:
             self._generation = self._zygote.generation
             self._references.close()
 
-    def _settled(
+    def _on_all(
         self,
-        reference: Reference,
+        family: Family,
         candidate: Candidate,
         artifacts: dict[str, Path],
         options: BenchOptions,
@@ -156,10 +160,36 @@ class Bench:
         clock: StageClock,
         watch: Watch | None,
     ) -> tuple[Verdict, Timing | None]:
+        """On every workload of the problem."""
+
+        def settle(
+            reference: Reference, options: BenchOptions, shared: Shared | None, timing: bool
+        ) -> tuple[Verdict, Timing | None]:
+            own = StageClock()
+            found = self._settled(reference, candidate, artifacts, options, shared, timing, tick, own, watch)
+            clock.add(own)
+            return found
+
+        if len(family.cases) == 1:
+            return settle(family.cases[0].reference, options, None, timing)
+        return Several(family.cases, settle, options, self._rng, self._device.shares).run(timing)
+
+    def _settled(
+        self,
+        reference: Reference,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        options: BenchOptions,
+        shared: Shared | None,
+        timing: bool,
+        tick: Tick,
+        clock: StageClock,
+        watch: Watch | None,
+    ) -> tuple[Verdict, Timing | None]:
         """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
         the same or does not, and by one that has served nobody else where it does not, and for `alone_share`.
         """
-        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        checker = self._checker(reference, options, shared)
         known = len(clock.reports)
         verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
         is_right = verdict.fault is Fault.OK
@@ -169,16 +199,25 @@ class Bench:
             return verdict, timed
         is_repeated = False
         if options.alone_share < 1 or not is_in_doubt:
-            paths = {key: str(path) for key, path in artifacts.items()}
-            is_repeated = self._device.is_repeated(reference, candidate, paths, options, is_right)
+            code = submitted(candidate, artifacts)
+            is_repeated = self._device.is_repeated(reference, code, options, is_right)
         if is_repeated and not (is_in_doubt and is_sampled):
             return verdict, timed
         clock.forget(known)
-        checker = Checker(self._zygote, reference, options, self._rng, self._device)
+        checker = self._checker(reference, options, shared)
         alone = self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone=True)
         if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
             self._device.contradict(is_right and alone[0].fault is Fault.OK)
         return alone
+
+    def _checker(self, reference: Reference, options: BenchOptions, shared: Shared | None) -> Checker:
+        def opens(code: Submission, is_alone: bool) -> Judged:
+            return self._device.judged(reference, self._zygote, code, options, self._rng, is_alone)
+
+        if shared is None:
+            return Checker(self._zygote, reference, options, self._rng, opens)
+        taken = shared.opens(reference, opens)
+        return Checker(self._zygote, reference, options, self._rng, taken, shared.release)
 
     def _judge(
         self,
@@ -207,7 +246,7 @@ class Bench:
             stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
             clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
             timed = None
-            if verdict.fault is Fault.OK:
+            if verdict.fault is Fault.OK and options.is_proven:
                 with clock.part("proof"):
                     self._device.prove(checker, candidate, self._options, self._rng, tick)
                 verdict = verdict_of(checker)
@@ -303,7 +342,7 @@ class Bench:
         reference = checker.reference
         with clock.part("a twin of the reference"):
             twin = reference.twin(self._zygote, checker.is_replayed)
-        stopwatch = self._device.stopwatch(checker, twin, self._options, self._rng, tick)
+        stopwatch = self._device.stopwatch(checker, twin, checker.options, self._rng, tick)
         try:
             with ExitStack() as window:
                 with clock.part("imports"):

@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,34 +30,37 @@ from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
+Opens = Callable[[Submission, bool], Judged]
+"""`Device.judged`, bound to what the checker was made with."""
 
-class Opens(Protocol):
-    """A device, as far as a checker needs it."""
 
-    def judged(
-        self,
-        reference: Reference,
-        zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        rng: random.Random,
-        is_alone: bool,
-    ) -> Judged: ...
+def submitted(candidate: Candidate, artifacts: dict[str, Path]) -> Submission:
+    return Submission(candidate.source, candidate.backend, {key: str(path) for key, path in artifacts.items()})
+
+
+def _close(session: Judged) -> None:
+    session.close()
 
 
 class Checker:
     """The trusted side's view of one candidate. `fault` is the first thing that ended or disqualified it."""
 
     def __init__(
-        self, zygote: Zygote, reference: Reference, options: BenchOptions, rng: random.Random, device: Opens
+        self,
+        zygote: Zygote,
+        reference: Reference,
+        options: BenchOptions,
+        rng: random.Random,
+        opens: Opens,
+        release: Callable[[Judged], None] = _close,
     ) -> None:
+        """`release`: told of what was opened when it is needed no more."""
         self.reference, self.options = reference, options
-        self._zygote, self._rng, self._device = zygote, rng, device
+        self._zygote, self._rng, self._opens, self._release = zygote, rng, opens, release
         self.session: Judged | None = None
         self.fault: CandidateFault | None = None
         self.passed = 0
@@ -76,6 +78,7 @@ class Checker:
         self.trust, self.trust_reason, self.is_shared = OBSERVED, "", False
         self._order: list[InputSet] = []
         self._answers: dict[int, bool] = {}
+        self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
         self._is_recorded = False
@@ -92,27 +95,27 @@ class Checker:
 
     def close(self) -> None:
         if self.session is not None:
-            self.session.close()
+            self._release(self.session)
             self.session = None
 
     def start(self, candidate: Candidate, artifacts: dict[str, Path], is_alone: bool = False) -> None:
         """Fork, confine and build the candidate. `is_alone`: in no process that has served another one."""
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
-        is_asked = self.reference.records and not plan.is_plan(candidate.source)
+        # Where every output is empty, there is no work to do.
+        has_work = any(tensor.numel() for tensor in self.reference.sets[0].expected)
+        is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.options.is_proven and has_work
         self._backend = backend(candidate.backend)
         self._is_recorded = is_asked and self._backend.is_recorded
         self._artifacts = list(artifacts.values())
-        paths = {key: str(path) for key, path in artifacts.items()}
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
-        reference, options = self.reference, self.options
         try:
             self._refuse_copied(candidate)
-            self.session = self._device.judged(reference, self._zygote, candidate, paths, options, self._rng, is_alone)
+            self.session = self._opens(submitted(candidate, artifacts), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self.is_shared = self.session.is_shared
-            reference.attach(self.session)
+            self.reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
             self.fault = fault
@@ -131,7 +134,7 @@ class Checker:
         except Refused as reason:
             self.trust_reason = str(reason)
             return
-        session.close()
+        self._release(session)
         self.trust, self.trust_reason, self.own_share = REPLAYED, "", self.session.own_share
 
     @property
@@ -194,6 +197,7 @@ class Checker:
         self._compare_repeated()
         if self._trace is not None:
             self._refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
+            self._refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def _is_enough(self, done: int) -> bool:
         """A kernel that has failed need not see every set; one that may be right does, whatever was asked for."""
@@ -296,6 +300,8 @@ class Checker:
             self._refuse_overwriting(slot)
             if overwrite and not self.reference.aliases:
                 self.refuse_aliasing(slot, outcome, got)
+        if self.reference.declared.deterministic and self._is_first(input_set):
+            self._refuse_other_bits(got)
         found = self.compare(got, input_set.expected, input_set.tolerances)
         self._earlier = list(zip(outcome.tensors, got, strict=True))
         if input_set.name == "nominal":
@@ -352,6 +358,13 @@ class Checker:
             self.evidence = evidence
             text = "ModelNew is the reference's own code under other names"
             raise CandidateFault(Fault.CHEATING, text, "reference_copied")
+
+    def _refuse_other_bits(self, got: list[torch.Tensor]) -> None:
+        """Of the first set's inputs, which come twice."""
+        before, self._first_answer = self._first_answer, got
+        if before and not all(map(compare.same_values, got, before)):
+            text = "the same inputs gave answers that differ in bits, and the problem declares DETERMINISTIC"
+            raise CandidateFault(Fault.INCORRECT, text, "not_deterministic")
 
     def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
         for number, (given, block) in enumerate(zip(places, blocks, strict=True)):

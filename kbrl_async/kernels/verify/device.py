@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem, Timing
 
 if TYPE_CHECKING:
+    from kbrl_async.kernels.problems.workloads import Bound
     from kbrl_async.kernels.verify.checks import Checker
-    from kbrl_async.kernels.verify.reference import Reference
+    from kbrl_async.kernels.verify.family import Family
+    from kbrl_async.kernels.verify.reference import Reference, Share
 
 _KINDS = {
     "cpu": "kbrl_async.kernels.verify.cpu.device:CpuDevice",
@@ -36,6 +38,9 @@ class Device:
     """One device, by its name: `"cpu"` or `"cuda:N"`. Making one touches nothing; `open` does. What has a body here is
     right where children share the host's memory and nothing is started ahead.
     """
+
+    shares = False
+    """Whether a candidate's process can serve one workload after the other."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,18 +68,30 @@ class Device:
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        kept: OrderedDict[str, Reference],
+        kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
         """A new reference; of those `kept`, the ones used longest ago may be closed to make room."""
         raise NotImplementedError
 
+    def sibling(
+        self,
+        bound: Bound,
+        shares: dict[tuple[str, str], Share],
+        zygote: Zygote,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Family],
+        tick: Tick,
+    ) -> Reference:
+        """A new reference of one workload of several; `shares`: what those before it have of each module."""
+        return self.reference(zygote, bound.problem, options, rng, kept, tick)
+
     def judged(
         self,
         reference: Reference,
         zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
+        code: Submission,
         options: BenchOptions,
         rng: random.Random,
         is_alone: bool,
@@ -83,16 +100,9 @@ class Device:
 
         :raises CandidateFault: it ends itself.
         """
-        return reference.open(zygote, candidate.source, "ModelNew", artifacts, options.deadline_s, candidate.backend)
+        return reference.open(zygote, code, options.deadline_s)
 
-    def is_repeated(
-        self,
-        reference: Reference,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        is_right: bool,
-    ) -> bool:
+    def is_repeated(self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool) -> bool:
         """Whether a process of another history makes the same of the last candidate as the one before it."""
         return False
 

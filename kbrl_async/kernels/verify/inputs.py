@@ -63,6 +63,7 @@ _LESS = {"large": Kind("large", 8.0)}
 
 
 _MANY_BYTES = 256 << 20
+_FEW = 3
 _LESS_NEEDED = ("small", "graded")
 
 
@@ -71,6 +72,12 @@ def kinds_for(tensors: list[torch.Tensor]) -> tuple[Kind, ...]:
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _MANY_BYTES:
         return KINDS
     return tuple(kind for kind in KINDS if kind.name not in _LESS_NEEDED and kind is not KINDS[1])
+
+
+def few_of(kinds: tuple[Kind, ...], rng: random.Random) -> tuple[Kind, ...]:
+    """The nominal one and a secret few of the others, in their order: for a workload beside others."""
+    others = sorted(rng.sample(range(1, len(kinds)), _FEW))
+    return (kinds[0], *(kinds[number] for number in others))
 
 
 def attempts(kind: Kind) -> tuple[Kind, ...]:

@@ -54,6 +54,12 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 4
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
+    is_light: bool = False
+    """A secret few of the input sets: for a workload beside others."""
+    is_proven: bool = True
+    """Own kernels have to do the work: on workloads that are only checked it is enough to be right."""
+    timed_workloads: int
+    """As `TimingBench.timed_workloads`."""
     outputs: Outputs
     """As `TimingBench.outputs`."""
     replay: bool = True
@@ -91,6 +97,7 @@ def bench_options(
         cores=cores,
         deadline_s=settings.deadline_s,
         outputs=settings.outputs,
+        timed_workloads=settings.timed_workloads,
         recipe=recipe or Recipe.of(settings),
         limits=limits or Limits(cores=cores),
         **more,

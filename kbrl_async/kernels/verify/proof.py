@@ -11,6 +11,8 @@ epilogue's share. What fails is a kernel that the answer does not need.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from kbrl_async.kernels.verify.operators import computes
@@ -58,6 +60,25 @@ def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> F
     if device == "cpu" and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
         text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time: the library did the work"
         return Finding("decoy_kernel", text, evidence(trace))
+    return None
+
+
+_FAMILIES = {
+    "matmul": ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"),
+    "linear": ("mm", "addmm", "linear"),
+    "attention": ("scaled_dot_product_attention", "scaled_dot_product_flash_attention_for_cpu"),
+}
+"""Names that people know, of operators that the library calls otherwise."""
+
+
+def of_forbidden(trace: Trace, names: Collection[str]) -> Finding | None:
+    """Whether a run called an operator that the problem forbids: by name, with `native_`, or by family."""
+    meant = {member for name in names for member in (name, *_FAMILIES.get(name, ()))}
+    for called in (*trace.ops, *trace.inside):
+        plain = called.removeprefix("aten::").strip("_")
+        if plain in meant or plain.removeprefix("native_") in meant:
+            text = f"forward calls {called}, which the problem forbids"
+            return Finding("forbidden_operator", text, evidence(trace))
     return None
 
 

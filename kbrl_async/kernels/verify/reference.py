@@ -22,9 +22,20 @@ from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
 from protocols.records import Problem
+
+
+class Share:
+    """The reference child of all workloads of one module, and its weights."""
+
+    def __init__(self, module: Problem) -> None:
+        self.module = module
+        self.first: Reference | None = None
+        """Who has made the child, and ends it."""
+        self.attached = 0
+        """By `id`: whose inputs it has places for."""
 
 
 class Reference:
@@ -34,17 +45,29 @@ class Reference:
     """Whether recorded and muted runs show that a candidate's own kernels do the work; else `Device.prove` does."""
 
     def __init__(
-        self, zygote: Zygote, problem: Problem, options: BenchOptions, rng: random.Random, tick: Tick = no_tick
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        tick: Tick = no_tick,
+        *,
+        share: Share | None = None,
+        inputs: str = "",
     ) -> None:
+        """`share`: a child that several workloads have together; `inputs`: the text that makes those of this one."""
         self.problem, self._options, self._rng, self.tick = problem, options, rng, tick
-        self.seed = rng.getrandbits(31)
+        self._share, self._inputs = share or Share(problem), inputs
+        first = self._share.first
+        self.seed: int = rng.getrandbits(31) if first is None else first.seed
         self.uses = 0
         self._rehearsals: list[InputSet] = []
         self._replays = Replays(options)
         try:
-            self.session = self._begin(zygote)
+            self.session = self._begin(zygote) if first is None else self._shared(first)
         except CandidateFault as fault:
             raise ProblemError(f"the reference of {problem.problem_id} fails: {fault.text[:300]}") from fault
+        self._share.first = first or self
         self.ready = self.session.ready
         try:
             self.refresh()
@@ -57,7 +80,7 @@ class Reference:
         options = self._options
         self.copies = options.copy_outputs or not may_read_children()
         self.weights_fd = self._draw_fd = -1
-        setup = wire.Setup(self.problem.source, "Model", self.seed)
+        setup = wire.Setup(self._share.module.source, "Model", self.seed)
         with contextlib.ExitStack() as undo:  # nobody else closes what a failure leaves open: no Reference comes to be
             undo.callback(self._close_files)
             self.weights_fd = memory_file("weights")
@@ -68,6 +91,16 @@ class Reference:
             seal(self.weights_fd)
             undo.pop_all()
         return session
+
+    def _shared(self, first: Reference) -> Session:
+        """That of another workload, with its weights and its file for draws."""
+        self.copies, self.weights_fd, self._draw_fd = first.copies, first.weights_fd, first._draw_fd
+        return first.session
+
+    @property
+    def module_id(self) -> int:
+        """The same for all workloads of one module: a candidate with these weights serves them all."""
+        return id(self._share)
 
     @property
     def host_bytes(self) -> int:
@@ -81,9 +114,12 @@ class Reference:
         return 0
 
     def close(self) -> None:
-        self.session.close()
+        """The child goes with the first of those that share it."""
         self._replays.close()
-        self._close_files()
+        if self._share.first is self:
+            self._share.first = None
+            self.session.close()
+            self._close_files()
 
     def _close_files(self) -> None:
         files, self.weights_fd, self._draw_fd = (self.weights_fd, self._draw_fd), -1, -1
@@ -91,24 +127,15 @@ class Reference:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def setup(self, source: str, entry: str, artifacts: dict[str, str], backend: str = "") -> wire.Setup:
+    def setup(self, code: Submission) -> wire.Setup:
         """For a child that gets this reference's seed, constructor arguments and weights."""
         ready = self.ready
-        return wire.Setup(
-            source, entry, self.seed, artifacts, ready.init, ready.init_tensors, ready.weights, backend=backend
-        )
+        given = ready.init, ready.init_tensors, ready.weights
+        return wire.Setup(code.source, code.entry, self.seed, code.artifacts, *given, backend=code.backend)
 
-    def open(
-        self,
-        zygote: Zygote,
-        source: str,
-        entry: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        backend: str = "",
-    ) -> Session:
+    def open(self, zygote: Zygote, code: Submission, deadline_s: float) -> Session:
         """A child with this reference's weights; `attach` gives it its arena."""
-        setup = self.setup(source, entry, artifacts, backend)
+        setup = self.setup(code)
         weights = copied(self.weights_fd)
         try:
             return Session(zygote, setup, (weights,), self._options.limits, deadline_s)
@@ -138,7 +165,7 @@ class Reference:
         two can be timed against each other, because an older process has another heap and other page tables."""
         if is_replayed:
             return self._replays.twin(self, zygote)
-        session = self.open(zygote, self.problem.source, "Model", {}, self._options.reference_deadline_s)
+        session = self.open(zygote, Submission(self.problem.source, entry="Model"), self._options.reference_deadline_s)
         try:
             self.attach(session)
             self.check(session)
@@ -184,7 +211,8 @@ class Reference:
 
     def _draw(self) -> list[torch.Tensor]:
         seed = self._rng.getrandbits(31)
-        self.tree, tensors = self.session.draw(seed, self._draw_fd, self._options.reference_deadline_s)
+        limit_s = self._options.reference_deadline_s
+        self.tree, tensors = self.session.draw(seed, self._draw_fd, limit_s, self._inputs)
         self.examples = tensors
         return [values.flat(tensor) for tensor in tensors]
 
@@ -194,18 +222,29 @@ class Reference:
             self.tick()
             draws.append(self._draw())
         self._attach_own(draws)
-        maker = SetMaker(self, self.problem.problem_id, self._rng, self.problem.source, self.tree)
+        self._share.attached = id(self)
+        maker = SetMaker(
+            self, self.problem.problem_id, self._rng, self.problem.source, self.tree, is_light=self._options.is_light
+        )
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
         self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases = maker.strides, maker.aliases
+        self.declared = maker.declared
         self._rehearsals = []
 
     def _attach_own(self, draws: list[list[torch.Tensor]]) -> None:
         self.attach(self.session)
 
+    def claim(self) -> None:
+        """Before a call of the child: the one before may have been another workload's."""
+        if self._share.attached != id(self):
+            self.attach(self.session)
+            self._share.attached = id(self)
+
     def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
         """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
+        self.claim()
         for slot, block in zip(self.session.slots[0], blocks, strict=True):
             slot.copy_(block)
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)

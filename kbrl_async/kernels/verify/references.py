@@ -1,52 +1,98 @@
-"""The references that a bench keeps, one per problem source."""
+"""The references that a bench keeps: of each problem one for each of its workloads."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
 
+import msgspec
+
 from kbrl_async.errors import InfraError, ProblemError
+from kbrl_async.kernels.problems.cases import cases
+from kbrl_async.kernels.problems.workloads import NO_GROUP, Bound
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.device import Device, device_of
+from kbrl_async.kernels.verify.family import WHOLE, Case, Family
 from kbrl_async.kernels.verify.memory import give_back
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.reference import Reference, Share
 from protocols.records import Problem
+
+_LIGHT_POOL = 2
 
 
 class References:
-    """A small LRU of references, one per problem source."""
+    """A small LRU of families, one per problem source."""
 
     def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random, device: Device | None = None) -> None:
         self._zygote, self._options, self._rng = zygote, options, rng
         self._device = device or device_of(options.device)
-        self._kept: OrderedDict[str, Reference] = OrderedDict()
+        self._kept: OrderedDict[str, Family] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, problem: Problem, tick: Tick = no_tick) -> Reference:
+    def get(self, problem: Problem, tick: Tick = no_tick) -> Family:
         """`tick` is called between the steps of making one, which takes seconds."""
-        reference = self._kept.pop(problem.source, None)
-        if reference is not None and reference.uses >= self._options.reuse:
-            reference.tick = tick
-            try:
-                reference.refresh()
-            except (ProblemError, InfraError):
-                reference.close()
-                raise
-            except OSError as error:  # its child was killed, and the way to it is closed
-                reference.close()
-                cause = f"the reference of {problem.problem_id} is gone ({error})"
-                raise InfraError(cause, "It is made anew for the next candidate") from error
-        if reference is None:
-            reference = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
-        reference.uses += 1
-        self._kept[problem.source] = reference
+        family = self._kept.pop(problem.source, None)
+        if family is not None and family.uses >= self._options.reuse:
+            family = self._renewed(family, problem, tick)
+        if family is None:
+            family = self._made(problem, tick)
+        family.uses += 1
+        self._kept[problem.source] = family
         while self._are_too_many():
             self._kept.popitem(last=False)[1].close()
             give_back()
-        return reference
+        return family
+
+    def _renewed(self, family: Family, problem: Problem, tick: Tick) -> Family | None:
+        """With new secrets; None where secret shapes are among them, too: then it is made anew."""
+        if len(family.cases) > 1:
+            family.close()
+            return None
+        reference = family.cases[0].reference
+        reference.tick = tick
+        try:
+            reference.refresh()
+        except (ProblemError, InfraError):
+            reference.close()
+            raise
+        except OSError as error:  # its child was killed, and the way to it is closed
+            reference.close()
+            cause = f"the reference of {problem.problem_id} is gone ({error})"
+            raise InfraError(cause, "It is made anew for the next candidate") from error
+        family.uses = 0
+        return family
+
+    def _made(self, problem: Problem, tick: Tick) -> Family:
+        several = cases(problem, self._rng)
+        if not several:
+            made = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
+            return Family(problem.source, [Case(WHOLE, made)])
+        family, shares = Family(problem.source, []), dict[tuple[str, str], Share]()
+        try:
+            for bound in several:
+                if not self._add(family, bound, shares, tick) and bound.workload.group > 0:
+                    break
+        except BaseException:
+            family.close()
+            raise
+        return family
+
+    def _add(self, family: Family, bound: Bound, shares: dict[tuple[str, str], Share], tick: Tick) -> bool:
+        """Whether the workload is there: a tail that the reference does not take is none, nor a group too many."""
+        options, workload = self._options, bound.workload
+        if family.cases:
+            options = msgspec.structs.replace(options, is_light=True, pool=_LIGHT_POOL)
+        try:
+            made = self._device.sibling(bound, shares, self._zygote, options, self._rng, self._kept, tick)
+        except ProblemError as error:
+            if workload.is_tail or NO_GROUP in str(error):
+                return False
+            raise ProblemError(f"on workload {workload.name}: {error.cause}", error.cure) from error
+        family.cases.append(Case(workload, made))
+        return True
 
     def _are_too_many(self) -> bool:
         """By number, or by what they take: problems differ by a factor of a thousand."""
@@ -54,9 +100,9 @@ class References:
             return False
         if len(self._kept) > self._options.references:
             return True
-        if sum(reference.host_bytes for reference in self._kept.values()) > self._options.reference_bytes:
+        if sum(family.host_bytes for family in self._kept.values()) > self._options.reference_bytes:
             return True
-        on_device = sum(reference.device_bytes for reference in self._kept.values())
+        on_device = sum(family.device_bytes for family in self._kept.values())
         return on_device > 0 and on_device > self._device.room(self._options)
 
     def settle(self) -> None:
@@ -64,9 +110,13 @@ class References:
         self._device.settle()
 
     def drop(self, reference: Reference) -> None:
-        """Its child is in doubt: forget it."""
-        self._kept.pop(reference.problem.source, None)
-        reference.close()
+        """Its child is in doubt: forget it, and those of the same problem."""
+        family = next((one for one in self._kept.values() if reference in one.references), None)
+        if family is None:
+            reference.close()
+            return
+        del self._kept[family.source]
+        family.close()
 
     def close(self) -> None:
         while self._kept:

@@ -29,6 +29,8 @@ _RULE_HINTS = {
     "structure": "Return what the reference returns: the same number of tensors in the same containers.",
     "output_alias": "Allocate the output; never return an input or a view of one.",
     "state_carried": "Depend on nothing that an earlier call left behind: no accumulating buffers, no cached results.",
+    "not_deterministic": "Add in a fixed order: no atomics on floating-point numbers.",
+    "forbidden_operator": "Do this part in your own kernel: the problem forbids the library's operator.",
     "no_own_kernel": "Launch your own kernel in forward, without a fallback to torch.",
     "decoy_kernel": "Let your own kernel compute the result; torch may only do sub-steps.",
     "reference_copied": "Write a kernel of your own: the reference's code earns nothing.",
@@ -154,4 +156,5 @@ def timing_of(measured: Measured, recipe: Recipe, method: str, hardware: str, cl
         resolution=measured.share,
         rejected=measured.rejected,
         spent_s=measured.spent_s,
+        ratios=measured.ratios,
     )

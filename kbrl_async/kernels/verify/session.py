@@ -51,6 +51,16 @@ class CandidateFault(Exception):  # noqa: N818 - reads as what it is: a result, 
         super().__init__(text)
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """What a child is to run: a candidate, or the reference's own source."""
+
+    source: str
+    backend: str = ""
+    artifacts: dict[str, str] = {}
+    """Paths of what was built, by key."""
+    entry: str = "ModelNew"
+
+
 def no_meter() -> tuple[int, int]:
     return 0, 0
 
@@ -170,10 +180,10 @@ class Session:
         self.slots = [[values.flat(values.view(self._arena, meta)) for meta in placed] for placed in metas]
         self._expect(wire.Ready, 5.0)
 
-    def draw(self, seed: int, fd: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor]]:
-        """Inputs that the problem's own `get_inputs` makes after `seed`."""
+    def draw(self, seed: int, fd: int, deadline_s: float, inputs: str = "") -> tuple[wire.Tree, list[torch.Tensor]]:
+        """Inputs that the problem's own `get_inputs` makes after `seed`; `inputs` as in `wire.Draw`."""
         self.thaw()
-        self._child.channel.send(wire.encode(wire.Draw(seed)))
+        self._child.channel.send(wire.encode(wire.Draw(seed, inputs)))
         drawn = self._expect(wire.Drawn, deadline_s)
         data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
         try:

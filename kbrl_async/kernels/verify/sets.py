@@ -66,11 +66,20 @@ class SetMaker:
     """Makes the sets of one refresh; what it finds out about the reference stays here as attributes."""
 
     def __init__(
-        self, oracle: Oracle, problem_id: str, rng: random.Random, source: str = "", inputs_tree: wire.Tree = None
+        self,
+        oracle: Oracle,
+        problem_id: str,
+        rng: random.Random,
+        source: str = "",
+        inputs_tree: wire.Tree = None,
+        *,
+        is_light: bool = False,
     ) -> None:
-        """`source`, the problem's: what it declares, and whether it computes in half precision inside."""
-        self._oracle, self._problem_id, self._rng = oracle, problem_id, rng
-        found = declared(source, problem_id)
+        """`source`, the problem's: what it declares, and whether it computes in half precision inside. `is_light`: a
+        secret few of the sets.
+        """
+        self._oracle, self._problem_id, self._rng, self._is_light = oracle, problem_id, rng, is_light
+        self.declared = found = declared(source, problem_id)
         self._domains = {i: found.domains[place] for place in found.domains for i in tensors_of(inputs_tree, place)}
         self.fixed = frozenset(i for place in found.fixed for i in tensors_of(inputs_tree, place))
         self._declared = found.tolerances
@@ -97,9 +106,14 @@ class SetMaker:
     ) -> list[InputSet]:
         """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more.
         `tick` is called for each set.
+
+        :raises ProblemError: the reference can't be compared with, or its inputs are not what it declares.
         """
+        for draw in draws:
+            self._refuse_outside(draw)
         self._pool = pool
-        for number, kind in enumerate(inputs.kinds_for(draws[0])):
+        kinds = inputs.kinds_for(draws[0])
+        for number, kind in enumerate(inputs.few_of(kinds, self._rng) if self._is_light else kinds):
             tick()
             made = self._repeated() if kind.repeats else None
             for milder in () if made else inputs.attempts(kind):
@@ -113,6 +127,13 @@ class SetMaker:
                 raise ProblemError(f"the reference of {self._problem_id} gives no finite output")
             self.sets.append(made)
         return self.sets
+
+    def _refuse_outside(self, draw: list[torch.Tensor]) -> None:
+        for number, (least, most) in self._domains.items():
+            low, high = torch.aminmax(draw[number].double()) if draw[number].numel() else (least, most)
+            if float(low) < least or float(high) > most:
+                text = f"get_inputs of {self._problem_id} gives {float(low):.4g} … {float(high):.4g} as tensor {number}"
+                raise ProblemError(f"{text}, and INPUT_DOMAINS promises {least} … {most}", "Mend one of the two")
 
     def _repeated(self) -> InputSet:
         return msgspec.structs.replace(self.sets[0], name="repeated")
@@ -142,7 +163,9 @@ class SetMaker:
         if kind.has_ties and not all(tensor.is_floating_point() for tensor in expected):
             return None
         slots = self._oracle.session.slots[0]
-        mutated = not all(compare.same_values(a, b) for a, b in zip(slots, blocks, strict=True))
+        mutated = self.declared.inputs_may_change or not all(
+            compare.same_values(a, b) for a, b in zip(slots, blocks, strict=True)
+        )
         if not self.sets:
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)

@@ -150,6 +150,8 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     """Run the problem's `get_inputs` after this seed."""
 
     seed: int
+    inputs: str = ""
+    """Text that makes another `get_inputs` of the problem's functions: the inputs of one workload of several."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -9,7 +9,7 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.lab.optimize.search import Budget
-from kbrl_async.runs.telemetry.progress import Pace
+from kbrl_async.runs.telemetry.progress import PhasePace
 from kbrl_async.runs.telemetry.screen import duration
 
 SEARCH_S = 60.0
@@ -45,12 +45,12 @@ class Deadline:
 
         The returned function raises `UserError` once it is clear that the policy will not be ready in time.
         """
-        pace: Pace | None = None
+        pace: PhasePace | None = None
 
         def told(what: str, share: float) -> None:
             nonlocal pace
             now = self._clock()
-            pace = pace or Pace(now, share)
+            pace = pace or PhasePace(now, share)
             left = pace.left_s(now, share)
             show(f"making the policy, once: {what}" + ("" if left is None else f", {duration(left)} left"))
             if now + (left or 0.0) >= self._until:

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import KbrlError
-from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ScoredTurn, StageSpan
+from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ReportedTurn
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
-from kbrl_async.rollouts.stats import RolloutStats, Step
+from kbrl_async.rollouts.stats import RolloutStats, StepOutcome
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
 from kbrl_async.runs.telemetry.by_version import Answers
@@ -54,7 +54,7 @@ def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
     return {(row.rollout_id, row.turn): row for row in rows if row.status == "ok"}
 
 
-def enriched(turn: ScoredTurn, row: Row | None) -> ScoredTurn:
+def enriched(turn: ReportedTurn, row: Row | None) -> ReportedTurn:
     """A turn of the journal with what the archive knows of it."""
     if row is None:
         return turn
@@ -62,7 +62,7 @@ def enriched(turn: ScoredTurn, row: Row | None) -> ScoredTurn:
     return _timed(msgspec.structs.replace(turn, stats=stats, task_id=row.task_id), row)
 
 
-def as_turns(rows: Sequence[Row]) -> list[ScoredTurn]:
+def as_turns(rows: Sequence[Row]) -> list[ReportedTurn]:
     """Turns from the archive alone; an evaluation rollout is its best turn."""
     best: dict[str, Row] = {}
     for row in rows:
@@ -106,7 +106,7 @@ def _is_cut(end: GroupEnd | None) -> bool:
     return end is None or (end.outcome == GroupOutcome.FAILED and end.reason == RUN_ENDED)
 
 
-def _turn(row: Row) -> ScoredTurn:
+def _turn(row: Row) -> ReportedTurn:
     stats = RolloutStats(
         problem_id=row.problem_id,
         level=row.level,
@@ -130,13 +130,13 @@ def _turn(row: Row) -> ScoredTurn:
         role=row.role,
         funnel=_steps(row),
     )
-    return _timed(ScoredTurn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
+    return _timed(ReportedTurn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
 
 
-def _steps(row: Row) -> tuple[Step, ...]:
+def _steps(row: Row) -> tuple[StepOutcome, ...]:
     """The funnel without the stages' seconds. Archives from before know less of where a candidate left."""
     last = row.step or _guessed(row)
-    return tuple(Step(name, row.correct or name != last) for name in STEPS[: STEPS.index(last) + 1])
+    return tuple(StepOutcome(name, row.correct or name != last) for name in STEPS[: STEPS.index(last) + 1])
 
 
 def _guessed(row: Row) -> str:
@@ -149,8 +149,8 @@ def _guessed(row: Row) -> str:
     return "compile" if row.fault == "compile_error" else "static"
 
 
-def _timed(turn: ScoredTurn, row: Row) -> ScoredTurn:
-    spans = tuple(StageSpan(s.stage, s.started, s.finished, s.worker, s.waited) for s in row.spans if s.started)
+def _timed(turn: ReportedTurn, row: Row) -> ReportedTurn:
+    spans = tuple(span for span in row.spans if span.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 

@@ -31,7 +31,7 @@ from kbrl_async.evaluation.metrics import EAGER, Figure, Sample, pass_at_k, samp
 from kbrl_async.evaluation.proportions import KEY, WORDS
 from kbrl_async.lab.report import differences, numbers
 from kbrl_async.lab.report.curves import SOLVED
-from kbrl_async.lab.report.differences import Difference, Interval
+from kbrl_async.lab.report.differences import Delta, Interval
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.model import AFTER, BEFORE
@@ -97,7 +97,7 @@ class Cell(msgspec.Struct, frozen=True):
     """The difference can be told from chance."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class ComparedFigure(msgspec.Struct, frozen=True):
     """One figure of all runs."""
 
     part: str
@@ -171,7 +171,7 @@ def told(sides: Sequence[Side]) -> list[str]:
     return [f"{side.name}: {summary.told(side.summary)}" for side in sides if side.summary.get("rollouts")]
 
 
-def rows(sides: Sequence[Side]) -> list[Row]:
+def rows(sides: Sequence[Side]) -> list[ComparedFigure]:
     """All figures that any run has."""
     found = [_fact(sides, field, words) for field, words in FACTS.items()]
     for end in ("first", "last"):
@@ -183,39 +183,39 @@ def rows(sides: Sequence[Side]) -> list[Row]:
     return [row for row in found if any(cell.value != "–" for cell in row.cells)]
 
 
-def _fact(sides: Sequence[Side], field: str, words: str) -> Row:
+def _fact(sides: Sequence[Side], field: str, words: str) -> ComparedFigure:
     values = [side.summary.get(field, side.summary.get("demonstrations", {}).get(field)) for side in sides]
-    return Row("the run", words, [Cell(_shown(field, value)) for value in values])
+    return ComparedFigure("the run", words, [Cell(_shown(field, value)) for value in values])
 
 
-def _answers(sides: Sequence[Side], end: str) -> Row:
+def _answers(sides: Sequence[Side], end: str) -> ComparedFigure:
     """How many they are, and of which versions."""
     cells = [Cell()] * len(sides)
     for place, side in enumerate(sides):
         if versions := side.summary.get(f"versions_{end}"):
             which = "–".join(str(version) for version in dict.fromkeys(versions))
             cells[place] = Cell(f"{side.summary.get(f'answers_{end}')} of v{which}")
-    return Row(f"training, {end} versions", "answers", cells)
+    return ComparedFigure(f"training, {end} versions", "answers", cells)
 
 
-def _training(sides: Sequence[Side], field: str, end: str) -> Row:
+def _training(sides: Sequence[Side], field: str, end: str) -> ComparedFigure:
     key = f"{field}_{end}"
     found = [(side.summary.get(key), _interval(side.summary, key)) for side in sides]
     apart = [None, *(_of_two(field, *found[0], *other) for other in found[1:])]
     cells = [_cell(field, *one, difference) for one, difference in zip(found, apart, strict=True)]
-    return Row(f"training, {end} versions", WHAT[field], cells)
+    return ComparedFigure(f"training, {end} versions", WHAT[field], cells)
 
 
 def _of_two(
     field: str, first: float | None, around_first: Interval | None, second: float | None, around: Interval | None
-) -> Difference | None:
+) -> Delta | None:
     if first is None or second is None:
         return None
     of = differences.of_ratios if _is_factor(field) else differences.of_figures
     return of(first, around_first, second, around)
 
 
-def _heldout(sides: Sequence[Side], field: str, phase: str) -> Row:
+def _heldout(sides: Sequence[Side], field: str, phase: str) -> ComparedFigure:
     key = f"heldout_{field}_{phase.removeprefix('eval-')}"
     asked = [side.heldout.get(phase, {}) for side in sides]
     apart = [None, *(_paired(asked[0], other, HELDOUT[field]) for other in asked[1:])]
@@ -223,7 +223,7 @@ def _heldout(sides: Sequence[Side], field: str, phase: str) -> Row:
         _cell(field, side.summary.get(key), _interval(side.summary, key), difference)
         for side, difference in zip(sides, apart, strict=True)
     ]
-    return Row(f"held-out, {phase.removeprefix('eval-')} training", WHAT[field], cells)
+    return ComparedFigure(f"held-out, {phase.removeprefix('eval-')} training", WHAT[field], cells)
 
 
 def _interval(found: Mapping[str, Any], key: str) -> Interval | None:
@@ -231,7 +231,7 @@ def _interval(found: Mapping[str, Any], key: str) -> Interval | None:
     return (ends[0], ends[1]) if ends else None
 
 
-def _paired(first: Samples, second: Samples, worth: Callable[[Sample], float | None]) -> Difference | None:
+def _paired(first: Samples, second: Samples, worth: Callable[[Sample], float | None]) -> Delta | None:
     found: list[dict[str, list[float]]] = [{}, {}]
     for values, samples in zip(found, (first, second), strict=True):
         for problem, answers in samples.items():
@@ -240,7 +240,7 @@ def _paired(first: Samples, second: Samples, worth: Callable[[Sample], float | N
     return differences.paired(found[0], found[1])[0]
 
 
-def _evaluations(sides: Sequence[Side]) -> list[Row]:
+def _evaluations(sides: Sequence[Side]) -> list[ComparedFigure]:
     """What `kbrl eval` found: each problem counts alike."""
     found = [side.evaluation.overall.raw if side.evaluation else None for side in sides]
     if not any(found):
@@ -251,7 +251,7 @@ def _evaluations(sides: Sequence[Side]) -> list[Row]:
     ]
     sizes = [Cell(f"{one.problems} × {one.samples / one.problems:g}" if one else "–") for one in found]
     tries = sorted({int(k) for one in found if one for k in one.pass_at_k} - {1})
-    made = [Row(EVALUATION, "problems × answers", sizes)]
+    made = [ComparedFigure(EVALUATION, "problems × answers", sizes)]
     for field, of in EVALUATED.items():
         made.append(_evaluated(field, asked, [of(one) if one else None for one in found]))
         if field == "correct_rate":
@@ -259,22 +259,22 @@ def _evaluations(sides: Sequence[Side]) -> list[Row]:
     return made
 
 
-def _evaluated(field: str, asked: Sequence[Samples], found: Sequence[Figure | None]) -> Row:
+def _evaluated(field: str, asked: Sequence[Samples], found: Sequence[Figure | None]) -> ComparedFigure:
     apart = [_paired(asked[0], samples, HELDOUT[field]) for samples in asked[1:]]
-    return Row(EVALUATION, WHAT[field], _figures(field, found, apart))
+    return ComparedFigure(EVALUATION, WHAT[field], _figures(field, found, apart))
 
 
-def _passed(k: int, asked: Sequence[Samples], found: Sequence[Figure | None]) -> Row:
+def _passed(k: int, asked: Sequence[Samples], found: Sequence[Figure | None]) -> ComparedFigure:
     """Each problem's own chance is the value that is paired."""
     chances = [
         {name: [pass_at_k(len(of), sum(s.correct for s in of), k)] for name, of in samples.items() if len(of) >= k}
         for samples in asked
     ]
     apart = [differences.paired(chances[0], of)[0] for of in chances[1:]]
-    return Row(EVALUATION, f"pass@{k}", _figures("pass", found, apart))
+    return ComparedFigure(EVALUATION, f"pass@{k}", _figures("pass", found, apart))
 
 
-def _figures(field: str, found: Sequence[Figure | None], apart: Sequence[Difference | None]) -> list[Cell]:
+def _figures(field: str, found: Sequence[Figure | None], apart: Sequence[Delta | None]) -> list[Cell]:
     """A bootstrap of problems that are all alike knows no interval."""
     ends = [(one.lo, one.hi) if one and one.lo < one.hi else None for one in found]
     return [
@@ -290,7 +290,7 @@ def _is_factor(field: str) -> bool:
     return field.startswith("speedup")
 
 
-def _cell(field: str, value: float | None, around: Interval | None, apart: Difference | None) -> Cell:
+def _cell(field: str, value: float | None, around: Interval | None, apart: Delta | None) -> Cell:
     if value is None:
         return Cell()
     interval = f"{_shown(field, around[0])} … {_shown(field, around[1])}" if around else ""
@@ -299,7 +299,7 @@ def _cell(field: str, value: float | None, around: Interval | None, apart: Diffe
     return Cell(_shown(field, value), interval, _apart(field, apart), apart.is_told)
 
 
-def _apart(field: str, apart: Difference) -> str:
+def _apart(field: str, apart: Delta) -> str:
     if _is_factor(field):
         return "× {:.2f}, {:.2f} … {:.2f}".format(*map(math.exp, apart))
     if field == "reward_mean":

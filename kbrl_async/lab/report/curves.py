@@ -8,8 +8,8 @@ from pathlib import Path
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import read_journal
 from kbrl_async.lab.report.markup import Markup
-from kbrl_async.lab.report.plots import STANDALONE, Line, line_chart
-from kbrl_async.runs.telemetry.by_version import FIELDS, Part, points, settled
+from kbrl_async.lab.report.plots import STANDALONE, Series, line_chart
+from kbrl_async.runs.telemetry.by_version import FIELDS, VersionRange, points, settled
 from kbrl_async.runs.telemetry.training_metrics import turn_scalars
 
 VERSION = "version/"
@@ -44,7 +44,7 @@ def version_curves(run: Path) -> dict[str, list[tuple[float, float]]]:
     return {f"{VERSION}{name}": [(x, values[name]) for x, values in found if name in values] for name in names}
 
 
-def _values(part: Part) -> dict[str, float]:
+def _values(part: VersionRange) -> dict[str, float]:
     values = {name: figure.value for name, figure in part.figures().items()}
     has_turns = any(stats.turn for stats in part.stats)
     return values | ({SOLVED: turn_scalars(part.stats)["multiturn/success_rate"]} if has_turns else {})
@@ -62,7 +62,7 @@ def without(runs: Mapping[str, Path], tag: str) -> list[str]:
 
 def chart(runs: Mapping[str, Path], tag: str, window: int = 3) -> Markup | None:
     """SVG of a tag by version or update of each run, smoothed over `window` of them; None where no run has it."""
-    lines = [Line(name, curve(path, tag), window=window) for name, path in runs.items()]
+    lines = [Series(name, curve(path, tag), window=window) for name, path in runs.items()]
     if not any(line.points for line in lines):
         return None
     what = "policy version" if tag.startswith(VERSION) else "update"

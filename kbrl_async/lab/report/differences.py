@@ -21,7 +21,7 @@ from kbrl_async.evaluation.proportions import CONFIDENCE, clustered_share
 Interval = tuple[float, float]
 
 
-class Difference(NamedTuple):
+class Delta(NamedTuple):
     """The second value minus the first one, and its 95 % interval."""
 
     value: float
@@ -34,9 +34,7 @@ class Difference(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def of_figures(
-    first: float, around_first: Interval | None, second: float, around: Interval | None
-) -> Difference | None:
+def of_figures(first: float, around_first: Interval | None, second: float, around: Interval | None) -> Delta | None:
     """Of two independent figures, each with its own interval over groups; None where one has none.
 
     MOVER (Zou & Donner, 2008), which for two shares is Newcombe's hybrid score interval (1998): each end is as far from
@@ -48,10 +46,10 @@ def of_figures(
     value = second - first
     low = value - math.hypot(second - around[0], around_first[1] - first)
     high = value + math.hypot(around[1] - second, first - around_first[0])
-    return Difference(value, low, high)
+    return Delta(value, low, high)
 
 
-def of_ratios(first: float, around_first: Interval | None, second: float, around: Interval | None) -> Difference | None:
+def of_ratios(first: float, around_first: Interval | None, second: float, around: Interval | None) -> Delta | None:
     """`of_figures` of the natural logarithms, for speedups: exp of its parts are factors, such as 1.3 (1.1 … 1.6). None
     too where a figure is not above 0."""
     if around_first is None or around is None or min(first, second, *around_first, *around) <= 0:
@@ -60,9 +58,7 @@ def of_ratios(first: float, around_first: Interval | None, second: float, around
     return of_figures(logs[0], (logs[1], logs[2]), logs[3], (logs[4], logs[5]))
 
 
-def paired(
-    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]
-) -> tuple[Difference | None, int]:
+def paired(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> tuple[Delta | None, int]:
     """Of the means over the problems that both were asked, each problem weighing alike, and how many these are.
 
     Student's interval of the mean of the problems' own differences (scipy's `ttest_rel`): problems differ far more than
@@ -80,10 +76,10 @@ def paired(
     if len({round(b - a, 12) for a, b in zip(before, after, strict=True)}) == 1:
         return _alike([[found[problem] for problem in common] for found in (first, second)]), len(common)
     interval = ttest_rel(after, before).confidence_interval(CONFIDENCE)
-    return Difference(value, float(interval.low), float(interval.high)), len(common)
+    return Delta(value, float(interval.low), float(interval.high)), len(common)
 
 
-def _alike(asked: Sequence[Sequence[Sequence[float]]]) -> Difference | None:
+def _alike(asked: Sequence[Sequence[Sequence[float]]]) -> Delta | None:
     """Of two times at which every problem changed by as much."""
     if any(value not in (0, 1) for problems in asked for answers in problems for value in answers):
         return None

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from kbrl_async.lab.report.archived import Archived
 from kbrl_async.lab.report.kernels import best_turns
 from kbrl_async.lab.report.markup import clipped
-from kbrl_async.lab.report.model import TRAIN, Examples, Mistake, SampledTurn, ScoredTurn
+from kbrl_async.lab.report.model import TRAIN, Examples, Mistake, ReportedTurn, SampledTurn
 from kbrl_async.runs.archive.archive import Archive
 from protocols.records import Fault
 from protocols.rollout import Record
@@ -42,12 +42,12 @@ _NAME = re.compile(r"['‘\"](\w[^'’\"]*)['’\"]")
 _LONG = re.compile(r"\([^()]{24,}\)")
 
 
-def read_examples(turns: Sequence[ScoredTurn], stored: Archived | None) -> Examples:
+def read_examples(turns: Sequence[ReportedTurn], stored: Archived | None) -> Examples:
     """Of an archive, which may hold none of the records any more."""
     if stored is None:
         return Examples()
     ordered = sorted((turn for turn in turns if turn.task_id), key=_drawn)
-    failed: dict[str, list[ScoredTurn]] = defaultdict(list)
+    failed: dict[str, list[ReportedTurn]] = defaultdict(list)
     for turn in ordered:
         if turn.phase == TRAIN and turn.stats.fault not in ("", Fault.OK):
             failed[turn.stats.fault].append(turn)
@@ -66,16 +66,16 @@ def read_examples(turns: Sequence[ScoredTurn], stored: Archived | None) -> Examp
 # ── the commonest mistakes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def commonest(fault: str, failures: Iterable[tuple[ScoredTurn, Record]]) -> list[Mistake]:
+def commonest(fault: str, failures: Iterable[tuple[ReportedTurn, Record]]) -> list[Mistake]:
     """The commonest kinds of a fault's messages, each with the first of its turns as its example."""
-    kinds: dict[str, list[tuple[ScoredTurn, Record]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[ReportedTurn, Record]]] = defaultdict(list)
     for turn, record in failures:
         kinds[kind_of(record.verdict.message, record.verdict.hint, fault)].append((turn, record))
     ranked = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
     return [_mistake(fault, kind, members) for kind, members in ranked[:MOST_KINDS]]
 
 
-def _mistake(fault: str, kind: str, members: Sequence[tuple[ScoredTurn, Record]]) -> Mistake:
+def _mistake(fault: str, kind: str, members: Sequence[tuple[ReportedTurn, Record]]) -> Mistake:
     turn, record = members[0]
     verdict = record.verdict
     problems = len({member.stats.problem_id for member, _ in members})
@@ -98,7 +98,7 @@ def kind_of(message: str, hint: str = "", fault: str = "") -> str:
 # ── answers to look at ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sample(archive: Archive, turns: Sequence[ScoredTurn], first: Sequence[str]) -> list[SampledTurn]:
+def _sample(archive: Archive, turns: Sequence[ReportedTurn], first: Sequence[str]) -> list[SampledTurn]:
     """Those of `first`, then one of each phase, version and outcome, then a second one of each …"""
     by_id = {turn.task_id: turn for turn in turns}
     wanted = dict.fromkeys([*(key for key in first if key in by_id), *(turn.task_id for turn in _in_turn(turns))])
@@ -113,16 +113,16 @@ def _sample(archive: Archive, turns: Sequence[ScoredTurn], first: Sequence[str])
     return sorted(taken, key=_order)
 
 
-def _in_turn(turns: Sequence[ScoredTurn]) -> Iterator[ScoredTurn]:
+def _in_turn(turns: Sequence[ReportedTurn]) -> Iterator[ReportedTurn]:
     """One of each phase, version and outcome after the other."""
-    alike: dict[tuple[str, int, str], list[ScoredTurn]] = defaultdict(list)
+    alike: dict[tuple[str, int, str], list[ReportedTurn]] = defaultdict(list)
     for turn in turns:
         alike[turn.phase, turn.stats.policy_version, turn.stats.fault].append(turn)
     for one_of_each in zip_longest(*(alike[key] for key in sorted(alike))):
         yield from (turn for turn in one_of_each if turn is not None)
 
 
-def _drawn(turn: ScoredTurn) -> tuple[int, str]:
+def _drawn(turn: ReportedTurn) -> tuple[int, str]:
     """A draw that has nothing to do with what the turn came to."""
     return zlib.crc32(turn.task_id.encode("utf-8", "replace")), turn.task_id
 
@@ -131,13 +131,14 @@ def _order(one: SampledTurn) -> tuple[int, str, int]:
     return one.turn.stats.policy_version, one.turn.stats.rollout_id, one.turn.stats.turn
 
 
-def _sampled(turn: ScoredTurn, record: Record) -> SampledTurn:
+def _sampled(turn: ReportedTurn, record: Record) -> SampledTurn:
     checks = tuple((stage.name, stage.fault.value, stage.seconds, stage.detail) for stage in record.stages)
+    loads = tuple((f"workload {one.name}", one.fault.value, 0.0, one.message) for one in record.verdict.workloads)
     answer = record.generation.text if record.generation is not None else ""
     verdict = record.verdict
     return SampledTurn(
         turn, _kept(record.request.prompt, PROMPT), _kept(answer, ANSWER), _kept(verdict.message, EXAMPLE),
-        verdict.hint, checks,
+        verdict.hint, (*checks, *loads),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.lab.report.model import TRAIN, ScoredTurn
+from kbrl_async.lab.report.model import TRAIN, ReportedTurn
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.history import entries_of
 from kbrl_async.runs.telemetry.by_version import Answers, Tally
@@ -37,7 +37,7 @@ class JournalBatch(msgspec.Struct, frozen=True):
 class JournalData(msgspec.Struct, frozen=True):
     """`turns[i].at` is on the run's own clock."""
 
-    turns: list[ScoredTurn]
+    turns: list[ReportedTurn]
     batches: list[JournalBatch]
     problems: dict[str, str]
     """Of admitted groups."""
@@ -62,7 +62,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _collect(entries: Iterator[dict[str, Any]]) -> JournalData:
-    turns: list[ScoredTurn] = []
+    turns: list[ReportedTurn] = []
     batches: dict[str, JournalBatch] = {}
     problems: dict[str, str] = {}
     tally, evaluated, clock = Tally(), Counter[str](), 0.0
@@ -75,9 +75,9 @@ def _collect(entries: Iterator[dict[str, Any]]) -> JournalData:
             case "evaluated":
                 evaluated[entry["phase"]] += 1
                 if entry["stats"] is not None:
-                    turns.append(ScoredTurn(_stats(entry), entry["phase"], entry["phase"], clock))
+                    turns.append(ReportedTurn(_stats(entry), entry["phase"], entry["phase"], clock))
             case "rollout_ended" | "turn_taken" if not entry["group_id"].startswith("eval-"):
-                turns.append(ScoredTurn(_stats(entry), TRAIN, entry["group_id"], clock))
+                turns.append(ReportedTurn(_stats(entry), TRAIN, entry["group_id"], clock))
                 tally.answered(entry["group_id"], turns[-1].stats)
             case "scored":
                 tally.ended(entry["group_id"])

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import KbrlError
+from kbrl_async.kernels.funnel.result import workload_lines
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.lab.report.model import BestKernel, ScoredTurn
+from kbrl_async.lab.report.model import BestKernel, ReportedTurn
 from kbrl_async.runs.archive.archive import Archive
 from protocols.rollout import Record
 
@@ -19,12 +20,12 @@ MOST_SOURCES = 24
 """Kernels shown with their source; the others are a line of the table."""
 
 
-def best_turns(turns: Sequence[ScoredTurn]) -> list[ScoredTurn]:
+def best_turns(turns: Sequence[ReportedTurn]) -> list[ReportedTurn]:
     """The turn of each problem with the highest lower end of its speedup's interval, best first.
 
     Only correct, timed ones, no disturbed measurements; a speedup below 1 is listed too, as the best that was found.
     """
-    best: dict[str, ScoredTurn] = {}
+    best: dict[str, ReportedTurn] = {}
     for turn in turns:
         lo = turn.stats.speedup_lo
         if not turn.stats.correct or turn.stats.speedup is None or lo is None or turn.stats.is_disturbed:
@@ -36,7 +37,7 @@ def best_turns(turns: Sequence[ScoredTurn]) -> list[ScoredTurn]:
 
 
 def read_kernels(
-    turns: Sequence[ScoredTurn], run: Path, archive_path: Path | None, problems: str = ""
+    turns: Sequence[ReportedTurn], run: Path, archive_path: Path | None, problems: str = ""
 ) -> list[BestKernel]:
     """With sources from the archive where it has them, else from `kernels/` and the folder of `problems` (empty: the
     project's own suite)."""
@@ -49,7 +50,7 @@ def read_kernels(
     return [*map(_kernel, shown, known), *(_kernel(turn, {}) for turn in others)]
 
 
-def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
+def _kernel(turn: ReportedTurn, found: Mapping[str, Any]) -> BestKernel:
     stats = turn.stats
     assert stats.speedup is not None
     assert stats.speedup_lo is not None
@@ -59,7 +60,7 @@ def _kernel(turn: ScoredTurn, found: Mapping[str, Any]) -> BestKernel:
     return msgspec.structs.replace(made, policy_version=stats.policy_version, turn=stats.turn, **known)
 
 
-def _sources(turn: ScoredTurn, run: Path, record: Record | None, references: Mapping[str, str]) -> dict[str, Any]:
+def _sources(turn: ReportedTurn, run: Path, record: Record | None, references: Mapping[str, str]) -> dict[str, Any]:
     problem_id = turn.stats.problem_id
     file = turn.stats.file or f"kernels/{problem_id.replace('/', '_')}.py"
     kept = _text(run, file)
@@ -76,6 +77,7 @@ def _from_record(record: Record | None) -> dict[str, Any]:
     if (timing := record.timing) is not None:
         found |= {"candidate_ms": timing.candidate_ms, "reference_ms": timing.reference_ms}
         found |= {"baselines": timing.baselines, "pairs": timing.n}
+        found["workloads"] = tuple(workload_lines(record.verdict, timing))
     if record.bench is not None:
         found["profile"] = record.bench.profile
     return found

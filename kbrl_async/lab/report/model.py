@@ -22,6 +22,7 @@ from kbrl_async.runs.telemetry.by_version import Answers
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
 from protocols.messages import Stage
 from protocols.rollout import STAGES as ROLLOUT_STAGES
+from protocols.rollout import StageSpan
 
 TRAIN, BEFORE, AFTER = "train", "eval-before", "eval-after"
 ROUND = "eval-v"
@@ -29,18 +30,7 @@ ROUND = "eval-v"
 STAGES: tuple[str, ...] = (*ROLLOUT_STAGES, Stage.SCORE, Stage.TRAIN)
 
 
-class StageSpan(msgspec.Struct, frozen=True):
-    """Somebody's work on one task."""
-
-    stage: str
-    start: float
-    end: float
-    worker: str = ""
-    waited: float = 0.0
-    """Seconds in the queue before it."""
-
-
-class ScoredTurn(msgspec.Struct, frozen=True):
+class ReportedTurn(msgspec.Struct, frozen=True):
     """One scored turn of a rollout, in the order of scoring. No figure may go by that: failures are scored first."""
 
     stats: RolloutStats
@@ -68,6 +58,11 @@ class PolicyUpdate(msgspec.Struct, frozen=True):
     """When the batch was put together."""
     group_ids: tuple[str, ...] = ()
 
+    @property
+    def spans(self) -> tuple[StageSpan, ...]:
+        """The learner's work on it, where that is known."""
+        return () if self.start is None else (StageSpan(Stage.TRAIN, self.start, self.start, self.at, "learner"),)
+
 
 class BestKernel(msgspec.Struct, frozen=True):
     """The fastest verified kernel of a problem, beside what it replaces."""
@@ -90,12 +85,14 @@ class BestKernel(msgspec.Struct, frozen=True):
     pairs: int | None = None
     profile: str = ""
     """What limits it, where the run asked (turns.profile)."""
+    workloads: tuple[str, ...] = ()
+    """How each ended, of a problem with several."""
 
 
 class SampledTurn(msgspec.Struct, frozen=True):
     """One turn with all that was said and found: what the policy read, what it wrote, and what became of that."""
 
-    turn: ScoredTurn
+    turn: ReportedTurn
     prompt: str
     answer: str
     message: str = ""
@@ -155,7 +152,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run that was an evaluation."""
     config: str = ""
     """The resolved configuration as YAML."""
-    turns: Sequence[ScoredTurn] = ()
+    turns: Sequence[ReportedTurn] = ()
     answers: Answers = Answers()
     """Those of training, for all that is shown by policy version."""
     updates: Sequence[PolicyUpdate] = ()
@@ -177,7 +174,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     missing: Sequence[str] = ()
 
     @property
-    def training(self) -> list[ScoredTurn]:
+    def training(self) -> list[ReportedTurn]:
         return [turn for turn in self.turns if turn.phase == TRAIN]
 
     def phase(self, name: str) -> list[RolloutStats]:

@@ -20,7 +20,7 @@ from kbrl_async.lab.report.curves import VERSION, curves, version_curves
 from kbrl_async.lab.report.layout import VersionAxis, data_table, figure, grid, section
 from kbrl_async.lab.report.markup import Content, Markup, element, join
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.lab.report.sections import (
     evaluation,
     faults,
@@ -137,7 +137,9 @@ def _compare_chart(
     window: int,
     axis: VersionAxis,
 ) -> Markup:
-    lines = [Line(name, curves[tag], f"c{i % 8 + 1}", window=window) for i, (name, curves) in enumerate(by_run.items())]
+    lines = [
+        Series(name, curves[tag], f"c{i % 8 + 1}", window=window) for i, (name, curves) in enumerate(by_run.items())
+    ]
     if not any(line.points for line in lines):
         return Markup("")
     words = f"{title} by policy version"

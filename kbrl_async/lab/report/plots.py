@@ -150,7 +150,7 @@ def theme() -> Markup:
 # ── lines over time or updates, labelled where they end ──────────────────────────────────────────────────────────────
 
 
-class Line(msgspec.Struct, frozen=True):
+class Series(msgspec.Struct, frozen=True):
     """One series. Drawn at most `MOST` points long; `window` > 1 draws the means of so many, over the faint values."""
 
     name: str
@@ -165,7 +165,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def line_chart(
-    lines: Sequence[Line],
+    lines: Sequence[Series],
     *,
     label: str,
     x_format: Format = numbers.plain,
@@ -212,12 +212,12 @@ def _empty(xs: Sequence[float], ends: Sequence[float]) -> float:
     return min(0.9, (high - max(xs)) / (high - low)) if xs and high > low else 0.0
 
 
-def _ending(line: Line, shown: Format, labels: str) -> str:
+def _ending(line: Series, shown: Format, labels: str) -> str:
     """What stands beside its last point."""
     return f"{line.name} {shown(line.points[-1][1])}".strip() if labels == "values" else line.name if labels else ""
 
 
-def _ready(line: Line, number: int) -> tuple[Line, Points]:
+def _ready(line: Series, number: int) -> tuple[Series, Points]:
     """The line as drawn, and the faint values behind it."""
     faint = thinned(line.points) if line.window > 1 else []
     points = thinned(smooth(line.points, line.window) if line.window > 1 else line.points)
@@ -231,7 +231,7 @@ def _scale(values: Sequence[float], ends: tuple[float, float], *, is_log: bool, 
     return Scale.linear(values, *ends, steps=5 if is_x else 4, exact=is_x)
 
 
-def _drawn(line: Line, faint: Points, across: Scale, up: Scale) -> list[Markup]:
+def _drawn(line: Series, faint: Points, across: Scale, up: Scale) -> list[Markup]:
     parts = []
     if line.band:
         there = [(across(x), up(high)) for x, _, high in line.band]

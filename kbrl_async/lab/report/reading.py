@@ -32,11 +32,11 @@ from kbrl_async.lab.report.examples import read_examples
 from kbrl_async.lab.report.journal import FILE as JOURNAL_FILE
 from kbrl_async.lab.report.journal import JournalData, read_journal
 from kbrl_async.lab.report.kernels import read_kernels
-from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, RunData, ScoredTurn
+from kbrl_async.lab.report.model import BEFORE, TRAIN, LogLine, PolicyUpdate, ReportedTurn, RunData
 from kbrl_async.runs import summary
 from kbrl_async.runs.archive import archive
 from kbrl_async.runs.telemetry import logs
-from kbrl_async.runs.telemetry.by_version import Answer, Answers
+from kbrl_async.runs.telemetry.by_version import Answers, ScoredAnswer
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 
 POLICY_CURVES = ("loss", "entropy", "grad_norm", "mismatch_kl", "ess", "ratio_p99", "lr", "tokens_per_s")
@@ -125,7 +125,7 @@ def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, orig
     return Clock([(run, wall - origin) for run, wall in pairs])
 
 
-def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, origin: float) -> list[ScoredTurn]:
+def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, origin: float) -> list[ReportedTurn]:
     if journal is None or (stored and not journal.turns):
         turns = archived.as_turns(stored.rows) if stored else []
         return [_since(turn, origin) for turn in turns]
@@ -144,16 +144,16 @@ def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, o
     return out
 
 
-def _answers(turns: Sequence[ScoredTurn], journal: JournalData | None, stored: Archived | None) -> Answers:
+def _answers(turns: Sequence[ReportedTurn], journal: JournalData | None, stored: Archived | None) -> Answers:
     """With what the archive knows of each turn."""
-    listed = [Answer(turn.group_id, turn.stats) for turn in turns if turn.phase == TRAIN]
+    listed = [ScoredAnswer(turn.group_id, turn.stats) for turn in turns if turn.phase == TRAIN]
     known = journal.answers if journal and journal.turns else archived.groups_that_lack(stored)
     return msgspec.structs.replace(known, listed=listed)
 
 
 def _whole_evaluations(
-    turns: Sequence[ScoredTurn], ended: Mapping[str, int], *, is_training: bool
-) -> tuple[list[ScoredTurn], list[str]]:
+    turns: Sequence[ReportedTurn], ended: Mapping[str, int], *, is_training: bool
+) -> tuple[list[ReportedTurn], list[str]]:
     """Without the answers of evaluations that have not ended: failures are scored first.
 
     :param ended: by evaluation: how many of its rollouts have ended.
@@ -175,8 +175,8 @@ def _ages(journal: JournalData) -> dict[str, int]:
     }
 
 
-def _since(turn: ScoredTurn, origin: float) -> ScoredTurn:
-    spans = tuple(msgspec.structs.replace(s, start=s.start - origin, end=s.end - origin) for s in turn.spans)
+def _since(turn: ReportedTurn, origin: float) -> ReportedTurn:
+    spans = tuple(span.since(origin) for span in turn.spans)
     at = None if turn.at is None else turn.at - origin
     asked = None if turn.asked is None else turn.asked - origin
     return msgspec.structs.replace(turn, at=at, asked=asked, spans=spans)
@@ -233,7 +233,7 @@ def _facts(stored: Archived | None, log: Logs) -> dict[str, str]:
     return facts
 
 
-def _duration(turns: Sequence[ScoredTurn], updates: Sequence[PolicyUpdate], system: Sequence[SystemSample]) -> float:
+def _duration(turns: Sequence[ReportedTurn], updates: Sequence[PolicyUpdate], system: Sequence[SystemSample]) -> float:
     ends = [turn.at or 0.0 for turn in turns] + [update.at for update in updates] + [s.t for s in system[-1:]]
     return max(ends, default=0.0)
 

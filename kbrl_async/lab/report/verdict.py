@@ -19,7 +19,7 @@ import msgspec
 from kbrl_async.evaluation.document import Document
 from kbrl_async.evaluation.metrics import EAGER, Figure
 from kbrl_async.lab.report import differences, numbers
-from kbrl_async.lab.report.differences import Difference
+from kbrl_async.lab.report.differences import Delta
 from kbrl_async.lab.report.model import AFTER, BEFORE, RunData
 from kbrl_async.lab.report.waiting import waits
 from kbrl_async.rollouts.stats import RolloutStats
@@ -40,13 +40,13 @@ MOST_FAULTS = 2
 NO_CHANGE = "no change that can be told from chance"
 
 
-class Change(msgspec.Struct, frozen=True):
+class RateChange(msgspec.Struct, frozen=True):
     """One rate at two times."""
 
     what: str
     before: float
     after: float
-    difference: Difference | None
+    difference: Delta | None
 
     @property
     def said(self) -> str:
@@ -82,14 +82,14 @@ def _learning(run: RunData) -> str:
     return f"{found[0].said}: {', '.join(change.in_figures for change in found)}"
 
 
-def heldout(run: RunData) -> Change | None:
+def heldout(run: RunData) -> RateChange | None:
     """Correct answers to held-out problems before and after training; None where one is missing."""
     before, after = (by_problem(run.phase(phase)) for phase in (BEFORE, AFTER))
     if not before or not after:
         return None
     difference, _ = differences.paired(before, after)
     shares = [sum(map(sum, found.values())) / sum(map(len, found.values())) for found in (before, after)]
-    return Change("held-out correct", shares[0], shares[1], difference)
+    return RateChange("held-out correct", shares[0], shares[1], difference)
 
 
 def by_problem(answers: Sequence[RolloutStats]) -> dict[str, list[float]]:
@@ -100,7 +100,7 @@ def by_problem(answers: Sequence[RolloutStats]) -> dict[str, list[float]]:
     return found
 
 
-def training(run: RunData) -> Change | None:
+def training(run: RunData) -> RateChange | None:
     """Correct answers of the first versions and of the last; None where there are none of both."""
     two = ends(settled(run.answers))
     if two.first is None or two.last is None:
@@ -108,7 +108,7 @@ def training(run: RunData) -> Change | None:
     first, last = two.first.figures()["correct_rate"], two.last.figures()["correct_rate"]
     difference = differences.of_figures(first.value, first.interval, last.value, last.interval)
     which = " → ".join(part.versions.removeprefix("version").lstrip("s ") for part in (two.first, two.last))
-    return Change(f"training correct (version {which})", first.value, last.value, difference)
+    return RateChange(f"training correct (version {which})", first.value, last.value, difference)
 
 
 def _waiting(run: RunData) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kbrl_async.lab.report.model import RunData, StageSpan
+from kbrl_async.lab.report.model import RunData
 from kbrl_async.runs.telemetry.system_metrics import busy_fractions
 from protocols.messages import Stage
-from protocols.rollout import STAGES
+from protocols.rollout import STAGES, StageSpan
 
 ALIKE = 0.05
 """Difference of busy shares below which queues decide."""
@@ -56,12 +56,12 @@ def waits(run: RunData) -> Waits | None:
     turns = [turn for turn in run.training if turn.spans and turn.asked is not None and turn.at is not None]
     if not turns or not run.updates:
         return None
-    start, end = min(span.start for turn in turns for span in turn.spans), max(update.at for update in run.updates)
+    start, end = min(span.started for turn in turns for span in turn.spans), max(update.at for update in run.updates)
     by_stage: dict[str, list[StageSpan]] = defaultdict(list)
     for turn in turns:
         for span in turn.spans:
             by_stage[span.stage].append(span)
-    updates = [StageSpan(Stage.TRAIN, u.start, u.at, "learner") for u in run.updates if u.start is not None]
+    updates = [span for update in run.updates for span in update.spans]
     said = _said(run, start, end)
     found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
     whole = sum((turn.at or 0.0) - max(turn.asked or 0.0, start) for turn in turns) / len(turns)
@@ -87,15 +87,15 @@ def _of_stage(
     for span in spans:
         workers[span.worker].append(span)
     held = sum(_covered(mine, start, end) for mine in workers.values()) / len(workers) / ((end - start) or 1.0)
-    waited = sum(min(s.waited, s.start - start) for s in spans) / rollouts
-    worked = sum(s.end - s.start for s in spans) / rollouts
+    waited = sum(min(s.waited, s.started - start) for s in spans) / rollouts
+    worked = sum(s.seconds for s in spans) / rollouts
     return StageWait(stage, len(spans), waited, worked, said.get(stage, held))
 
 
 def _covered(spans: Iterable[StageSpan], start: float, end: float) -> float:
     """Seconds of start … end in which at least one of the spans runs."""
     total, until = 0.0, start
-    for span in sorted(spans, key=lambda s: s.start):
-        total += max(0.0, min(end, span.end) - max(until, span.start))
-        until = max(until, span.end)
+    for span in sorted(spans, key=lambda s: s.started):
+        total += max(0.0, min(end, span.finished) - max(until, span.started))
+        until = max(until, span.finished)
     return total

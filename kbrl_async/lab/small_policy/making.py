@@ -128,7 +128,7 @@ def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device:
         first.append(example)
     progress("making the tokenizer", 0.0)
     tokenizer = train_tokenizer((text for e in first for text in (e.prompt, e.answer)), sft.vocab_size)
-    pairs = Kept(bucketed(tokenize(itertools.chain(first, corpus), tokenizer), options.seed))
+    pairs = MadeOnce(bucketed(tokenize(itertools.chain(first, corpus), tokenizer), options.seed))
     model = small_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, sft).to(device)
     tree_tokens = TREE_TOKENS if device == "cpu" else 0
     workers = min(MOST_WORKERS, torch.get_num_threads()) if device == "cpu" else 1
@@ -190,7 +190,7 @@ def small_model(vocab_size: int, eos: int, pad: int, sft: Sft) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-class Kept(Iterable[Pair]):
+class MadeOnce(Iterable[Pair]):
     """The pairs of `source`, again and again; each is made once, when it is first wanted.
 
     The steps of the default run want three quarters of the corpus, and the first of them none of its end.

@@ -28,7 +28,7 @@ from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES, MAIN, causal_lm, load_model, load_tokenizer
-from kbrl_async.weights import FILES, prove
+from kbrl_async.weights import FILES, check_here, prove
 from protocols.records import PolicyVersion
 
 ABOUT = "kbrl_export.json"
@@ -66,6 +66,7 @@ def export(
     :raises CheckpointError: the policy or its base can't be read.
     """
     manifest = versions.load_manifest(policy)
+    check_here(policy, manifest)
     prove(policy, manifest)
     _check(manifest, target, merge, dtype, role)
     made: list[Exported] = []

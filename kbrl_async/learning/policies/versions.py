@@ -5,6 +5,7 @@
     policy-v17/  manifest.json   PolicyVersion: parent, step, SHA-256 of the weights, canary log-probs (I8)
                  model.safetensors + config.json           (kind "full")
                  adapter_model.safetensors + adapter_config.json   (kind "lora", as peft writes it)
+                 tinker.json                               (kind "tinker": the path under which that service has them)
                  COMPLETE        written last
 
 Invariants: a version appears whole or not at all; it never changes; the newest complete one always survives collection.
@@ -33,7 +34,7 @@ from kbrl_async.durable import (
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.models import active, adapter_names, causal_lm, is_lora
-from kbrl_async.weights import FILES, POLICY_PREFIX, prove
+from kbrl_async.weights import FILES, POLICY_PREFIX, Canaries, check_here, prove
 from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 
@@ -61,19 +62,43 @@ def publish(
 
     Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
     """
-    assert len(canary) >= 2, "a canary needs a token to predict"
     kind = "lora" if is_lora(model) else "full"
     score = logprobs_of or (lambda ids: sequence_logprobs(causal_lm(model), ids))
-    logprobs = score(canary)
-    more = tuple(CanaryPrompt(text, ids, score(ids)) for text, ids in texts)
+
+    def adapters(folder: Path) -> dict[str, AdapterProof]:
+        return {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
+
+    def write(folder: Path) -> None:
+        _save_weights(model, kind, folder)
+
+    proof = Canaries(canary, list(texts))
+    return publish_as(directory, kind, write, score, version, parent, step, proof, base_model, clock, adapters)
+
+
+def publish_as(
+    directory: Path,
+    kind: str,
+    write: Callable[[Path], None],
+    score: Callable[[list[int]], list[float]],
+    version: int,
+    parent: int | None,
+    step: int,
+    canaries: Canaries,
+    base_model: str,
+    clock: Callable[[], float] = time.time,
+    adapters: Callable[[Path], dict[str, AdapterProof]] = lambda _: {},
+) -> PolicyVersion:
+    """`publish`, of weights that `write` puts into a folder, as a `kind` of `weights.FILES`."""
+    assert len(canaries.ids) >= 2, "a canary needs a token to predict"
+    logprobs = score(canaries.ids)
+    more = tuple(CanaryPrompt(text, ids, score(ids)) for text, ids in canaries.texts)
     made: list[PolicyVersion] = []
 
     def fill(folder: Path) -> None:
-        _save_weights(model, kind, folder)
+        write(folder)
         digest = file_sha256(folder / FILES[kind])
-        adapters = {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
         manifest = PolicyVersion(
-            version, parent, step, kind, digest, canary, logprobs, base_model, clock(), adapters, more
+            version, parent, step, kind, digest, canaries.ids, logprobs, base_model, clock(), adapters(folder), more
         )
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         made.append(manifest)
@@ -112,6 +137,7 @@ def load_manifest(folder: Path) -> PolicyVersion:
 def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
     """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
     manifest = load_manifest(folder)
+    check_here(folder, manifest)
     prove(folder, manifest)
     if manifest.kind == "lora":
         from peft import set_peft_model_state_dict

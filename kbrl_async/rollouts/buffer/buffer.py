@@ -223,10 +223,6 @@ class RolloutBuffer:
         known = sorted(self._durations)
         return max(HOLD_FLOOR_S, known[int(_QUANTILE * (len(known) - 1))] if known else 0.0)
 
-    def next_deadline(self) -> float | None:
-        """When `poll` must be called at the latest."""
-        return None if self._hold is None else self._hold.at + self.hold_s
-
     def check(self) -> None:
         """AssertionError unless the counters add up (I1)."""
         ended = sum(self.counts[outcome] for outcome in GroupOutcome)

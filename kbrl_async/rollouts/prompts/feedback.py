@@ -27,6 +27,8 @@ KERNEL_CHARACTERS = 20_000
 """Of a kernel that is shown again; a longer one is not shown."""
 ERROR_CHARACTERS = 800
 ERROR_LINES = 10
+WORKLOADS = 8
+"""Named with their speedups, the slowest first."""
 _NOISE = re.compile(r"^(In file included|compilation terminated|ninja:|\s*\|)|note: ")
 
 
@@ -102,6 +104,9 @@ def _limits(timing: Timing | None) -> str:
     if timing is None:
         return ""
     share = timing.roofline
+    if timing.workloads:
+        slowest = sorted(timing.workloads, key=lambda one: one.speedup)[:WORKLOADS]
+        return "by workload " + ", ".join(f"{one.name} {one.speedup:.3g}×" for one in slowest)
     spent = f"{timing.candidate_ms:.3g} ms against {timing.reference_ms:.3g} ms of PyTorch"
     return spent if share is None else f"{spent}, {share:.0%} of what the memory and arithmetic of this machine allow"
 

@@ -5,7 +5,7 @@ prompt.
 Front door: `Retriever`. An index is made by `kbrl_async.lab.indexing`.
 """
 
-from kbrl_async.rollouts.retrieval.corpora import Source, open_source
+from kbrl_async.rollouts.retrieval.corpora import CorpusSource, open_source
 from kbrl_async.rollouts.retrieval.corpora.registry import SourceOptions
 from kbrl_async.rollouts.retrieval.entries import Entry
 from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, LiveIndex, Snapshot
@@ -14,6 +14,7 @@ from kbrl_async.rollouts.retrieval.store import Manifest
 
 __all__ = [
     "NO_ADDITIONS",
+    "CorpusSource",
     "Entry",
     "Hit",
     "LiveIndex",
@@ -22,7 +23,6 @@ __all__ = [
     "Retrieved",
     "Retriever",
     "Snapshot",
-    "Source",
     "SourceOptions",
     "open_source",
 ]

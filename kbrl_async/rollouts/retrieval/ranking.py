@@ -31,7 +31,7 @@ class RankOptions(msgspec.Struct, frozen=True):
 DEFAULT = RankOptions()
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Rankable(msgspec.Struct, frozen=True):
     """What ranking knows of an example."""
 
     similarity: float
@@ -51,7 +51,7 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 def rank(
-    candidates: Sequence[Candidate], vectors: Vectors, k: int, backend: str = "", options: RankOptions = DEFAULT
+    candidates: Sequence[Rankable], vectors: Vectors, k: int, backend: str = "", options: RankOptions = DEFAULT
 ) -> list[Ranked]:
     """The best `k`, best first; ties go to the earlier candidate. `vectors`: one row per candidate."""
     parts = [_parts(candidate, backend, options) for candidate in candidates]
@@ -69,7 +69,7 @@ def rank(
     return picked
 
 
-def _parts(candidate: Candidate, backend: str, options: RankOptions) -> dict[str, float]:
+def _parts(candidate: Rankable, backend: str, options: RankOptions) -> dict[str, float]:
     return {
         "similarity": candidate.similarity,
         "backend": options.backend * kinship(candidate.backend, backend),

@@ -24,7 +24,7 @@ from kbrl_async.rollouts.retrieval.embedders import Embedder, Passage, Vectors
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.leakage import Protected, refused
 from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, Snapshot
-from kbrl_async.rollouts.retrieval.ranking import DEFAULT, Candidate, Ranked, RankOptions, rank
+from kbrl_async.rollouts.retrieval.ranking import DEFAULT, Rankable, Ranked, RankOptions, rank
 from kbrl_async.rollouts.retrieval.store import Facts, Store, id_hash
 
 MAX_SHOWN = 10_000
@@ -156,7 +156,7 @@ class _Gathered:
 
     def __init__(self, query: Query, own: Protected, guarded: Protected, near_copy: float) -> None:
         self._query, self._own, self._guarded, self._near_copy = query, own, guarded, near_copy
-        self.candidates: list[Candidate] = []
+        self.candidates: list[Rankable] = []
         self.vectors: list[NDArray[np.float32]] = []
         self.rows: list[int] = []
         self.refused: Counter[str] = Counter()
@@ -188,9 +188,9 @@ class _Gathered:
         return TOO_LONG if int(fact["characters"]) > MAX_SHOWN else ""
 
 
-def _candidate(fact: Facts, similarity: float) -> Candidate:
+def _candidate(fact: Facts, similarity: float) -> Rankable:
     speedup = float(fact["speedup"])
-    return Candidate(
+    return Rankable(
         similarity,
         BACKENDS[int(fact["backend"])],
         bool(fact["verified"]),

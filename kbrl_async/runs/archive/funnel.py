@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from kbrl_async.rollouts.stats import RolloutStats, Step
+from kbrl_async.rollouts.stats import RolloutStats, StepOutcome
 from kbrl_async.runs.telemetry.training_metrics import kernels
 from protocols.records import Fault
 from protocols.rollout import STEPS
@@ -43,7 +43,7 @@ def funnel(answers: Iterable[RolloutStats]) -> dict[str, dict[str, float]]:
     return out
 
 
-def way(reported: Sequence[Step], fault: str) -> tuple[Step, ...]:
+def way(reported: Sequence[StepOutcome], fault: str) -> tuple[StepOutcome, ...]:
     """The steps of one candidate, in order: all passed but the last, unless its fault is `ok`.
 
     A bench looks on after a failure, for a share of the credit, and finds faults between two steps and after the last
@@ -56,10 +56,10 @@ def way(reported: Sequence[Step], fault: str) -> tuple[Step, ...]:
         name = step.name if step.name in seconds else STEPS[last]
         seconds[name] += step.seconds
     passes = fault == Fault.OK
-    return tuple(Step(name, passes or name != STEPS[last], spent) for name, spent in seconds.items())
+    return tuple(StepOutcome(name, passes or name != STEPS[last], spent) for name, spent in seconds.items())
 
 
-def _last(reported: Sequence[Step], fault: str) -> int:
+def _last(reported: Sequence[StepOutcome], fault: str) -> int:
     """The place of the step at which a candidate left."""
     failed = [STEPS.index(step.name) for step in reported if not step.passed]
     came_to = max((STEPS.index(step.name) for step in reported), default=-1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.settings import CLIPPED, check_combination
+from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, check_combination
 from kbrl_async.rollouts.buffer.buffer import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
@@ -33,10 +33,12 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _examples(config)
     yield from _endpoint(config)
     yield from _vllm(config)
-    yield from _learning(config)
-    yield from _held_weights(config)
-    yield from _ranks(config)
-    yield from _demonstrations(config)
+    if config.evaluation.policy is None:  # an evaluation inherits how its run learned, and learns nothing
+        yield from _tinker(config)
+        yield from _learning(config)
+        yield from _held_weights(config)
+        yield from _ranks(config)
+        yield from _demonstrations(config)
     yield from _names(config)
     yield from _addresses(config)
     bench, learner = config.timing_bench, config.learner
@@ -147,14 +149,14 @@ def _pays_for_speed(reward: Reward) -> bool:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str]]:
-    defaults = Config()
+    defaults, trains = Config(), config.evaluation.policy is None
     if config.mode != "single_turn" and config.max_turns < 2:
         yield "max_turns", f"mode={config.mode} needs at least two turns", "Use max_turns=4, or mode=single_turn"
-    if config.mode == "single_turn" and config.max_turns != defaults.max_turns:
+    if config.mode == "single_turn" and config.max_turns != defaults.max_turns and trains:
         yield "max_turns", f"max_turns={config.max_turns} needs mode=multi_turn", "Add mode=multi_turn"
     if config.agents.adapters and (config.mode != "agents" or not config.lora_rank):
         yield "agents.adapters", "agents.adapters needs mode=agents and a lora_rank", "Add mode=agents lora_rank=32"
-    if config.mode != "multi_turn" and config.turns != defaults.turns:
+    if config.mode != "multi_turn" and config.turns != defaults.turns and trains:
         yield "turns", "turns.* needs mode=multi_turn", "Add mode=multi_turn"
 
 
@@ -173,7 +175,7 @@ def _examples(config: Config) -> Iterator[tuple[str, str, str]]:
 def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
     sampler = config.sampler
     if sampler.engine != "openai":
-        if sampler.base_url:
+        if sampler.base_url and sampler.engine != "tinker":
             yield "sampler.base_url", "sampler.base_url needs sampler.engine=openai", "Add sampler.engine=openai"
         return
     if not sampler.base_url:
@@ -201,6 +203,37 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     if sampler.update == "full" and config.lora_rank:
         cause = f"sampler.update=full with lora_rank={config.lora_rank}: the learner publishes adapters only"
         yield "sampler.update", cause, "Use sampler.update=adapter, or lora_rank=0"
+
+
+def _tinker(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Both engines are one service's: it samples from what it has trained, a LoRA adapter."""
+    learner, sampler = config.learner, config.sampler
+    if "tinker" not in (learner.engine, sampler.engine):
+        if learner.loss_at != "here":
+            yield "learner.loss_at", "learner.loss_at=service needs learner.engine=tinker", "Leave it out"
+        return
+    if learner.engine != sampler.engine:
+        cause = f"learner.engine={learner.engine} with sampler.engine={sampler.engine}"
+        cure = "Use tinker for both: the service samples from what it has trained"
+        yield "learner.engine" if learner.engine == "tinker" else "sampler.engine", cause, cure
+    given = "engine=tinker"
+    if not config.lora_rank:
+        yield "lora_rank", f"{given} trains a LoRA adapter, and lora_rank=0", "Add lora_rank=32"
+    if config.temperature != 1.0:
+        cause = f"{given} computes log-probs at temperature 1, and temperature={config.temperature:g}"
+        yield "temperature", cause, "Use temperature=1; an evaluation has evaluation.temperature"
+    if config.agents.adapters:
+        yield "agents.adapters", f"{given} trains one adapter", "Leave agents.adapters out"
+    if learner.kl != "none":
+        yield "learner.kl", f"{given} has no log-probs of a reference policy", "Leave learner.kl and kl_weight out"
+    if learner.processes > 1:
+        yield "learner.processes", f"{given} computes nothing here", "Use learner.processes=1"
+    for name in {"sampler", "learner"} & set(config.timing_bench.shares_with):
+        cause = f"timing_bench.shares_with names the {name}, which computes nothing with {given}"
+        yield "timing_bench.shares_with", cause, f"Leave the {name} out"
+    if learner.loss_at == "service" and (config.loss not in AT_SERVICE or config.corrections or learner.dual_clip):
+        cause = f"learner.loss_at=service computes {', '.join(sorted(AT_SERVICE))}, plain, and loss={config.loss}"
+        yield "learner.loss_at", cause, "Use loss=ppo without corrections and dual_clip, or learner.loss_at=here"
 
 
 def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:

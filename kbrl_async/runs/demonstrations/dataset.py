@@ -26,7 +26,7 @@ from kbrl_async.kernels.problems.split import HELDOUT
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
 from kbrl_async.rollouts.prompts.chat import chat_of
 from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.demonstrations import Conversation, Found, Lesson, Message, Renderer, gather
+from kbrl_async.runs.demonstrations import Conversation, Gathered, Lesson, Message, Renderer, gather
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER
 from kbrl_async.runs.demonstrations.optimized import chains_of
 from kbrl_async.runs.problems import problems_of
@@ -81,7 +81,7 @@ def corpus(config: Config) -> list[Conversation]:
     return [Conversation(pair, is_chat=False, is_asked=True) for pair in pairs]
 
 
-def find(config: Config, renderer: Renderer) -> Found:
+def find(config: Config, renderer: Renderer) -> Gathered:
     """The demonstrations that the configuration names.
 
     :raises UserError: there are none.
@@ -92,7 +92,7 @@ def find(config: Config, renderer: Renderer) -> Found:
         guarded = () if settings.include_eval else chains_of(heldout)
         return gather(settings.files, renderer, settings.keep, include_eval=settings.include_eval, guarded=guarded)
     lessons = [renderer(conversation, "corpus") for conversation in corpus(config)]
-    return Found(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0, "double": 0})
+    return Gathered(lessons, counts={"read": len(lessons), "bad": 0, "too_long": 0, "double": 0})
 
 
 def open_dataset(config: Config, run_dir: Path, log: Any) -> SftDataset:
@@ -114,7 +114,7 @@ def open_dataset(config: Config, run_dir: Path, log: Any) -> SftDataset:
     return SftDataset(found.lessons, config.group_size, config.seed)
 
 
-def _log(config: Config, run_dir: Path, log: Any, found: Found) -> None:
+def _log(config: Config, run_dir: Path, log: Any, found: Gathered) -> None:
     account = found.account()
     write_atomically(run_dir / FILE, msgspec.json.format(msgspec.json.encode(account), indent=1).decode())
     shown = {name: value for name, value in account.items() if name != "left_out"}

@@ -25,7 +25,7 @@ NAMED = 10_000
 """Most problems that are kept by name; all are counted."""
 
 
-class LeftOut(msgspec.Struct, frozen=True):
+class Skipped(msgspec.Struct, frozen=True):
     """Something that was left out."""
 
     where: str
@@ -34,15 +34,15 @@ class LeftOut(msgspec.Struct, frozen=True):
     kind: str = BAD
 
 
-class Found(msgspec.Struct):
+class Gathered(msgspec.Struct):
     """What `gather` brought together."""
 
     lessons: list[Lesson] = msgspec.field(default_factory=list)
-    problems: list[LeftOut] = msgspec.field(default_factory=list)
+    problems: list[Skipped] = msgspec.field(default_factory=list)
     """The first `NAMED` of what was left out."""
     counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(("read", BAD, TOO_LONG, DOUBLE), 0))
 
-    def leave_out(self, problem: LeftOut) -> None:
+    def leave_out(self, problem: Skipped) -> None:
         self.counts[problem.kind] += 1
         if len(self.problems) < NAMED:
             self.problems.append(problem)
@@ -62,7 +62,7 @@ def gather(
     *,
     include_eval: bool,
     guarded: Collection[Chain] = (),
-) -> Found:
+) -> Gathered:
     """SftDataset of files, folders of files, evidence of `kbrl optimize` and runs, in that order.
 
     :param keep: best answers a problem that a run, or a search, gives.
@@ -70,21 +70,21 @@ def gather(
     :param guarded: operations of held-out problems, of which no search's kernels are taken.
     :raises UserError: a source is missing, or all together hold nothing that can be learned.
     """
-    found, first_of = Found(), dict[str, str]()
+    found, first_of = Gathered(), dict[str, str]()
     for where, record in _all(sources, keep, include_eval, guarded):
         found.counts["read"] += 1
         if isinstance(record, Conversation) and (other := first_of.setdefault(_text(record), where)) != where:
-            found.leave_out(LeftOut(where, f"the same as {other}", DOUBLE))
+            found.leave_out(Skipped(where, f"the same as {other}", DOUBLE))
             continue
         try:
             conversation = record if isinstance(record, Conversation) else _read(record)
             found.lessons.append(renderer(conversation, where))
         except TooLong as error:
-            found.leave_out(LeftOut(where, str(error), TOO_LONG))
+            found.leave_out(Skipped(where, str(error), TOO_LONG))
         except FormatError as error:
-            found.leave_out(LeftOut(where, str(error)))
+            found.leave_out(Skipped(where, str(error)))
     if not found.lessons:
-        first = found.problems[0] if found.problems else LeftOut(", ".join(sources), "there is nothing in it")
+        first = found.problems[0] if found.problems else Skipped(", ".join(sources), "there is nothing in it")
         raise UserError(f"no demonstration can be learned: {first.where}: {first.reason}", "See docs/learning.md, SFT")
     return found
 

@@ -51,7 +51,7 @@ STALE = "stale"
 """Why a rollout was lost that was too old when it would have been dispatched."""
 
 
-class Answer(NamedTuple):
+class ScoredAnswer(NamedTuple):
     """One scored turn and its group."""
 
     group_id: str
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 class Answers(msgspec.Struct, frozen=True):
     """The training answers of a run, and which of their groups lack some."""
 
-    listed: Sequence[Answer] = ()
+    listed: Sequence[ScoredAnswer] = ()
     """In any order."""
     unfinished: Mapping[str, int] = {}
     """Groups that are open or that the run's end cut off: the oldest version that what they lack may be of."""
@@ -77,19 +77,19 @@ class Answers(msgspec.Struct, frozen=True):
         return [answer.stats for answer in self.listed]
 
 
-class Figure(NamedTuple):
+class VersionFigure(NamedTuple):
     """A mean over answers; its interval is None where there are too few groups for one."""
 
     value: float
     interval: tuple[float, float] | None
 
 
-class Part(msgspec.Struct, frozen=True):
+class VersionRange(msgspec.Struct, frozen=True):
     """Every answer of some versions in a row."""
 
     first: int
     last: int
-    answers: Sequence[Answer]
+    answers: Sequence[ScoredAnswer]
 
     @property
     def stats(self) -> list[RolloutStats]:
@@ -104,7 +104,7 @@ class Part(msgspec.Struct, frozen=True):
         """Where it stands on an axis of versions."""
         return (self.first + self.last) / 2
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, VersionFigure]:
         """Those of `FIELDS` that there are answers for; `speedup_mean` is the geometric mean of correct kernels."""
         groups: dict[str, list[RolloutStats]] = defaultdict(list)
         for answer in self.answers:
@@ -113,13 +113,15 @@ class Part(msgspec.Struct, frozen=True):
         if not members:
             return {}
         rewards = [[s.reward for s in group] for group in members]
-        found = {"reward_mean": Figure(_mean(rewards), clustered_mean(rewards))}
+        found = {"reward_mean": VersionFigure(_mean(rewards), clustered_mean(rewards))}
         for name, flag in SHARES.items():
             hits = [[bool(getattr(s, flag)) for s in group] for group in members]
-            found[name] = Figure(_mean(hits), clustered_share(hits))
+            found[name] = VersionFigure(_mean(hits), clustered_share(hits))
         mean_speedup = geometric_mean(speedups(self.stats))
         return (
-            found if mean_speedup is None else {**found, "speedup_mean": Figure(mean_speedup, speed_interval(members))}
+            found
+            if mean_speedup is None
+            else {**found, "speedup_mean": VersionFigure(mean_speedup, speed_interval(members))}
         )
 
 
@@ -130,7 +132,7 @@ def speed_interval(groups: Iterable[Sequence[RolloutStats]]) -> tuple[float, flo
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 
-def scalars(part: Part, *, per_level: bool) -> dict[str, float]:
+def scalars(part: VersionRange, *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value of one version, with the ends of the intervals."""
     values = version_scalars(part.stats, per_level=per_level)
     for name, figure in part.figures().items():
@@ -142,7 +144,7 @@ def scalars(part: Part, *, per_level: bool) -> dict[str, float]:
 class Settled(msgspec.Struct, frozen=True):
     """Answers by version, and those that are left out."""
 
-    versions: dict[int, list[Answer]]
+    versions: dict[int, list[ScoredAnswer]]
     """Of versions all of whose answers are in, in ascending order."""
     unfinished: int = 0
     """Answers of groups that are open or were cut off."""
@@ -158,16 +160,16 @@ class Settled(msgspec.Struct, frozen=True):
 class Ends(msgspec.Struct, frozen=True):
     """The first versions and the last; None where there are no answers for it."""
 
-    first: Part | None
-    last: Part | None
+    first: VersionRange | None
+    last: VersionRange | None
 
 
 def settled(answers: Answers) -> Settled:
     """Answers that wrote a kernel, by the version that wrote their rollout's first turn."""
-    wrote = [Answer(a.group_id, s) for a in answers.listed for s in kernels([a.stats])]
+    wrote = [ScoredAnswer(a.group_id, s) for a in answers.listed for s in kernels([a.stats])]
     version = _versions(wrote)
     horizon = min(answers.unfinished.values(), default=None)
-    versions: dict[int, list[Answer]] = defaultdict(list)
+    versions: dict[int, list[ScoredAnswer]] = defaultdict(list)
     left: Counter[str] = Counter()
     for answer in wrote:
         if answer.group_id in answers.unfinished:
@@ -182,7 +184,7 @@ def settled(answers: Answers) -> Settled:
     return Settled(dict(sorted(versions.items())), horizon=horizon, has_turns=has_turns, **left)
 
 
-def _versions(answers: Sequence[Answer]) -> Callable[[Answer], int]:
+def _versions(answers: Sequence[ScoredAnswer]) -> Callable[[ScoredAnswer], int]:
     """A function from an answer to the version that it counts for."""
     first: dict[str, RolloutStats] = {}
     for _, stats in answers:
@@ -213,11 +215,11 @@ def _gathered(found: Settled, versions: Sequence[int], wanted: int) -> list[int]
     return taken
 
 
-def _part(found: Settled, versions: Sequence[int]) -> Part:
-    return Part(versions[0], versions[-1], [answer for v in versions for answer in found.versions[v]])
+def _part(found: Settled, versions: Sequence[int]) -> VersionRange:
+    return VersionRange(versions[0], versions[-1], [answer for v in versions for answer in found.versions[v]])
 
 
-def points(found: Settled, most: int = MOST_POINTS, least: int = 1) -> list[Part]:
+def points(found: Settled, most: int = MOST_POINTS, least: int = 1) -> list[VersionRange]:
     """A curve over versions: neighbours together until each point but the last has `least` answers, and at most `most`
     points are left."""
     versions = list(found.versions)
@@ -254,7 +256,7 @@ def sentence(answers: Answers, found: Settled) -> str:
     return f"{said}{turns}.{out}{f' Lost by infrastructure, so no answers: {lost}.' if lost else ''}"
 
 
-def _described(part: Part) -> str:
+def _described(part: VersionRange) -> str:
     groups = len({answer.group_id for answer in part.answers})
     return f"{_counted(len(part.answers), 'answer')} of {part.versions} ({_counted(groups, 'group')})"
 
@@ -279,7 +281,7 @@ def fields(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _stats(part: Part | None) -> list[RolloutStats]:
+def _stats(part: VersionRange | None) -> list[RolloutStats]:
     return part.stats if part else []
 
 
@@ -287,9 +289,9 @@ def _all(found: Settled) -> list[RolloutStats]:
     return [answer.stats for answers in found.versions.values() for answer in answers]
 
 
-def _fields(part: Part | None, which: str) -> dict[str, Any]:
+def _fields(part: VersionRange | None, which: str) -> dict[str, Any]:
     figures = part.figures() if part else {}
-    empty = Figure(math.nan, None)
+    empty = VersionFigure(math.nan, None)
     values = {f"{name}_{which}": figures[name].value if name in figures else None for name in FIELDS}
     ends_of = {name: figures.get(name, empty).interval for name in FIELDS}
     intervals = {f"{name}_{which}{KEY}": list(pair) if pair else None for name, pair in ends_of.items()}
@@ -297,7 +299,7 @@ def _fields(part: Part | None, which: str) -> dict[str, Any]:
     return {**values, **intervals, f"versions_{which}": versions, f"answers_{which}": len(part.answers) if part else 0}
 
 
-def _point(part: Part) -> dict[str, Any]:
+def _point(part: VersionRange) -> dict[str, Any]:
     figures = {name: figure.value for name, figure in part.figures().items()}
     return {"versions": [part.first, part.last], "answers": len(part.answers), **figures}
 
@@ -313,7 +315,7 @@ class Tally:
     """Answers and what became of their groups, from a journal's entries in their order."""
 
     def __init__(self) -> None:
-        self._listed: list[Answer] = []
+        self._listed: list[ScoredAnswer] = []
         self._awaited: dict[str, int] = {}
         self._admitted: dict[str, int] = {}
         self._behind = 0
@@ -327,7 +329,7 @@ class Tally:
         self._ages[group_id] = GroupAges(problem_id, rollouts)
 
     def answered(self, group_id: str, stats: RolloutStats) -> None:
-        self._listed.append(Answer(group_id, stats))
+        self._listed.append(ScoredAnswer(group_id, stats))
         self._behind = max(self._behind, self._admitted.get(group_id, 0) - stats.policy_version)
 
     def ended(self, group_id: str, lost: str = "") -> None:

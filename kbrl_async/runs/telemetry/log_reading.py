@@ -33,7 +33,7 @@ _BLOCK = 1 << 16
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Line(msgspec.Struct, frozen=True):
+class LoggedEvent(msgspec.Struct, frozen=True):
     """One event."""
 
     at: str
@@ -55,7 +55,7 @@ class Filter(msgspec.Struct, frozen=True):
     """ISO time in UTC."""
     until: str = ""
 
-    def wants(self, line: Line) -> bool:
+    def wants(self, line: LoggedEvent) -> bool:
         event = line.event
         if line.at < self.since or (self.until and line.at > self.until):
             return False
@@ -87,7 +87,7 @@ class Broken:
         self.count = 0
 
 
-def parse(raw: bytes, earliest: str, broken: Broken) -> Line | None:
+def parse(raw: bytes, earliest: str, broken: Broken) -> LoggedEvent | None:
     """`earliest`: time of the line above; a line without a time, or with an earlier one, gets that."""
     try:
         event = _decode(raw)
@@ -95,7 +95,7 @@ def parse(raw: bytes, earliest: str, broken: Broken) -> Line | None:
         broken.count += bool(raw.strip(b"\0 \t\r\n"))
         return None
     at = str(event.get("timestamp", ""))
-    return Line(max(at, earliest), raw, event)
+    return LoggedEvent(max(at, earliest), raw, event)
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:
@@ -104,7 +104,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-def lines(path: Path, broken: Broken, size: int | None = None) -> Iterator[Line]:
+def lines(path: Path, broken: Broken, size: int | None = None) -> Iterator[LoggedEvent]:
     """The lines of one file, one at a time; of its first `size` bytes, where that is given."""
     at = ""
     with path.open("rb") as file:
@@ -124,7 +124,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def merged(paths: Iterable[Path], broken: Broken, sizes: Mapping[Path, int] | None = None) -> Iterator[Line]:
+def merged(paths: Iterable[Path], broken: Broken, sizes: Mapping[Path, int] | None = None) -> Iterator[LoggedEvent]:
     """All lines of all files by time; files are read as the stream is. `sizes`: read only so much of a file."""
     known = sizes or {}
     return heapq.merge(*(lines(path, broken, known.get(path)) for path in paths), key=lambda line: line.at)
@@ -141,14 +141,14 @@ class _Followed:
         self._offset = offset
         self._at = ""
 
-    def new(self) -> Iterator[Line]:
+    def new(self) -> Iterator[LoggedEvent]:
         yield from self._read()
         if self._is_replaced():
             self.close()
             self._offset = 0
             yield from self._read()
 
-    def _read(self) -> Iterator[Line]:
+    def _read(self) -> Iterator[LoggedEvent]:
         try:
             self._file = self._file or self._path.open("rb")
         except FileNotFoundError:
@@ -190,7 +190,7 @@ class Follower:
         known = {path: offset for path, offset in offsets.items() if path.suffix == ".jsonl"}
         self._files = {path: _Followed(path, broken, offset) for path, offset in known.items()}
 
-    def new(self) -> list[Line]:
+    def new(self) -> list[LoggedEvent]:
         """Whole lines that came since the last call, by time."""
         for path in self._folder.glob("*.jsonl"):
             if path not in self._files:
@@ -237,7 +237,7 @@ class LastErrors:
         self._follower.close()
 
 
-def _trouble(line: Line) -> Trouble:
+def _trouble(line: LoggedEvent) -> Trouble:
     event = line.event
     try:
         at = datetime.datetime.fromisoformat(line.at).timestamp()

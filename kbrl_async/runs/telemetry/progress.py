@@ -71,7 +71,7 @@ def forget(run_dir: Path) -> None:
         (run_dir / _FILE).unlink(missing_ok=True)
 
 
-class Pace:
+class PhasePace:
     """How long what is left of a phase takes, by what was seen of it."""
 
     def __init__(self, now: float, share: float) -> None:
@@ -97,14 +97,14 @@ class Reporter:
     def __init__(self, run_dir: Path, log: Any, clock: Callable[[], float] = time.time) -> None:
         self._path = run_dir / _FILE
         self._log, self._clock = log, clock
-        self._phase, self._pace = "", Pace(0.0, 0.0)
+        self._phase, self._pace = "", PhasePace(0.0, 0.0)
         self._written_at = self._logged_at = float("-inf")
 
     def tell(self, phase: str, note: str, share: float, limit_s: float | None = None) -> None:
         """:param limit_s: seconds after which the phase ends, whatever its share is."""
         now = self._clock()
         if is_new := phase != self._phase:
-            self._phase, self._pace = phase, Pace(now, share)
+            self._phase, self._pace = phase, PhasePace(now, share)
         known = [left for left in (self._pace.left_s(now, share), limit_s) if left is not None]
         if is_new or now - self._written_at >= WRITE_S:
             self._written_at = now

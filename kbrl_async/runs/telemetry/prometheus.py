@@ -129,7 +129,7 @@ def metric_name(tag: str) -> str:
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", tag)
 
 
-class Source(msgspec.Struct, frozen=True):
+class MetricsSource(msgspec.Struct, frozen=True):
     """Where a process's values are read from, each time they are fetched."""
 
     load: Callable[[], Load]
@@ -138,7 +138,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class SourceCollector(Collector):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -153,7 +153,7 @@ class Exporter:
     """One process's endpoint; `close` takes it down and its file away."""
 
     def __init__(
-        self, source: Source, *, run_dir: Path, process: str, host: str, port: int, labels: Mapping[str, str]
+        self, source: MetricsSource, *, run_dir: Path, process: str, host: str, port: int, labels: Mapping[str, str]
     ) -> None:
         """`port` 0, or one that is taken: any free one. Raises `OSError` where `host` is no address of ours."""
         registry = CollectorRegistry()

@@ -36,6 +36,7 @@ from kbrl_async.sampling.openai import endpoint
 from kbrl_async.sampling.openai.endpoint import Answer, Garbled, Spending
 from kbrl_async.sampling.openai.pacing import Pace, back_off_s, retry_after_s
 from kbrl_async.sampling.settings import Sampler
+from kbrl_async.secret import HIDDEN, secret
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 MAX_ANSWER_BYTES = 32 * 2**20
@@ -78,7 +79,7 @@ class OpenAIEngine:
     ) -> None:
         """:raises ConfigError: the address is none, or the variable of the key is empty."""
         self._settings, self._model, self._deadline_s = settings, model_name, settings.endpoint_deadline_s
-        self._key = _api_key(settings.api_key_env, environment)
+        self._key = secret(settings.api_key_env, "sampler.api_key_env", environment)
         base_url = settings.base_url or ""
         self._where = _origin(base_url)
         self._rng, self._clock, self._sleep = rng or random.Random(), clock, sleep
@@ -283,7 +284,7 @@ class OpenAIEngine:
     def _failure(self, status: int, content: bytes) -> KbrlError:
         if self._key:
             # some APIs repeat a wrong key in their message
-            content = content.replace(self._key.encode(), b"[key]")
+            content = content.replace(self._key.encode(), HIDDEN.encode())
         return endpoint.failure(status, content, self._model, self._where, self._settings.api_key_env)
 
     def _unreachable(self, problem: Exception) -> InfraError:
@@ -294,15 +295,6 @@ class OpenAIEngine:
         self.spending = msgspec.structs.replace(
             s, requests=s.requests + requests, retries=s.retries + retries, failures=s.failures + failures
         )
-
-
-def _api_key(name: str | None, environment: Mapping[str, str]) -> str:
-    key = environment.get(name, "").strip() if name else ""
-    if name and not key:
-        raise ConfigError(f"the environment variable {name} is empty (sampler.api_key_env)", f"Set it: export {name}=…")
-    if not key.isascii() or any(c.isspace() for c in key):
-        raise ConfigError(f"the environment variable {name} holds no key", "Keys are one word of ASCII")
-    return key
 
 
 def _origin(base_url: str) -> str:

@@ -1,20 +1,20 @@
-"""The attestation of an engine (I8): the canaries, asked the way that rollouts go.
+"""How vLLM is asked for its attestation (I8), and at which temperature it draws.
 
 ::
 
-    ids ─▶ one token at the training temperature, log-probs of the prompt ─▶ judge: published? stale? the base's?
+    ids ─▶ one token at the training temperature, log-probs of the prompt ─▶ `proof.Prover`
     ids + that token ─▶ log-probs of the prompt ───────────────────────────▶ at which temperature was it drawn?
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kbrl_async.errors import PolicyMismatch
-from kbrl_async.sampling.canary import ENGINE_TOLERANCE, TOLERANCE_DEFAULT, canaries_of, check_temperature, judge, rms
-from protocols.records import CanaryPrompt, PolicyVersion
+from kbrl_async.sampling import proof
+from kbrl_async.sampling.canary import check_temperature
+from protocols.records import PolicyVersion
 
 Ask = Callable[[list[int], dict[str, Any]], Awaitable[Any]]
 """From prompt ids and settings of `SamplingParams` to vLLM's last output."""
@@ -22,80 +22,47 @@ Row = dict[int, float]
 """Log-prob by token id at one position."""
 COMPARED = 8
 """Tokens of one position by which the temperature is measured."""
-REMEMBERED = 4
-"""Earlier versions that a new one is told from, beside the first and the base."""
 
 
 class Prover:
-    """Proves versions one after the other, and remembers what each of them must give."""
+    """`proof.Prover` over what vLLM returns; the temperature is part of each proof."""
 
     def __init__(self, dtype: str, temperature: float) -> None:
-        self._allowed = ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT)
-        self._temperature = temperature
-        self._published: dict[str, OrderedDict[str, list[float]]] = {}
-        self._base: list[float] | None = None
-        self._base_ids: list[list[int]] = []
-        self.error = 0.0
+        self._prover, self._temperature = proof.Prover(dtype), temperature
+
+    @property
+    def error(self) -> float:
         """Root mean square of the newest proof."""
+        return self._prover.error
 
     async def meet_base(self, manifest: PolicyVersion, ask_base: Ask) -> None:
-        """Remembers what the base gives, so that it is known when it is served by mistake."""
-        canaries = canaries_of(manifest)
-        ids = [canary.ids for canary in canaries]
-        if self._base is None or ids != self._base_ids:
-            self._base = [value for canary in canaries for value in (await self._logprobs(canary, ask_base))[0]]
-            self._base_ids = ids
+        await self._prover.meet_base(manifest, self._scores(ask_base))
 
     async def prove(self, manifest: PolicyVersion, role: str, ask: Ask, ask_base: Ask | None) -> None:
         """PolicyMismatch unless what `ask` reaches is that version. `ask_base` reaches the base, where it still can."""
-        if ask_base is not None:
-            await self.meet_base(manifest, ask_base)
-        canaries = canaries_of(manifest, role)
-        served: list[float] = []
         pairs: list[list[tuple[float, float]]] = []
-        for canary in canaries:
-            logprobs, row = await self._logprobs(canary, ask)
-            served += logprobs
-            pairs.append(await self._pairs(canary.ids, row, ask))
-        published = [value for canary in canaries for value in canary.logprobs]
-        claim = f"policy v{manifest.version}" + (f" ({role})" if role else "")
-        self.error = judge(claim, served, published, self._others(role, canaries, published), self._allowed)
+        base = None if ask_base is None else self._scores(ask_base)
+        await self._prover.prove(manifest, role, self._scores(ask, pairs), base)
         check_temperature(pairs, self._temperature)
-        self._remember(role, claim, published)
 
-    def _others(
-        self, role: str, canaries: Sequence[CanaryPrompt], published: Sequence[float]
-    ) -> dict[str, list[float]]:
-        """What other weights would give for the same tokens."""
-        length = len(published)
-        known = {name: values for name, values in self._published.get(role, {}).items() if len(values) == length}
-        for other, versions in self._published.items():
-            if other != role and versions:
-                name, values = next(reversed(versions.items()))
-                known |= {name: values[:length]} if len(values) >= length else {}
-        is_asked = [c.ids for c in canaries] == self._base_ids[: len(canaries)]
-        if self._base is not None and is_asked and not self._is_the_base(published):
-            known["the base model"] = self._base[:length]
-        return known
+    def _scores(self, ask: Ask, pairs: list[list[tuple[float, float]]] | None = None) -> proof.Score:
+        """What `ask` gives for a prompt; `pairs` gets what the temperature shows by."""
 
-    def _is_the_base(self, published: Sequence[float]) -> bool:
-        """A version that nobody has trained yet: what the base gives is right, and off by the number format alone."""
-        base = (self._base or [])[: len(published)]
-        return len(base) == len(published) and rms(base, published) <= self._allowed
+        async def score(ids: list[int]) -> list[float]:
+            logprobs, row = await self._logprobs(ids, ask)
+            if pairs is not None:
+                pairs.append(await self._pairs(ids, row, ask))
+            return logprobs
 
-    def _remember(self, role: str, claim: str, published: list[float]) -> None:
-        known = self._published.setdefault(role, OrderedDict())
-        known[claim] = published
-        if len(known) > REMEMBERED + 1:
-            del known[list(known)[1]]
+        return score
 
-    async def _logprobs(self, canary: CanaryPrompt, ask: Ask) -> tuple[list[float], Row]:
-        """Of the canary's tokens, and the recorded ones of the position behind it."""
+    async def _logprobs(self, ids: list[int], ask: Ask) -> tuple[list[float], Row]:
+        """Of a canary's tokens, and the recorded ones of the position behind it."""
         settings = {"temperature": self._temperature, "prompt_logprobs": 0, "logprobs": COMPARED}
-        output = await ask(canary.ids, settings)
+        output = await ask(ids, settings)
         table = rows(output.prompt_logprobs)
         try:
-            values = [row[token] for row, token in zip(table[1:], canary.ids[1:], strict=True)]
+            values = [row[token] for row, token in zip(table[1:], ids[1:], strict=True)]
             return values, rows(output.outputs[0].logprobs)[0]
         except (KeyError, IndexError, ValueError) as error:
             raise PolicyMismatch("the engine returns no log-probs of a canary", "Use a vLLM of 0.20 to 0.26") from error

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import main, parse, train
+from kbrl_async.cli import main, parse, preflight, train
 from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.evaluation import document
@@ -46,6 +46,20 @@ def test_an_evaluation_inherits_its_run_but_not_its_place(run: Path) -> None:
     assert config.name is not None
     assert config.name.startswith("mine-v4-")
     assert config.broker.submit is None, "the run itself may be going on"
+
+
+@pytest.mark.parametrize(
+    ("learned", "asked"),
+    [
+        (["method=sft", "demonstrations.files=gone.jsonl"], ["method=grpo"]),
+        (["method=sft", "demonstrations.files=gone.jsonl"], []),
+        (["mode=multi_turn", "max_turns=3", "turns.stop=correct"], ["--turns", "1"]),
+    ],
+)
+def test_how_a_run_learned_is_no_matter_to_its_evaluation(run: Path, learned: list[str], asked: list[str]) -> None:
+    (run / "config.yaml").write_text(to_yaml(load(overrides=["name=mine", *learned])))
+    (run / "other.yaml").write_text("method: grpo\n")
+    preflight.check_files(resolved("mine", "--config", str(run / "other.yaml"), *asked))
 
 
 def target_of(*words: str) -> tuple[str, str]:

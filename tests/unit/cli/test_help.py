@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,11 @@ def test_the_shell_completes_runs_and_settings(folder: Path) -> None:
 def test_the_shell_s_code_names_the_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("argcomplete")
     assert cli.main(["completion", shell]) == 0
-    assert "kbrl" in capsys.readouterr().out
+    code = capsys.readouterr().out
+    assert "kbrl" in code
+    if program := shutil.which(shell):
+        made = subprocess.run([program], input=f"{code}\n", capture_output=True, text=True, check=False)
+        assert (made.returncode, made.stderr) == (0, ""), "a shell without a start file takes it"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.cli import logs, main
 from kbrl_async.errors import UserError
-from kbrl_async.runs.telemetry.log_reading import Line
+from kbrl_async.runs.telemetry.log_reading import LoggedEvent
 
 
 def entry(second: int, process: str, event: str, **more: object) -> str:
@@ -86,7 +86,7 @@ def test_following_shows_what_comes_and_ends_with_the_run(
 
     writer, followed = threading.Thread(target=go_on), logs.followed
 
-    def from_now_on(*given: Any) -> Iterator[Line]:
+    def from_now_on(*given: Any) -> Iterator[LoggedEvent]:
         writer.start()  # not before: what is there by then would be the last line, in the place of "odd"
         return followed(*given)
 

@@ -88,7 +88,7 @@ def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyr
     """What a broker with the settings of `RUN` answers."""
 
     async def play() -> msg.Welcome:
-        options = BrokerOptions(str(folder), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
+        options = BrokerOptions(str(folder), ANY, ANY, LedgerOptions(settings=RUN))
         broker = Broker(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
         async with serving(broker):
             answer = await asyncio.to_thread(worker.welcome, endpoints(broker)[1], keys, worker_id)
@@ -149,7 +149,7 @@ def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
         raise AssertionError("it must not work")
 
     async def play() -> None:
-        options = BrokerOptions(str(tmp_path), ANY, ANY, ":memory:", LedgerOptions(settings=RUN))
+        options = BrokerOptions(str(tmp_path), ANY, ANY, LedgerOptions(settings=RUN))
         async with serving(Broker(options)) as broker:
             other = lambda text: agreed.differences(Config(), "timing_bench", text)  # noqa: E731
             with pytest.raises(ConfigError, match=r"timing_bench.cap_s is 0\.1 here and 0\.4 in the run"):

@@ -20,7 +20,7 @@ from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Alarms, R
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import by_version, reference, system_metrics, tensorboard, training_metrics
-from kbrl_async.runs.telemetry.by_version import Answer, Part
+from kbrl_async.runs.telemetry.by_version import ScoredAnswer, VersionRange
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.records import REPLAYED, SOLVER, VERIFIER, TrainSample
 from tests.pages import ROOT, Page
@@ -49,8 +49,8 @@ def written_tags() -> Iterator[str]:
     yield from heldout_scalars(rollouts())
     yield from training_metrics.progress(1, 2, train_s=1.0, since=(1.0, 8))
     yield from tensorboard.FIRST
-    answers = [Answer(f"g{group}", stats) for group in range(2) for stats in rollouts()]
-    yield from by_version.scalars(Part(0, 0, answers), per_level=True)
+    answers = [ScoredAnswer(f"g{group}", stats) for group in range(2) for stats in rollouts()]
+    yield from by_version.scalars(VersionRange(0, 0, answers), per_level=True)
     yield from show.scalars(evaluation())
     worker = WorkerSample(gpu=0.5, facts=dict.fromkeys(system_metrics.ENGINE_FACTS, 0.5))
     before, after = (SystemSample(t=t, workers={"w": worker}, **queues()) for t in (0.0, 1.0))
@@ -100,10 +100,10 @@ def test_every_tag_that_is_written_is_described_and_no_other() -> None:
 
 
 def test_the_learner_says_of_itself_what_is_described() -> None:
-    source = (ROOT / "services" / "learner" / "actor.py").read_text()
-    assert '"mfu":' in source
-    assert '"memory_peak_mb":' in source
-    assert '"time/checkpoint_s":' in source
+    computed = (ROOT / "kbrl_async" / "learning" / "engine.py").read_text()
+    assert '"mfu":' in computed
+    assert '"memory_peak_mb":' in computed
+    assert '"time/checkpoint_s":' in (ROOT / "services" / "learner" / "actor.py").read_text()
 
 
 def test_every_chart_draws_a_tag_that_is_described() -> None:

@@ -1,4 +1,4 @@
-"""A value model orders kernels that nobody has judged; a proposer keeps to the edge of what is solved."""
+"""A value model orders kernels that nobody has judged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.generator import Drawn, generate, generating
-from kbrl_async.lab.edge import Edge
 from kbrl_async.lab.optimize.search import Chooser, Search, SearchOptions
 from kbrl_async.lab.optimize.tree import Judgement
-from kbrl_async.lab.value import LEAST_PAIRS, Judged, ValueModel, judged_in, pairs_of
+from kbrl_async.lab.value import LEAST_PAIRS, JudgedKernel, ValueModel, judged_in, pairs_of
 from protocols.records import Fault
 
 MODULE = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.{}(x)\n"
@@ -22,9 +20,9 @@ def kernel(operation: str, number: int) -> str:
     return f"void run(float* x, int n{number}) {{ x[{number}] = {operation}(x[{number}]); }}"
 
 
-def judged(module: str, operation: str, number: int) -> Judged:
+def judged(module: str, operation: str, number: int) -> JudgedKernel:
     """Right where the kernel does what the module does."""
-    return Judged(MODULE.format(module), kernel(operation, number), (float(module == operation), 0.0, 0.0))
+    return JudgedKernel(MODULE.format(module), kernel(operation, number), (float(module == operation), 0.0, 0.0))
 
 
 KERNELS = [judged(m, o, n) for m in ("sin", "cos") for o in ("sin", "cos") for n in range(12)]
@@ -63,24 +61,3 @@ def test_the_model_chooses_what_is_refined_among_equals_and_no_more() -> None:
     worth = {a.source: chooser._worth(a, search.tree) for a in search.tree}
     assert worth["b"] > worth["a"]
     assert worth["b"] - worth["a"] < 1e-5, "a verdict weighs more than any opinion"
-
-
-def test_only_problems_that_would_be_solved_at_times_are_kept() -> None:
-    edge = Edge(
-        [(("relu",), 1.0), (("mul",), 1.0), (("conv",), 0.0), (("softmax",), 0.5), (("softmax", "mul"), 0.5)] * 4
-    )
-    assert edge.refusal(("relu",)) == "expected to be always solved"
-    assert edge.refusal(("conv",)) == "an operation of which nothing was solved yet"
-    assert edge.refusal(("softmax", "attention")) == edge.refusal(("conv",))
-    assert edge.refusal(("softmax",)) == ""
-
-
-def test_the_generator_leaves_out_what_does_not_fit_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(seed: int, number: int, _difficulty: tuple[float, float]) -> Drawn:
-        return Drawn(seed, number, "", "made_up", 1, 0.1, (str(number),))
-
-    monkeypatch.setattr(generating, "one", one)
-    seen: list[Drawn] = []
-    kept = list(generate(2, 3, fits=lambda drawn: "" if drawn.number % 2 else "even", jobs=1, told=seen.append))
-    assert [drawn.number for drawn in kept] == [1, 3]
-    assert [drawn.reason for drawn in seen] == ["even", "", "even", ""]

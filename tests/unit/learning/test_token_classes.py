@@ -8,7 +8,7 @@ import torch
 
 from kbrl_async.learning.losses import Tokens, reinforce
 from kbrl_async.learning.settings import Learner
-from kbrl_async.learning.trainer import flat_advantages, token_advantages
+from kbrl_async.learning.updates import flat_advantages, token_advantages
 from protocols.records import TrainSample
 
 SAMPLE = msgspec.structs.replace(

@@ -14,7 +14,7 @@ import pytest
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.runs.config import load
 from kbrl_async.runs.folder import latest, prepare, runs_in, settle_latest
-from kbrl_async.runs.standing import PROCESSES, SUMMARY_FILE, State, process, standing
+from kbrl_async.runs.standing import PROCESSES, SUMMARY_FILE, RunStatus, process, standing
 from tests.records import record
 
 ROOT = Path(__file__).parents[3]
@@ -49,24 +49,24 @@ def answered(path: Path) -> None:
 
 def test_a_run_is_running_while_one_of_its_processes_lives(runs: Path) -> None:
     path = run("a")
-    assert standing(path).state is State.STOPPED
+    assert standing(path).state is RunStatus.STOPPED
     with process(path, "learner.1") as end:
-        assert standing(path).state is State.RUNNING
+        assert standing(path).state is RunStatus.RUNNING
         end(0, False)
-        assert standing(path).state is State.RUNNING
-    assert standing(path).state is State.STOPPED
+        assert standing(path).state is RunStatus.RUNNING
+    assert standing(path).state is RunStatus.STOPPED
 
 
 def test_processes_that_were_asked_to_end_have_stopped(runs: Path) -> None:
     path = run("a")
     ended(path, broker=(0, True), learner=(1, True))
-    assert standing(path) == (State.STOPPED, "")
+    assert standing(path) == (RunStatus.STOPPED, "")
 
 
 def test_a_process_that_gave_up_is_named_though_the_others_were_asked_to_end(runs: Path) -> None:
     path = run("a")
     ended(path, broker=(0, True), learner=(3, False), sampler=(0, True))
-    assert standing(path) == (State.CRASHED, "learner gave up with exit code 3")
+    assert standing(path) == (RunStatus.CRASHED, "learner gave up with exit code 3")
 
 
 def test_a_nanny_that_was_killed_has_crashed(runs: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_nanny_that_was_killed_has_crashed(runs: Path) -> None:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert standing(path).state is State.RUNNING
+        assert standing(path).state is RunStatus.RUNNING
         child.send_signal(signal.SIGKILL)
-    assert standing(path) == (State.CRASHED, "learner.1 was killed")
+    assert standing(path) == (RunStatus.CRASHED, "learner.1 was killed")
 
 
 def test_all_that_were_killed_are_named(runs: Path) -> None:
@@ -91,16 +91,16 @@ def test_all_that_were_killed_are_named(runs: Path) -> None:
     for name in ("broker", "learner", "sampler"):
         with process(path, name):
             pass
-    assert standing(path) == (State.CRASHED, "all were killed")
+    assert standing(path) == (RunStatus.CRASHED, "all were killed")
     ended(path, broker=(0, True))
-    assert standing(path) == (State.CRASHED, "learner, sampler were killed")
+    assert standing(path) == (RunStatus.CRASHED, "learner, sampler were killed")
 
 
 def test_a_summary_is_the_end_whatever_became_of_the_processes(runs: Path) -> None:
     path = run("a")
     ended(path, learner=(3, False))
     (path / SUMMARY_FILE).write_text("{}")
-    assert standing(path).state is State.ENDED
+    assert standing(path).state is RunStatus.ENDED
 
 
 def test_who_only_looks_keeps_no_process_from_its_file(runs: Path) -> None:
@@ -116,7 +116,7 @@ def test_who_only_looks_keeps_no_process_from_its_file(runs: Path) -> None:
 def test_a_new_start_forgets_how_the_last_one_ended(runs: Path) -> None:
     path = run("a")
     ended(path, compile_farm=(1, False))
-    assert standing(path).state is State.CRASHED
+    assert standing(path).state is RunStatus.CRASHED
     run("a")
     assert list((path / PROCESSES).iterdir()) == []
 

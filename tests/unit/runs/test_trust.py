@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry.by_version import Answer, Answers
+from kbrl_async.runs.telemetry.by_version import Answers, ScoredAnswer
 from protocols.records import OBSERVED, REPLAYED
 from tests.records import stats
 
@@ -24,7 +24,7 @@ def test_correct_answers_are_counted_by_what_their_verdicts_rest_on() -> None:
     ]
     made = summary.build(
         counters=COUNTERS,
-        answers=Answers([Answer(f"g{place}", one) for place, one in enumerate(answers)]),
+        answers=Answers([ScoredAnswer(f"g{place}", one) for place, one in enumerate(answers)]),
         wall_s=60.0,
         busy={},
     )

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kbrl_async.learning import kept
+from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
+from kbrl_async.weights import Canaries
 from protocols.records import TrainBatch, TrainGroup
 from services.learner import actor
 from services.learner.actor import Learning
@@ -23,7 +25,7 @@ from tests.unit.services.log import Log
 
 torch.set_num_threads(1)  # threads that spin for a busy core make tiny operations ten times slower
 
-CANARY = [1, 2, 3]
+CANARY = Canaries([1, 2, 3], [])
 
 
 def learning(folder: Path, **settings: Any) -> Learning:
@@ -31,9 +33,15 @@ def learning(folder: Path, **settings: Any) -> Learning:
     service: Any = SimpleNamespace(
         config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
-    made = Learning(service, Trainer(tiny_model(scale=1.0, **SMALLER), config), "base", CANARY)
+    trainer = Trainer(tiny_model(scale=1.0, **SMALLER), config)
+    made = Learning(service, LocalEngine(trainer, "base", CANARY, folder / "checkpoints", folder / "policies"))
     made._resume()
     return made
+
+
+def trainer_of(made: Learning) -> Trainer:
+    assert isinstance(made._engine, LocalEngine)
+    return made._engine.trainer
 
 
 def batch(index: int, number: int | None = None) -> TrainBatch:
@@ -50,7 +58,7 @@ def groups(seed: int, advantage: float | None = None) -> list[TrainGroup]:
 
 
 def weights(made: Learning) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in made._trainer.parameters.items()}
+    return {name: p.detach().clone() for name, p in trainer_of(made).parameters.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -82,7 +90,7 @@ def test_a_good_batch_reports_how_the_hardware_was_used(tmp_path: Path) -> None:
     made = learning(tmp_path, learner=Learner(peak_tflops=1e-3))
     metrics = made.train(batch(0), groups(0), nothing).metrics
     flops = metrics["mfu"] * 1e9 * metrics["gradient_s"]
-    parameters = sum(p.numel() for p in made._trainer.model.parameters())
+    parameters = sum(p.numel() for p in trainer_of(made).model.parameters())
     assert flops / metrics["input_tokens"] == pytest.approx(6 * parameters, rel=0.2)
     assert metrics["memory_peak_mb"] > 50
 

@@ -18,7 +18,7 @@ from kbrl_async.sampling.vllm import start as vllm_start
 from kbrl_async.sampling.vllm.start import end_ids, options_of
 from protocols.messages import Message, Pause, Resume, Stage, Task
 from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
-from services.runtime.quiet import Gate
+from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.runtime.worker import Worker
 from services.sampler.actor import EngineLost, Sampling, start_engine
@@ -41,7 +41,7 @@ class Quiet:
 
     def __init__(self, *, is_idle: bool = False) -> None:
         self.said: list[Message] = []
-        self.gate = Gate(lambda: 0.0, self.said.append, lambda: is_idle)
+        self.gate = PauseGate(lambda: 0.0, self.said.append, lambda: is_idle)
 
 
 def sampling(tmp_path: Path, body: Body, kind: str = "full", quiet: Quiet | None = None) -> None:

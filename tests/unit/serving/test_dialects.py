@@ -6,14 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.problems import find_problem
 from kbrl_async.serving import dialects
-from kbrl_async.serving.documents import Job, Outcome, as_classes
+from kbrl_async.serving.documents import Job, Outcome, answer, as_classes
 from protocols.records import Fault
-from tests.unit.serving.making import Fake, outcome, service
+from tests.unit.serving.making import Fake, outcome, result, service
 from tests.unit.serving.test_service import run
 
 REFERENCE = find_problem("L1/13").source
@@ -49,6 +50,15 @@ async def as_its_client(client: Any, task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_its_coverage_reward_finds_what_it_divides() -> None:
+    job = Job("j", "c", dialects.Evaluate("t", "", "").ask(), 0.0)
+    verdict = msgspec.structs.replace(result().verdict, own_share=0.75)
+    job.outcome = Outcome(msgspec.structs.replace(result(), verdict=verdict))
+    found = dialects.evaluation("t", answer(job, job.ask))["metadata"]
+    own, whole = (found[f"{name}_in_profiling_us"] for name in ("custom_kernel_cuda_time", "total_kernel_run_time"))
+    assert (own / whole, whole) == (0.75, 1000.0)
+
+
 @pytest.mark.parametrize(
     ("fault", "fields"),
     [
@@ -74,7 +84,7 @@ def test_kernelgyms_client_finds_its_fields(tmp_path: Path, fault: Fault, fields
 
 def test_kernelgyms_client_never_pays_for_a_fault_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.verification.desk.AGAIN_S", 0.001)
-    left = [4]
+    left = [7]
 
     async def fails(_: Job) -> Outcome:
         left[0] -= 1
@@ -85,6 +95,8 @@ def test_kernelgyms_client_never_pays_for_a_fault_of_the_host(tmp_path: Path, mo
     async def play() -> None:
         async with service(tmp_path, Fake(fails)) as (client, _):
             assert (await client.post("/evaluate", json=TASK)).status_code == 503
+            # it gives up asking after some tries, and polls: the fault is no end of the task
+            assert (await client.get(f"/status/{TASK['task_id']}")).json()["status"] == "pending"
             assert (await as_its_client(client, TASK))["correctness"] is True
 
     run(play())

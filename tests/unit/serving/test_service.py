@@ -256,8 +256,10 @@ def test_a_full_disk_accepts_nothing_and_loses_nothing(tmp_path: Path, monkeypat
             assert not waiting.done()  # an outcome that is not on disk is told to nobody
             job = Ask(candidate=str(ask(1)["candidate"]), problem="L1/13").id
             assert (await client.get(f"/v1/jobs/{job}")).json()["status"] == "running"
+            assert (await client.get("/v1/health")).json()["status"] == "full_disk"
             is_full[0] = False
             assert (await waiting).json()["ok"] is True
+            assert (await client.get("/v1/health")).json()["status"] == "ok"
 
     run(play())
 

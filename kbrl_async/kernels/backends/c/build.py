@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from kbrl_async.errors import MissingTool
-from kbrl_async.kernels.backends.backend import Shot
 from kbrl_async.kernels.backends.building import remarks
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
@@ -61,6 +60,7 @@ class CBackend(TakesPlans):
     """See the module."""
 
     name = "c"
+    prompt = "kbrl_async.kernels.backends.c.prompt"
     launcher = "c_kernel"
     is_recorded = True
     is_replayed = True
@@ -76,18 +76,6 @@ class CBackend(TakesPlans):
 
     def prepare(self, artifacts: dict[str, str], device: str) -> None:
         launch.register(artifacts)
-
-    @property
-    def contracts(self) -> Mapping[str, str]:
-        from kbrl_async.kernels.backends.c import prompt
-
-        return prompt.CONTRACTS
-
-    @property
-    def shots(self) -> tuple[Shot, ...]:
-        from kbrl_async.kernels.backends.c import prompt
-
-        return prompt.SHOTS
 
     def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.c.sanitize import sanitize

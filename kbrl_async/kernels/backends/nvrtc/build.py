@@ -13,12 +13,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping
 
 import msgspec
 
 from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends.backend import Shot
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree, string_constants
@@ -80,6 +78,7 @@ class NvrtcBackend(TakesPlans):
     """See the module."""
 
     name = "cuda-nvrtc"
+    prompt = "kbrl_async.kernels.backends.nvrtc.prompt"
     runs_on = frozenset({"cuda"})
     launcher = "cuda_kernel"
     is_cuda = True
@@ -91,18 +90,6 @@ class NvrtcBackend(TakesPlans):
 
     def prepare(self, artifacts: dict[str, str], device: str) -> None:
         cuda.prepare(artifacts)
-
-    @property
-    def contracts(self) -> Mapping[str, str]:
-        from kbrl_async.kernels.backends.nvrtc import prompt
-
-        return prompt.CONTRACTS
-
-    @property
-    def shots(self) -> tuple[Shot, ...]:
-        from kbrl_async.kernels.backends.nvrtc import prompt
-
-        return prompt.SHOTS
 
     def missing(self) -> str:
         return "" if nvrtc.library_path() else f"NVRTC is not installed: {nvrtc.CURE}"

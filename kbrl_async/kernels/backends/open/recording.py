@@ -22,6 +22,7 @@ from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.launch.pretend import pretend
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.backends.open.asked import ASKED, Asked, CudaSource, Order, Recorded
+from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
@@ -59,14 +60,17 @@ def _run(order: Order) -> None:
     if not order.problem:
         candidate.ModelNew()
         return
-    problem = contract.load("problem", order.problem)
-    args, named = contract.arguments(problem.get_init_inputs())
-    model = candidate.ModelNew(*args, **named)
-    given = list(problem.get_inputs())
-    if order.is_on_gpu:
-        model = model.to("cuda") if isinstance(model, torch.nn.Module) else model
-        given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]
-    model(*given)
+
+    def run(problem: types.ModuleType) -> None:
+        args, named = contract.arguments(problem.get_init_inputs())
+        model = candidate.ModelNew(*args, **named)
+        given = list(problem.get_inputs())
+        if order.is_on_gpu:
+            model = model.to("cuda") if isinstance(model, torch.nn.Module) else model
+            given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]
+        model(*given)
+
+    cases.each(order.problem, run)
 
 
 def _where(error: BaseException) -> str:

@@ -12,8 +12,10 @@ that end where the tensors end.
 from __future__ import annotations
 
 import ctypes
+import functools
 import socket
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from kbrl_async.kernels.backends.backend import prepare
 from kbrl_async.kernels.backends.c import launch as launch_c
 from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Recording, Task
+from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
@@ -75,11 +78,14 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
 
 
 def run_once(task: Task) -> None:
-    """Build the reference and the candidate with the same weights; one forward of the candidate."""
+    """Build the reference and the candidate with the same weights; one forward of the candidate on each workload."""
     torch.set_grad_enabled(False)
     prepare(task.backend, task.artifacts, task.device.partition(":")[0])
-    problem = contract.load("problem", task.problem)
     candidate = contract.load("candidate", task.candidate, folder=task.folder)
+    cases.each(task.problem, functools.partial(_run, task, candidate))
+
+
+def _run(task: Task, candidate: types.ModuleType, problem: types.ModuleType) -> None:
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())
     contract.seed(task.seed)

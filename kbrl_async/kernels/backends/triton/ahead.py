@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import types
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.build import Ahead, Order
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
+from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
@@ -117,13 +119,17 @@ def _run(order: Order) -> None:
     candidate = contract.load("candidate", order.source, folder=order.folder)
     if not order.problem:
         return
-    problem = contract.load("problem", order.problem)
-    args, named = contract.arguments(problem.get_init_inputs())
-    model = candidate.ModelNew(*args, **named)
-    if isinstance(model, torch.nn.Module):
-        model = model.to("cuda")
-    inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
-    model(*inputs)
+
+    def run(problem: types.ModuleType) -> None:
+        args, named = contract.arguments(problem.get_init_inputs())
+        model = candidate.ModelNew(*args, **named)
+        if isinstance(model, torch.nn.Module):
+            model = model.to("cuda")
+        inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
+        model(*inputs)
+
+    # Sizes that are one, odd or multiples of 16 are kernels of their own.
+    cases.each(order.problem, run)
 
 
 def _compile_instead_of_launch() -> None:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from kbrl_async.errors import InfraError, MissingTool
-from kbrl_async.kernels.backends.backend import Backend, Shot
+from kbrl_async.kernels.backends.backend import Backend
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
@@ -65,6 +65,7 @@ class TritonBackend(Backend):
     """See the module."""
 
     name = "triton"
+    prompt = "kbrl_async.kernels.backends.triton.prompt"
     runs_on = frozenset({"cpu", "cuda"})
     is_recorded = True
     reads_bytes = True
@@ -90,18 +91,6 @@ class TritonBackend(Backend):
         if re.search(r"bfloat16|\bbf16\b", candidate + problem):
             cure = "Verify it where there is a GPU"
             raise InfraError("Triton's interpreter computes wrongly with bfloat16, so it says nothing here", cure)
-
-    @property
-    def contracts(self) -> Mapping[str, str]:
-        from kbrl_async.kernels.backends.triton import prompt
-
-        return prompt.CONTRACTS
-
-    @property
-    def shots(self) -> tuple[Shot, ...]:
-        from kbrl_async.kernels.backends.triton import prompt
-
-        return prompt.SHOTS
 
     def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else f"triton is not installed: {CURE}"

@@ -179,6 +179,7 @@ class Owner(Protocol):
     copies: bool
     session: Session
 
+    def claim(self) -> None: ...
     def rehearsal(self, number: int) -> InputSet: ...
     def attach(self, session: Session) -> None: ...
     def check(self, session: Session) -> bool: ...
@@ -270,7 +271,9 @@ class Replays:
     def _made(self, owner: Owner, zygote: Zygote) -> Work | str:
         session = owner.session
         try:
-            place(session, 0, owner.rehearsal(0))
+            rehearsal = owner.rehearsal(0)
+            owner.claim()
+            place(session, 0, rehearsal)
             limit_s = self._options.reference_deadline_s
             work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
             replay, is_right = self._checked(owner, zygote, work)

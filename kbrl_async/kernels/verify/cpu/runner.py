@@ -222,9 +222,9 @@ class Runner:
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            contract.seed(order.seed)
+            made = contract.inputs(self.module, order.inputs, order.seed)
             tensors: list[torch.Tensor] = []
-            tree = values.flatten(list(self.module.get_inputs()), tensors)
+            tree = values.flatten(made, tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, values.save(self.fds[1], tensors))))
             return
         assert isinstance(order, wire.Attach), "the other orders are for a GPU"

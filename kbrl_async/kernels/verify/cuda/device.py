@@ -20,12 +20,13 @@ from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+    from kbrl_async.kernels.verify.family import Family
 
 PRELOAD = (
     *("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner"),
@@ -78,7 +79,7 @@ class CudaDevice(Device):
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        kept: OrderedDict[str, Reference],
+        kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
         if self._spares is None:
@@ -90,8 +91,7 @@ class CudaDevice(Device):
         self,
         reference: Reference,
         zygote: Zygote,
-        candidate: Candidate,
-        artifacts: dict[str, str],
+        code: Submission,
         options: BenchOptions,
         rng: random.Random,
         is_alone: bool,
@@ -100,25 +100,15 @@ class CudaDevice(Device):
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
         try:
-            return replays.open(
-                reference, candidate.source, candidate.backend, artifacts, options.deadline_s, rng, is_alone
-            )
+            return replays.open(reference, code, options.deadline_s, rng, is_alone)
         except Unreplayable as refusal:
-            watched = super().judged(reference, zygote, candidate, artifacts, options, rng, is_alone)
+            watched = super().judged(reference, zygote, code, options, rng, is_alone)
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
             return watched
 
-    def is_repeated(
-        self,
-        reference: Reference,
-        candidate: Candidate,
-        artifacts: dict[str, str],
-        options: BenchOptions,
-        is_right: bool,
-    ) -> bool:
+    def is_repeated(self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool) -> bool:
         assert isinstance(reference, CudaReference)
-        given = candidate.source, candidate.backend, artifacts
-        return self._replays is not None and self._replays.is_repeated(reference, *given, options.deadline_s, is_right)
+        return self._replays is not None and self._replays.is_repeated(reference, code, options.deadline_s, is_right)
 
     def contradict(self, is_right: bool) -> None:
         if self._replays is not None:

@@ -12,6 +12,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,8 +28,11 @@ from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Judged, Session
+from kbrl_async.kernels.verify.session import Judged, Session, Submission
 from protocols.records import Problem
+
+if TYPE_CHECKING:
+    from kbrl_async.kernels.verify.family import Family
 
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
@@ -105,30 +109,19 @@ class CudaReference(Reference):
             arena.close()
         self._drawn, self._weights = [], None
 
-    def open(
-        self,
-        zygote: Zygote,
-        source: str,
-        entry: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        backend: str = "",
-    ) -> CudaSession:
+    def setup(self, code: Submission) -> wire.Setup:
+        made = super().setup(code)
+        return msgspec.structs.replace(made, device=self._options.device, weights_bytes=self.weights_bytes)
+
+    def open(self, zygote: Zygote, code: Submission, deadline_s: float) -> CudaSession:
         """The weights are copied for each child: it can write to what it is given."""
-        setup = msgspec.structs.replace(
-            self.setup(source, entry, artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return CudaSession(zygote, setup, fds, self._options.limits, deadline_s, self.spares)
+            return CudaSession(zygote, self.setup(code), fds, self._options.limits, deadline_s, self.spares)
 
     def record(
         self,
         recorders: Recorders,
-        source: str,
-        artifacts: dict[str, str],
-        backend: str,
+        code: Submission,
         slots: list[list[wire.TensorMeta]],
         start: int,
         deadline_s: float,
@@ -142,13 +135,8 @@ class CudaReference(Reference):
                 for meta, example in zip(places, self.examples, strict=True):
                     arena.view(meta).copy_(example)
 
-        setup = msgspec.structs.replace(
-            self.setup(source, "ModelNew", artifacts, backend),
-            device=self._options.device,
-            weights_bytes=self.weights_bytes,
-        )
         with self._copied_weights() as fds:
-            return recorders.record(wire.Record(setup, self.tree, slots, start), fds, deadline_s, fill)
+            return recorders.record(wire.Record(self.setup(code), self.tree, slots, start), fds, deadline_s, fill)
 
     @contextlib.contextmanager
     def _copied_weights(self) -> Iterator[tuple[int, ...]]:
@@ -248,7 +236,7 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Reference], options: BenchOptions, dying: Dying) -> None:
+def make_room(kept: OrderedDict[str, Family], options: BenchOptions, dying: Dying) -> None:
     """Close the references used longest ago until the GPU has room for another."""
     while kept:
         torch.cuda.empty_cache()

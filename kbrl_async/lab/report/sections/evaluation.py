@@ -12,7 +12,7 @@ from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import data_table, figure, grid, section
 from kbrl_async.lab.report.markup import Markup, element
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import COLOURS, Line, line_chart
+from kbrl_async.lab.report.plots import COLOURS, Series, line_chart
 from kbrl_async.lab.report.sections.heldout import pass_at_k_chart
 from kbrl_async.lab.report.verdict import FAULT_NAMES
 from protocols.records import Fault
@@ -59,10 +59,10 @@ def _fast_p(document: Document) -> Markup:
     return figure("fast_p", f"answers that are correct and more than p times as fast, with {WORDS} intervals", chart)
 
 
-def _fast_line(baseline: str, fast_p: Mapping[str, Figure], colour: str) -> Line:
+def _fast_line(baseline: str, fast_p: Mapping[str, Figure], colour: str) -> Series:
     found = sorted((float(p), one) for p, one in fast_p.items())
     whiskers = [(p, one.lo, one.hi) for p, one in found]
-    return Line(f"over {baseline}", [(p, one.value) for p, one in found], colour, dots=True, whiskers=whiskers)
+    return Series(f"over {baseline}", [(p, one.value) for p, one in found], colour, dots=True, whiskers=whiskers)
 
 
 def _figures(document: Document) -> Markup:

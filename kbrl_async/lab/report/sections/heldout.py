@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kbrl_async.evaluation.metrics import Figure, Sample, by_problem, mean_over_problems, pass_at_k, sample_of, values_k
 from kbrl_async.evaluation.proportions import WORDS, wilson
 from kbrl_async.lab.report import differences, numbers
-from kbrl_async.lab.report.differences import Difference
+from kbrl_async.lab.report.differences import Delta
 from kbrl_async.lab.report.layout import (
     Share,
     axis_row,
@@ -23,7 +23,7 @@ from kbrl_async.lab.report.layout import (
 )
 from kbrl_async.lab.report.markup import Content, Markup, element
 from kbrl_async.lab.report.model import AFTER, BEFORE, ROUND, RunData
-from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry.by_version import SHARES
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
@@ -99,7 +99,7 @@ def _changes(before: Answers, after: Answers) -> Markup:
     return data_table(lines, head)
 
 
-def _told(found: Difference | None) -> Content:
+def _told(found: Delta | None) -> Content:
     if found is None:
         return "–"
     return element("b" if found.is_told else "span", numbers.points(found))
@@ -143,10 +143,10 @@ def _rounds(run: RunData) -> Markup:
     return figure("During training", f"share of answers, by policy version, with {WORDS} intervals", chart)
 
 
-def _line(name: str, by_version: Mapping[int, Answers], flag: str, colour: str) -> Line:
+def _line(name: str, by_version: Mapping[int, Answers], flag: str, colour: str) -> Series:
     found = [(float(v), one) for v in sorted(by_version) if (one := share(by_version[v], flag)) is not None]
     whiskers = [(x, one.low, one.high) for x, one in found]
-    return Line(name, [(x, one.value) for x, one in found], colour, dots=True, whiskers=whiskers)
+    return Series(name, [(x, one.value) for x, one in found], colour, dots=True, whiskers=whiskers)
 
 
 # ── several tries ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ def pass_at_k_chart(series: Sequence[tuple[str, str, Mapping[int, Figure]]]) -> 
     """(name, colour, chance by k) of each series; nothing where nobody was asked twice. Of many, the first one alone
     has intervals: they would hide each other."""
     lines = [
-        Line(
+        Series(
             name, [(float(k), one.value) for k, one in found.items()], colour, dots=True,
             whiskers=[(float(k), one.lo, one.hi) for k, one in found.items() if number == 0 or len(series) == 2],
         )

@@ -123,6 +123,8 @@ def _source(kernel: BestKernel, *, is_open: bool) -> Markup:
         _side("reference", kernel.reference),
     ]
     limits = [element("h4", "what limits it"), element("pre", kernel.profile)] if kernel.profile else []
+    if kernel.workloads:
+        limits = [element("h4", "by workload"), element("pre", "\n".join(kernel.workloads)), *limits]
     return element("details", head, *limits, element("div", *sides, class_="pair"), open=is_open)
 
 

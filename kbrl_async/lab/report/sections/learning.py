@@ -9,9 +9,9 @@ from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import VersionAxis, figure, grid, section, version_axis
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
-from kbrl_async.runs.telemetry.by_version import Part, points, sentence, settled
+from kbrl_async.runs.telemetry.by_version import VersionRange, points, sentence, settled
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
 MOST = 48
@@ -40,21 +40,21 @@ def make(run: RunData) -> Markup:
     return section("learning", "What the policy learned", intro, grid(charts))
 
 
-def _line(name: str, parts: Sequence[Part], figure_name: str, colour: str, *, band: bool = False) -> Line:
+def _line(name: str, parts: Sequence[VersionRange], figure_name: str, colour: str, *, band: bool = False) -> Series:
     found = [(part.middle, part.figures().get(figure_name)) for part in parts]
     there = [(x, each) for x, each in found if each is not None]
     ends = [(x, *each.interval) for x, each in there if each.interval] if band else []
-    return Line(name, [(x, each.value) for x, each in there], colour, band=ends)
+    return Series(name, [(x, each.value) for x, each in there], colour, band=ends)
 
 
-def _reward(parts: Sequence[Part], axis: VersionAxis) -> Markup:
+def _reward(parts: Sequence[VersionRange], axis: VersionAxis) -> Markup:
     if not parts:
         return Markup("")
     line = _line("mean", parts, "reward_mean", "c1", band=True)
     return figure("Reward", f"mean, with its {WORDS} interval", _chart([line], axis, "reward", numbers.plain))
 
 
-def _rates(parts: Sequence[Part], axis: VersionAxis) -> Markup:
+def _rates(parts: Sequence[VersionRange], axis: VersionAxis) -> Markup:
     if not parts:
         return Markup("")
     wanted = (
@@ -67,7 +67,7 @@ def _rates(parts: Sequence[Part], axis: VersionAxis) -> Markup:
     return figure("Rates", f"share of the answers; proven: fast_1_proven; the band: {WORDS} interval of correct", chart)
 
 
-def _speed(parts: Sequence[Part], axis: VersionAxis) -> Markup:
+def _speed(parts: Sequence[VersionRange], axis: VersionAxis) -> Markup:
     line = _line("mean", parts, "speedup_mean", "c2")
     if not line.points:
         return Markup("")
@@ -82,24 +82,24 @@ def _levels(run: RunData, axis: VersionAxis) -> Markup:
         return Markup("")
     # a level has its share of each point only: fewer points keep it as steady
     parts = points(found, max(6, MOST // len(levels)), LEAST_A_POINT * len(levels))
-    lines = [Line(f"L{level}", _of_level(parts, level), f"c{n % 8 + 1}") for n, level in enumerate(levels[:6])]
+    lines = [Series(f"L{level}", _of_level(parts, level), f"c{n % 8 + 1}") for n, level in enumerate(levels[:6])]
     chart = _chart(lines, axis, "correct by level", numbers.percent, (0.0, 1.0))
     return figure("Correct by level", "share of answers", chart)
 
 
-def _of_level(parts: Sequence[Part], level: int) -> list[tuple[float, float]]:
+def _of_level(parts: Sequence[VersionRange], level: int) -> list[tuple[float, float]]:
     members: list[tuple[float, list[RolloutStats]]] = [
         (part.middle, [s for s in part.stats if s.level == level]) for part in parts
     ]
     return [(x, outcome_rates(stats)["correct_rate"]) for x, stats in members if stats]
 
 
-def _size(parts: Sequence[Part]) -> str:
+def _size(parts: Sequence[VersionRange]) -> str:
     return numbers.plain(float(round(sum(len(part.answers) for part in parts) / max(1, len(parts)))))
 
 
 def _chart(
-    lines: Sequence[Line],
+    lines: Sequence[Series],
     axis: VersionAxis,
     label: str,
     y_format: Callable[[float], str],
@@ -113,5 +113,5 @@ def _policy(run: RunData, axis: VersionAxis, name: str, title: str, note: str) -
     points = run.curves.get(name) or []
     if not points:
         return Markup("")
-    line = Line("", points, "c8", window=max(3, len(points) // 30) if len(points) > 6 else 1)
+    line = Series("", points, "c8", window=max(3, len(points) // 30) if len(points) > 6 else 1)
     return figure(title, note, _chart([line], axis, title, numbers.plain, ()))

@@ -23,12 +23,13 @@ from kbrl_async.lab.report.layout import (
     version_axis,
 )
 from kbrl_async.lab.report.markup import Markup
-from kbrl_async.lab.report.model import STAGES, RunData, StageSpan
-from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.model import STAGES, RunData
+from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.lab.report.scales import Points, binned, time_label, time_ticks
 from kbrl_async.lab.report.waiting import StageWait, waits
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.messages import Stage
+from protocols.rollout import StageSpan
 
 COLUMNS = 150
 QUEUES = tuple(stage for stage in STAGES if stage != Stage.SCORE)
@@ -139,17 +140,15 @@ def _busy(sample: SystemSample, name: str) -> float | None:
 
 def _detail(run: RunData) -> Markup:
     """Every single task of a few seconds from the middle of training."""
-    spans = [span for turn in run.turns for span in turn.spans if span.end > span.start]
-    spans += [
-        StageSpan("train", update.start, update.at, "learner") for update in run.updates if update.start is not None
-    ]
+    spans = [span for turn in run.turns for span in turn.spans if span.seconds]
+    spans += [span for update in run.updates for span in update.spans]
     if not any(span.stage == Stage.BENCH for span in spans):
         return Markup("")
     start = _middle(run, spans)
-    inside = [span for span in spans if span.end > start and span.start < start + DETAIL_S]
+    inside = [span for span in spans if span.finished > start and span.started < start + DETAIL_S]
     lanes = _lanes(inside)
     made = [
-        row(name, [Bar(_at(s.start, start), _at(s.end, start), f"{s.stage} s5") for s in mine], value=len(mine))
+        row(name, [Bar(_at(s.started, start), _at(s.finished, start), f"{s.stage} s5") for s in mine], value=len(mine))
         for name, mine in lanes[:MOST_ROWS]
     ]
     axis = [(100 * tick / DETAIL_S, time_label(tick)) for tick in time_ticks(DETAIL_S, 6)]
@@ -167,16 +166,16 @@ def _at(moment: float, start: float) -> float:
 def _middle(run: RunData, spans: Sequence[StageSpan]) -> float:
     """A moment shortly before the update in the middle of training."""
     updates = [update.start for update in run.updates if update.start is not None]
-    wanted = updates[len(updates) // 2] if updates else sorted(span.start for span in spans)[len(spans) // 2]
+    wanted = updates[len(updates) // 2] if updates else sorted(span.started for span in spans)[len(spans) // 2]
     return max(0.0, wanted - DETAIL_S / 4)
 
 
 def _lanes(spans: Sequence[StageSpan]) -> list[tuple[str, list[StageSpan]]]:
     """Spans by worker and slot, so that those of one row never overlap; stages in their order."""
     lanes: dict[str, list[list[StageSpan]]] = defaultdict(list)
-    for span in sorted(spans, key=lambda s: s.start):
+    for span in sorted(spans, key=lambda s: s.started):
         mine = lanes[f"{_rank(span.stage)}{span.worker or span.stage}"]
-        free = next((lane for lane in mine if lane[-1].end <= span.start + 1e-3), None)
+        free = next((lane for lane in mine if lane[-1].finished <= span.started + 1e-3), None)
         if free is None:
             mine.append([span])
         else:
@@ -199,8 +198,8 @@ def _staleness(run: RunData) -> Markup:
     if not by_version:
         return Markup("")
     found = sorted(by_version.items())
-    mean = Line("mean", [(float(v), statistics.fmean(ages)) for v, ages in found], "c1")
-    most = Line("max", [(float(v), float(max(ages))) for v, ages in found], "c2")
+    mean = Series("mean", [(float(v), statistics.fmean(ages)) for v, ages in found], "c1")
+    most = Series("max", [(float(v), float(max(ages))) for v, ages in found], "c2")
     axis = version_axis(run)
     chart = line_chart(
         [mean, most], label="staleness by policy version", y_ends=(0.0, 1.0), x_ends=axis.ends, x_ticks=axis.ticks()
@@ -220,14 +219,14 @@ def _queues(run: RunData) -> list[Markup]:
 
 
 def _by_stage(run: RunData, points: Mapping[str, Points], title: str, note: str) -> Markup:
-    lines = [Line(stage, found, stage) for stage, found in points.items() if any(value for _, value in found)]
+    lines = [Series(stage, found, stage) for stage, found in points.items() if any(value for _, value in found)]
     if not lines:
         return Markup("")
     key = legend([(line.colour, line.name) for line in lines])
     return figure(title, note, key, _over_time(run, lines, note))
 
 
-def _over_time(run: RunData, lines: Sequence[Line], label: str) -> Markup:
+def _over_time(run: RunData, lines: Sequence[Series], label: str) -> Markup:
     return line_chart(
         lines, label=label, x_format=_clock, x_ends=(0.0, run.duration), labels="", x_ticks=time_ticks(run.duration, 5),
         guides=[update.at for update in _some(run.updates, MOST_GUIDES)],
@@ -254,7 +253,7 @@ def _throughput(run: RunData) -> Markup:
         return Markup("")
     parts = binned(turns, float, 40, 0.0, run.duration)
     width = run.duration / 40
-    line = Line("rollouts", [((i + 0.5) * width, len(part) / width) for i, part in enumerate(parts)], "c6")
+    line = Series("rollouts", [((i + 0.5) * width, len(part) / width) for i, part in enumerate(parts)], "c6")
     chart = _over_time(run, [line], "rollouts scored a second")
     return figure("Throughput", "rollouts scored a second", chart)
 

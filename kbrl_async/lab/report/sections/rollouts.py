@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import data_table, section
 from kbrl_async.lab.report.markup import Content, Markup, element, join
-from kbrl_async.lab.report.model import TRAIN, RunData, SampledTurn, ScoredTurn
+from kbrl_async.lab.report.model import TRAIN, ReportedTurn, RunData, SampledTurn
 
 CORRECT = "correct"
 
@@ -34,12 +34,12 @@ def link(run: RunData, task_id: str, words: str = "") -> Markup:
     return element("span", shown) if place is None else element("a", shown, href=f"#r{place}")
 
 
-def outcome(turn: ScoredTurn) -> str:
+def outcome(turn: ReportedTurn) -> str:
     """In words."""
     return CORRECT if turn.stats.correct else turn.stats.fault.replace("_", " ") or "incorrect"
 
 
-def version(turn: ScoredTurn) -> str:
+def version(turn: ReportedTurn) -> str:
     return f"v{turn.stats.policy_version}"
 
 
@@ -84,7 +84,7 @@ def _turn(number: int, one: SampledTurn) -> Markup:
     )  # fmt: skip
 
 
-def _facts(turn: ScoredTurn) -> Markup:
+def _facts(turn: ReportedTurn) -> Markup:
     stats = turn.stats
     said = ["training" if turn.phase == TRAIN else f"held-out, {turn.phase.removeprefix('eval-')} training"]
     said += [f"turn {stats.turn + 1}"] if stats.turn else []

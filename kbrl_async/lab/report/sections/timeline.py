@@ -10,11 +10,11 @@ import msgspec
 from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import Bar, axis_row, figure, legend, row, rows, section
 from kbrl_async.lab.report.markup import Markup, element, join
-from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
+from kbrl_async.lab.report.model import PolicyUpdate, ReportedTurn, RunData
 from kbrl_async.lab.report.scales import time_label, time_ticks
 from kbrl_async.lab.report.sections.rollouts import link
 from protocols.messages import Stage
-from protocols.rollout import STAGES
+from protocols.rollout import STAGES, StageSpan
 
 SHOWN = 12
 KEY = (("wait", "waiting"), *((stage, stage) for stage in (*STAGES, Stage.TRAIN)))
@@ -23,7 +23,7 @@ KEY = (("wait", "waiting"), *((stage, stage) for stage in (*STAGES, Stage.TRAIN)
 class Journey(msgspec.Struct, frozen=True):
     """A turn from being asked for to the end of the update that it was trained on; seconds since it was asked for."""
 
-    turn: ScoredTurn
+    turn: ReportedTurn
     spans: tuple[StageSpan, ...]
     scored: float
     end: float
@@ -56,11 +56,10 @@ def _journeys(run: RunData) -> list[Journey]:
     ]
 
 
-def _journey(turn: ScoredTurn, update: PolicyUpdate | None) -> Journey | None:
+def _journey(turn: ReportedTurn, update: PolicyUpdate | None) -> Journey | None:
     if turn.asked is None or turn.at is None or update is None or update.start is None:
         return None
-    spans = [*turn.spans, StageSpan("train", update.start, update.at, "learner")]
-    moved = tuple(StageSpan(s.stage, s.start - turn.asked, s.end - turn.asked, s.worker) for s in spans)
+    moved = tuple(span.since(turn.asked) for span in (*turn.spans, *update.spans))
     return Journey(turn, moved, turn.at - turn.asked, update.at - turn.asked)
 
 
@@ -81,9 +80,9 @@ def _row(run: RunData, journey: Journey, longest: float) -> Markup:
     stats = journey.turn.stats
     bars = [Bar(0.0, 100 * journey.end / longest, "wait s5")]
     bars += [
-        Bar(100 * s.start / longest, 100 * s.end / longest, f"{s.stage} s5") for s in journey.spans if s.end > s.start
+        Bar(100 * s.started / longest, 100 * s.finished / longest, f"{s.stage} s5") for s in journey.spans if s.seconds
     ]
-    said = [f"{s.stage} {numbers.seconds(s.end - s.start)}" for s in journey.spans if s.end > s.start]
+    said = [f"{s.stage} {numbers.seconds(s.seconds)}" for s in journey.spans if s.seconds]
     name = join([link(run, journey.turn.task_id, stats.rollout_id), element("small", f"  {stats.problem_id}")])
     who = f"{stats.rollout_id} · {stats.problem_id} · {stats.fault or 'ok'}"
     tip = f"{who}\n{', '.join(said)}; all {numbers.seconds(journey.end)}"
@@ -94,7 +93,7 @@ def _row(run: RunData, journey: Journey, longest: float) -> Markup:
 def _share(journeys: Sequence[Journey]) -> Markup:
     """The mean rollout's time in parts."""
     work = {
-        stage: statistics.fmean(sum(s.end - s.start for s in j.spans if s.stage == stage) for j in journeys)
+        stage: statistics.fmean(sum(s.seconds for s in j.spans if s.stage == stage) for j in journeys)
         for stage in (*STAGES, Stage.TRAIN)
     }
     scored = statistics.fmean(journey.scored for journey in journeys)

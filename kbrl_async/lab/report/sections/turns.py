@@ -10,11 +10,11 @@ from kbrl_async.lab.report import numbers
 from kbrl_async.lab.report.layout import Share, axis_row, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
-from kbrl_async.lab.report.plots import Line, line_chart
+from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.lab.report.sections.heldout import AXIS, two_times
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
-from kbrl_async.runs.telemetry.by_version import Ends, Part, ends, sentence, settled
+from kbrl_async.runs.telemetry.by_version import Ends, VersionRange, ends, sentence, settled
 
 MOST_TURNS = 16
 
@@ -50,7 +50,7 @@ def _by_turn(two: Ends, flag: str, title: str) -> Markup:
     return figure(title, "share of the turns", rows([*made, axis_row(AXIS)], label=title, kind="bare"))
 
 
-def _share(part: Part | None, turn: int, flag: str) -> Share | None:
+def _share(part: VersionRange | None, turn: int, flag: str) -> Share | None:
     """Of the turns of this number that are so; answers of one group are alike."""
     groups: dict[str, list[bool]] = defaultdict(list)
     for answer in part.answers if part else ():
@@ -64,7 +64,7 @@ def _success(two: Ends) -> Markup:
     """How many rollouts have a correct kernel by their n-th turn, of the first and of the last versions."""
     first, last = (part.stats if part else [] for part in (two.first, two.last))
     lines = [
-        Line(name, _solved(part), colour, dots=True)
+        Series(name, _solved(part), colour, dots=True)
         for name, colour, part in (("first", "c8", first), ("last", "c3", last))
         if part
     ]

@@ -4,6 +4,6 @@ Owns reading rows that strangers wrote (`rows`) and turning each into an `Entry`
 Invariant: no row, however broken, stops a build.
 """
 
-from kbrl_async.rollouts.retrieval.corpora.registry import Source, known_corpora, open_source
+from kbrl_async.rollouts.retrieval.corpora.registry import CorpusSource, known_corpora, open_source
 
-__all__ = ["Source", "known_corpora", "open_source"]
+__all__ = ["CorpusSource", "known_corpora", "open_source"]

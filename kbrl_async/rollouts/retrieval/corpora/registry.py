@@ -3,7 +3,7 @@
 ::
 
     GPUMODE/KernelBook   rows ─┐
-    archive.parquet      rows ─┼─▶ Source.read() ─▶ Entry | Skip
+    archive.parquet      rows ─┼─▶ CorpusSource.read() ─▶ Entry | Skip
     runs/default      kernels ─┘
 """
 
@@ -33,7 +33,7 @@ class SourceOptions(msgspec.Struct, frozen=True):
     include_incorrect: bool = False
 
 
-class Source(msgspec.Struct, frozen=True):
+class CorpusSource(msgspec.Struct, frozen=True):
     """One source of a build. `fingerprint` changes when its content does."""
 
     name: str
@@ -48,22 +48,22 @@ ProblemLoader = Callable[[str], Mapping[str, str]]
 Maker = Callable[[rows.Row], Entry]
 
 
-def open_source(place: str, options: SourceOptions, problems: ProblemLoader) -> Source:
+def open_source(place: str, options: SourceOptions, problems: ProblemLoader) -> CorpusSource:
     """What `place` names. Raises `UserError` for nothing that we know, `MissingTool` for what needs an extra."""
     path = Path(place)
     if path.is_dir():
         return _filtered(_folder(path, problems), options)
     corpus = _corpus(place)
     read = partial(_entries, place, corpus.maker(options))
-    return _filtered(Source(place, corpus.name, rows.fingerprint(place), read), options)
+    return _filtered(CorpusSource(place, corpus.name, rows.fingerprint(place), read), options)
 
 
-def _folder(path: Path, problems: ProblemLoader) -> Source:
+def _folder(path: Path, problems: ProblemLoader) -> CorpusSource:
     if folders.is_run(path):
         known = problems(folders.run_problems(path))
         read = partial(folders.run_entries, path, known)
-        return Source(str(path), folders.RUN, folders.fingerprint(path), read)
-    return Source(str(path), folders.FOLDER, folders.fingerprint(path), partial(folders.folder_entries, path))
+        return CorpusSource(str(path), folders.RUN, folders.fingerprint(path), read)
+    return CorpusSource(str(path), folders.FOLDER, folders.fingerprint(path), partial(folders.folder_entries, path))
 
 
 class Corpus(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ def _entries(place: str, maker: Maker) -> Iterator[Entry | Skip]:
             yield skip
 
 
-def _filtered(source: Source, options: SourceOptions) -> Source:
+def _filtered(source: CorpusSource, options: SourceOptions) -> CorpusSource:
     if not options.backends:
         return source
     read = source.read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result, Verifier, VerifyOptions
 from kbrl_async.kernels.kernelbench.formats import Outcome, eval_results, problems_root, samples
-from kbrl_async.kernels.kernelbench.runs import JOURNAL_FILE, RESULTS_FILE, RunOptions, verify_run
+from kbrl_async.kernels.kernelbench.runs import JOURNAL_FILE, RESULTS_FILE, RunFolder, RunOptions, Written
 from protocols.records import Fault, Problem, StageReport, Verdict
 from tests.records import timing
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel
@@ -69,6 +70,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 
 def bench(run: Path) -> str:
     return str(run.parent / "bench")
+
+
+def verify_run(
+    run: Path, problems: str, options: RunOptions | None = None, done: Callable[[Outcome], None] = lambda _: None
+) -> Written:
+    return RunFolder(run, problems, options or RunOptions()).verify(done)
 
 
 def test_a_run_folder_gets_both_result_files(

@@ -118,6 +118,26 @@ def test_nsights_table_is_read_by_kernel_longest_first() -> None:
     assert "occupancy 48%" in softmax.text()
 
 
+NCU_2025 = """==PROF== Connected to process 4711 (/usr/bin/python3.11)
+==PROF== Profiling "cunn_SoftMaxForward" - 0: 0%....50%....100% - 9 passes
+==PROF== Disconnected from process 4711
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"dram__bytes.sum","gpu__time_duration.sum","launch__registers_per_thread",\
+"sm__throughput.avg.pct_of_peak_sustained_elapsed"
+"","","","","","","","","","","","Mbyte","us","register/thread","%"
+"0","4711","python3.11","127.0.0.1",\
+"void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>(float *, const float *, int)",\
+"1","7","(1024, 1, 1)","(4096, 1, 1)","0","9.0","134.22","61.312","40","32.18"
+"""
+"""The columns of 2025.3, in units of its own choice: `--print-units base` asks for others."""
+
+
+def test_the_newer_table_is_read_in_whatever_units_it_has() -> None:
+    (kernel,) = nsight.read(NCU_2025)
+    assert kernel.name == "at::native::cunn_SoftMaxForward<8, float, float>"
+    assert (kernel.us, kernel.dram_bytes, kernel.compute) == pytest.approx((61.312, 134.22e6, 0.3218))
+
+
 class FakeContext:
     """Answers as tools do: the first with `output`, a later one with a file that it leaves."""
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.sandbox import Access, Isolation, Limits, Zygote, layers, linux
+from kbrl_async.kernels.sandbox import Access, Isolation, Limits, Zygote, client, layers, linux
 from kbrl_async.kernels.sandbox.tool import Command
 from tests.unit.kernels.sandbox.test_attacks import processes_named
 
@@ -155,3 +155,11 @@ def test_inside_bubblewrap_everything_is_the_same(tmp_path: os.PathLike[str]) ->
         assert enclosed.isolation == Isolation("full")
         assert tool(enclosed, tmp_path, "[ $$ = 1 ] && echo x > file && ! chmod 755 /usr && ! cat /etc/passwd") == 0
         enclosed.check()
+
+
+def test_libraries_that_a_pth_file_adds_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shared := tmp_path / "other" / "site-packages").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(shared))
+    assert str(shared) in client.interpreter_paths()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert str(tmp_path) not in client.interpreter_paths()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kbrl_async.kernels.timing import Interval, Sequential, median_interval, stop_reason, widened
-from kbrl_async.kernels.timing.statistics import bootstrap_interval, boundary, few
+from kbrl_async.kernels.timing.statistics import boundary, few
 
 
 def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
@@ -112,16 +112,3 @@ def test_few_samples_cover_a_normal_truth() -> None:
     rng = random.Random(5)
     hits = sum(not few([rng.lognormvariate(0.0, 0.02) for _ in range(3)], 0.98).excludes(1.0) for _ in range(500))
     assert hits / 500 >= 0.97
-
-
-@pytest.mark.parametrize("method", ["BCa", "percentile"])
-def test_the_bootstrap_agrees_with_the_exact_interval_where_there_is_much_data(method: str) -> None:
-    rng = random.Random(3)
-    ratios = [rng.lognormvariate(0.1, 0.05) for _ in range(300)]
-    exact, found = median_interval(ratios), bootstrap_interval(ratios, method=method)
-    assert found.lo == pytest.approx(exact.lo, rel=0.01)
-    assert found.hi == pytest.approx(exact.hi, rel=0.01)
-
-
-def test_equal_samples_are_their_own_bootstrap() -> None:
-    assert bootstrap_interval([2.0, 2.0, 2.0]) == Interval(2.0, 2.0, 2.0)

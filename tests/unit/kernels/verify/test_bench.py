@@ -131,7 +131,7 @@ def test_a_reference_that_was_killed_before_new_secrets_were_drawn_is_nobodys_fa
     with contextlib.closing(Bench(zygote, patient(reuse=1))) as bench:
         problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
-        bench._references._kept[WEIGHTS].session.close()
+        bench._references._kept[WEIGHTS].cases[0].reference.session.close()
         with pytest.raises(InfraError, match=r"the reference of L1/1 is gone"):
             bench.evaluate(problem, candidate, {}, timing=False)
         assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK

@@ -9,7 +9,7 @@ import pytest
 
 from kbrl_async.evaluation.proportions import clustered_share, wilson
 from kbrl_async.lab.report import differences, numbers
-from kbrl_async.lab.report.differences import Difference
+from kbrl_async.lab.report.differences import Delta
 
 
 def test_two_shares_have_newcombe_s_interval() -> None:
@@ -83,4 +83,4 @@ def test_groups_that_do_not_differ_are_told_apart_one_time_in_twenty(share: floa
 
 
 def test_they_are_written_in_points() -> None:
-    assert numbers.points(Difference(0.128, -0.041, 0.3)) == "+13 points, −4 … +30"
+    assert numbers.points(Delta(0.128, -0.041, 0.3)) == "+13 points, −4 … +30"

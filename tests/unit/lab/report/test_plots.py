@@ -12,7 +12,7 @@ from rich.console import Console
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import comparing, curves, numbers
 from kbrl_async.lab.report.layout import cells
-from kbrl_async.lab.report.plots import STANDALONE, Dot, Line, dot_chart, line_chart, stacked
+from kbrl_async.lab.report.plots import STANDALONE, Dot, Series, dot_chart, line_chart, stacked
 from kbrl_async.lab.report.scales import MOST, Scale, apart, binned, smoothed, thinned, time_label, time_ticks
 from kbrl_async.runs import summary
 from kbrl_async.runs.telemetry.tensorboard import Writer
@@ -21,18 +21,18 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 WORDS = {"title": "t", "x": "x", "y": "y"}
 
 
-def drawn(*lines: Line) -> ET.Element:
+def drawn(*lines: Series) -> ET.Element:
     return ET.fromstring(line_chart(lines, label="a chart", box=STANDALONE, standalone=WORDS, labels="names"))
 
 
 def test_a_chart_is_valid_svg_with_a_line_a_series() -> None:
-    svg = drawn(Line("a<b", [(0, 1), (1, 2)]), Line("c", [(0, 0.5)]), Line("none", []))
+    svg = drawn(Series("a<b", [(0, 1), (1, 2)]), Series("c", [(0, 0.5)]), Series("none", []))
     assert len(svg.findall(f"{NAMESPACE}polyline")) == 2
     assert "a<b" in [text.text for text in svg.findall(f"{NAMESPACE}text")]
 
 
 def test_points_lie_inside_the_frame_and_higher_values_are_higher() -> None:
-    line = drawn(Line("a", [(0, -3), (10, 7)])).find(f"{NAMESPACE}polyline")
+    line = drawn(Series("a", [(0, -3), (10, 7)])).find(f"{NAMESPACE}polyline")
     assert line is not None
     (x0, y0), (x1, y1) = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
     assert STANDALONE.left <= x0 < x1 <= STANDALONE.width - STANDALONE.right
@@ -40,7 +40,7 @@ def test_points_lie_inside_the_frame_and_higher_values_are_higher() -> None:
 
 
 def test_faint_single_values_lie_inside_the_frame_too() -> None:
-    svg = drawn(Line("a", [(float(i), 100.0 * (i == 5)) for i in range(10)], window=5))
+    svg = drawn(Series("a", [(float(i), 100.0 * (i == 5)) for i in range(10)], window=5))
     faint = next(path for path in svg.findall(f"{NAMESPACE}path") if "faint" in path.attrib["class"])
     heights = [float(point.split(",")[1]) for point in faint.attrib["d"][1:].split("L")]
     assert min(heights) >= STANDALONE.top
@@ -50,7 +50,7 @@ def test_a_line_of_any_length_is_drawn_with_few_points_of_the_same_mean() -> Non
     values = [(float(i), float(i % 7)) for i in range(10_000)]
     kept = thinned(values)
     assert len(kept) <= MOST
-    line = drawn(Line("a", values)).find(f"{NAMESPACE}polyline")
+    line = drawn(Series("a", values)).find(f"{NAMESPACE}polyline")
     assert line is not None
     assert len(line.attrib["points"].split()) <= MOST
     assert sum(y for _, y in kept) / len(kept) == pytest.approx(sum(y for _, y in values) / len(values), rel=0.02)

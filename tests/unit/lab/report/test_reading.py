@@ -11,7 +11,7 @@ import pytest
 from kbrl_async.errors import UserError
 from kbrl_async.lab.report import read_run
 from kbrl_async.lab.report.kernels import best_turns
-from kbrl_async.lab.report.model import AFTER, BEFORE, BestKernel, RunData, ScoredTurn
+from kbrl_async.lab.report.model import AFTER, BEFORE, BestKernel, ReportedTurn, RunData
 from kbrl_async.lab.report.reading import Clock
 from kbrl_async.lab.report.sections import kernels
 from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, Row
@@ -29,7 +29,7 @@ def test_every_scored_turn_is_there_once_with_the_times_of_its_stages(run: RunDa
     for turn in run.turns:
         assert turn.asked is not None
         assert turn.at is not None
-        moments = [turn.asked, *(moment for span in turn.spans for moment in (span.start, span.end))]
+        moments = [turn.asked, *(moment for span in turn.spans for moment in (span.started, span.finished))]
         assert moments == sorted(moments)
         assert 0 <= turn.asked <= turn.at <= run.duration + 60
 
@@ -145,7 +145,7 @@ def test_disturbed_measurements_are_not_ranked_and_how_many_there_are_is_said() 
     wide = stats(1.0, "L1/a", correct=True, speedup=90.0, speedup_lo=2.0, speedup_hi=7e11)
     told = stats(1.0, "L1/b", correct=True, speedup=9.0, speedup_lo=1.0, speedup_hi=9.5, disturbed=True)
     sound = stats(1.0, "L1/a", correct=True, speedup=1.5, speedup_lo=1.4, speedup_hi=1.6)
-    turns = [ScoredTurn(each) for each in (wide, told, sound)]
+    turns = [ReportedTurn(each) for each in (wide, told, sound)]
     assert [turn.stats.speedup for turn in best_turns(turns)] == [1.5]
     made = kernels.make(RunData(name="r", turns=turns, kernels=[BestKernel("L1/a", 1.5, 1.4, 1.6)]))
     assert "rank nowhere: 2." in made

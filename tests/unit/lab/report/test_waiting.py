@@ -5,29 +5,34 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kbrl_async.lab.report.model import PolicyUpdate, RunData, ScoredTurn, StageSpan
+from kbrl_async.lab.report.model import PolicyUpdate, ReportedTurn, RunData
 from kbrl_async.lab.report.verdict import FAULT_NAMES, verdict
 from kbrl_async.lab.report.waiting import waits
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.records import INFRASTRUCTURE_FAULTS, Fault
+from protocols.rollout import StageSpan
 from tests.records import stats
+
+
+def worked(stage: str, start: float, end: float, worker: str, waited: float = 0.0) -> StageSpan:
+    return StageSpan(stage, start - waited, start, end, worker)
 
 
 def run(*turns: tuple[StageSpan, ...], updates: tuple[PolicyUpdate, ...] = ()) -> RunData:
     made = [
-        ScoredTurn(stats(rollout_id=f"r{n}"), at=max(span.end for span in spans), asked=0.0, spans=spans)
+        ReportedTurn(stats(rollout_id=f"r{n}"), at=max(span.finished for span in spans), asked=0.0, spans=spans)
         for n, spans in enumerate(turns)
     ]
     return RunData(name="drawn", turns=made, updates=updates or (PolicyUpdate(1, 20.0, 18.0),), duration=20.0)
 
 
 QUICK = (
-    StageSpan("generate", 1, 2, "s", 1.0), StageSpan("compile", 2, 3, "c", 0.0), StageSpan("bench", 5, 7, "b", 2.0),
+    worked("generate", 1, 2, "s", 1.0), worked("compile", 2, 3, "c", 0.0), worked("bench", 5, 7, "b", 2.0),
 )  # fmt: skip
 SLOW = (
-    StageSpan("generate", 1, 2, "s", 1.0), StageSpan("compile", 2, 3, "c", 0.0), StageSpan("bench", 7, 9, "b", 4.0),
+    worked("generate", 1, 2, "s", 1.0), worked("compile", 2, 3, "c", 0.0), worked("bench", 7, 9, "b", 4.0),
 )  # fmt: skip
-BROKEN = (StageSpan("generate", 1, 2, "s", 1.0), StageSpan("compile", 2, 4, "c", 0.0))
+BROKEN = (worked("generate", 1, 2, "s", 1.0), worked("compile", 2, 4, "c", 0.0))
 
 
 def test_waits_are_means_over_all_rollouts() -> None:
@@ -42,7 +47,7 @@ def test_waits_are_means_over_all_rollouts() -> None:
 def test_what_is_asked_for_while_the_policy_is_made_waits_for_no_stage() -> None:
     """Of 20 seconds the first ten made the policy; the bench never rested after them, and the sampler had no queue."""
     turns = [
-        (StageSpan("generate", 10 + n, 10.5 + n, "s", 10.0 + n), StageSpan("bench", 11 + n, 12 + n, "b", 0.5))
+        (worked("generate", 10 + n, 10.5 + n, "s", 10.0 + n), worked("bench", 11 + n, 12 + n, "b", 0.5))
         for n in range(8)
     ]
     found = waits(run(*turns, updates=(PolicyUpdate(1, 20.0, 19.5),)))
@@ -64,10 +69,10 @@ def test_the_busiest_is_waited_for_and_of_two_alike_the_one_with_the_longer_queu
     sampler: float, bench: float, slowest: str | None
 ) -> None:
     """A sampler that is held back has a long queue without being slow."""
-    held_back = (StageSpan("generate", 9, 10, "s", 9.0), StageSpan("bench", 11, 12, "b", 1.0))
+    held_back = (worked("generate", 9, 10, "s", 9.0), worked("bench", 11, 12, "b", 1.0))
     workers = {"s": worker("generate", sampler), "b": worker("bench", bench)}
     system = [SystemSample(t=float(t), workers=workers) for t in range(21)]
-    first = (StageSpan("generate", 0, 1, "s"), StageSpan("bench", 2, 3, "b", 1.0))
+    first = (worked("generate", 0, 1, "s"), worked("bench", 2, 3, "b", 1.0))
     found = waits(msgspec.structs.replace(run(first, held_back), system=system))
     assert found is not None
     assert (found.slowest.stage if found.slowest else None) == slowest
@@ -96,7 +101,7 @@ def test_a_run_that_rested_waited_for_no_stage() -> None:
 
 def test_without_spans_nobody_knows() -> None:
     data = run(QUICK)
-    bare = [ScoredTurn(turn.stats) for turn in data.turns]
+    bare = [ReportedTurn(turn.stats) for turn in data.turns]
     assert waits(RunData(name="bare", turns=bare, updates=data.updates)) is None
 
 

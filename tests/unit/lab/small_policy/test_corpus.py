@@ -19,7 +19,7 @@ from kbrl_async.lab.small_policy.corpus import error_of, examples, write_example
 from kbrl_async.lab.small_policy.families.rows import RowReduce
 from kbrl_async.lab.small_policy.families.source import render_answer
 from kbrl_async.lab.small_policy.languages import respond
-from kbrl_async.lab.small_policy.making import Kept, Pair, bucketed, tokenize, train_tokenizer
+from kbrl_async.lab.small_policy.making import MadeOnce, Pair, bucketed, tokenize, train_tokenizer
 from kbrl_async.lab.small_policy.ops import chain
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, difficulty, random_spec
 from kbrl_async.rollouts.prompts import Feedback, extract, render_prompt
@@ -167,7 +167,7 @@ def test_of_the_corpus_only_what_is_wanted_is_made_and_only_once() -> None:
             made.append(number)
             yield [number], []
 
-    kept = Kept(source())
+    kept = MadeOnce(source())
     assert [pair[0][0] for pair in itertools.islice(kept, 2)] == [0, 1]
     assert made == [0, 1]
     assert [pair[0][0] for pair in itertools.chain(kept, kept)] == [*range(5), *range(5)]

@@ -11,7 +11,7 @@ import msgspec
 
 from kbrl_async.lab.indexing import IndexOptions, build_index
 from kbrl_async.rollouts.retrieval import Entry, Manifest, SourceOptions, open_source
-from kbrl_async.rollouts.retrieval.corpora import Source
+from kbrl_async.rollouts.retrieval.corpora import CorpusSource
 from kbrl_async.rollouts.retrieval.entries import Skip
 
 MODULE = """import torch
@@ -46,17 +46,17 @@ def entry(number: int, reference: str, **changes: Any) -> Entry:
     return msgspec.structs.replace(made, **changes)
 
 
-def source(rows: Iterable[Entry | Skip], name: str = "test") -> Source:
+def source(rows: Iterable[Entry | Skip], name: str = "test") -> CorpusSource:
     listed = list(rows)
     fingerprint = str(hash(tuple(row.uid if isinstance(row, Entry) else row.reason for row in listed)))
-    return Source(name, "test", fingerprint, lambda: iter(listed))
+    return CorpusSource(name, "test", fingerprint, lambda: iter(listed))
 
 
 def build(folder: Path, rows: Iterable[Entry | Skip], **options: Any) -> Manifest:
     return build_index([source(rows)], folder, IndexOptions(**options))
 
 
-def open_file(path: Path, **options: Any) -> Source:
+def open_file(path: Path, **options: Any) -> CorpusSource:
     return open_source(str(path), SourceOptions(**options), lambda setting: {})
 
 

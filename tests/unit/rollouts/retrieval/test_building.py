@@ -15,7 +15,7 @@ import pytest
 
 from kbrl_async.errors import AddressTaken, UserError
 from kbrl_async.lab.indexing import IndexOptions, build_index
-from kbrl_async.rollouts.retrieval import Entry, Query, Retriever, Source
+from kbrl_async.rollouts.retrieval import CorpusSource, Entry, Query, Retriever
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
 from kbrl_async.rollouts.retrieval.entries import Skip
@@ -251,4 +251,4 @@ def test_an_index_does_not_choose_what_is_imported(tmp_path: Path, named: str, m
 
 
 def test_the_source_of_a_build_is_a_plain_value() -> None:
-    assert isinstance(source(ROWS), Source)
+    assert isinstance(source(ROWS), CorpusSource)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kbrl_async.rollouts.retrieval.ranking import Candidate, RankOptions, rank, speed_part
+from kbrl_async.rollouts.retrieval.ranking import Rankable, RankOptions, rank, speed_part
 
 APART = np.eye(4, dtype=np.float32)
 
 
-def candidate(reference: int, similarity: float = 0.5, **changes: object) -> Candidate:
+def candidate(reference: int, similarity: float = 0.5, **changes: object) -> Rankable:
     facts = {"backend": "c", "verified": True, "speedup": 1.0, **changes}
-    return Candidate(similarity, reference=reference, **facts)  # type: ignore[arg-type]
+    return Rankable(similarity, reference=reference, **facts)  # type: ignore[arg-type]
 
 
-def order(candidates: list[Candidate], vectors: np.ndarray = APART, k: int = 3, backend: str = "c") -> list[int]:
+def order(candidates: list[Rankable], vectors: np.ndarray = APART, k: int = 3, backend: str = "c") -> list[int]:
     return [ranked.position for ranked in rank(candidates, vectors[: len(candidates)], k, backend)]
 
 

@@ -149,7 +149,6 @@ def test_a_batch_is_held_back_for_a_group_that_would_become_too_old() -> None:
     book, slow = slow_group_at_version_one()
     assert isinstance(book.take(book.poll(0.0)).event, HoldBegan)
     assert book.take(book.poll(5.0)).event is None
-    assert book.next_deadline() == 10.0
     score_all(book, slow, version=0)
     assert slow in train_one(book, 6.0).group_ids
 

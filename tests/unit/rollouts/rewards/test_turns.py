@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbrl_async.rollouts.turns import TurnScore, goes_on, split_turn_id, turn_id, with_returns
-from protocols.records import TrainSample
+from kbrl_async.rollouts.manager import RolloutManager, RolloutRules
+from kbrl_async.rollouts.prompts.first import FirstPrompts
+from kbrl_async.rollouts.scoring import ScoredTurn
+from kbrl_async.rollouts.trajectories import TurnTaken
+from kbrl_async.rollouts.turns import TurnScore, goes_on, is_single, split_turn_id, turn_id, with_returns
+from protocols.records import Fault, Problem, Purpose, RolloutRequest, SamplingParams, TrainSample
 from tests.plans import turn_rules
-from tests.records import sample
+from tests.records import sample, stats
 
 WRONG, RIGHT, FAST = TurnScore(0.1), TurnScore(0.7, True, 0.5), TurnScore(1.0, True, 2.0)
 FOUR = turn_rules(max_turns=4)
@@ -70,3 +74,28 @@ def test_tokens_and_versions_of_a_turn_stay_its_own() -> None:
 def test_a_turns_task_names_its_rollout_and_turn(rollout: str, turn: int) -> None:
     rollout_id = rollout + ".r0"
     assert split_turn_id(turn_id(rollout_id, turn)) == (rollout_id, turn)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 400, 600), (1.0, 1000, 1000)])
+def test_a_share_of_groups_takes_one_turn_only(share: float, least: int, most: int) -> None:
+    rules = turn_rules(4, single_share=share)
+    single = [is_single(f"g{number:06d}", rules) for number in range(1000)]
+    assert least <= sum(single) <= most
+    assert single == [is_single(f"g{number:06d}", rules) for number in range(1000)]
+
+
+def test_an_evaluation_takes_all_turns_of_such_groups() -> None:
+    class Nothing:
+        def turns(self, _: str) -> list[TurnTaken]:
+            return []
+
+    rules = RolloutRules("multi_turn", "c", "compact", turn_rules(4, single_share=1.0))
+    prompts = FirstPrompts("compact", "c")
+    manager = RolloutManager(rules, Nothing(), prompts, SamplingParams(0))  # type: ignore[arg-type] # all that is asked
+    problem = Problem("L1/a", 1, "a", "")
+    scored = ScoredTurn(sample("g0.r0", 0.0), stats(0.0), Fault.INCORRECT, None, None)
+    goes_on = {
+        purpose: manager.goes_on(RolloutRequest("g0.r0", "g0", problem, "", "c", SamplingParams(0), purpose), scored)
+        for purpose in (Purpose.TRAIN, Purpose.EVAL)
+    }
+    assert goes_on == {Purpose.TRAIN: False, Purpose.EVAL: True}

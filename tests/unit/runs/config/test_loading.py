@@ -14,7 +14,10 @@ from kbrl_async.runs.config.names import ALIASES, OTHER_NAMES
 
 ROOT = Path(__file__).parents[4]
 SWITCH = "true or false"
-LOSSES = "one of dppo_tv, ppo, grpo, decoupled, a3po, gspo, tis, cispo, reinforce, or package.module:object"
+LOSSES = (
+    "one of dppo_tv, ppo, grpo, decoupled, a3po, gspo, tis, cispo, reinforce, importance_sampling, "
+    "or package.module:object"
+)
 
 
 def write(folder: Path, name: str, text: str) -> Path:

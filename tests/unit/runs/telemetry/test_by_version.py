@@ -13,17 +13,27 @@ from kbrl_async.rollouts.buffer.events import Admitted, BatchTrained, RolloutSco
 from kbrl_async.runs.commands import Command, RolloutEnded
 from kbrl_async.runs.settling import SettledVersions, note
 from kbrl_async.runs.telemetry import by_version
-from kbrl_async.runs.telemetry.by_version import Answer, Answers, Part, Tally, ends, fields, points, sentence, settled
+from kbrl_async.runs.telemetry.by_version import (
+    Answers,
+    ScoredAnswer,
+    Tally,
+    VersionRange,
+    ends,
+    fields,
+    points,
+    sentence,
+    settled,
+)
 from protocols.records import VERIFIER
 from tests.records import stats
 from tests.slow_bench import COMPILES, CORRECT, SlowBench, tenths
 
 
-def answers(version: int, groups: int, correct: int = 0, size: int = 8, begin: int = 0) -> list[Answer]:
+def answers(version: int, groups: int, correct: int = 0, size: int = 8, begin: int = 0) -> list[ScoredAnswer]:
     """Groups of one version, each with as many correct answers."""
     return [
-        Answer(f"g{begin + g}", stats(float(r < correct), correct=r < correct, compiled=True, policy_version=version,
-                                      rollout_id=f"v{version}.g{begin + g}.r{r}"))
+        ScoredAnswer(f"g{begin + g}", stats(float(r < correct), correct=r < correct, compiled=True,
+                                            policy_version=version, rollout_id=f"v{version}.g{begin + g}.r{r}"))
         for g in range(groups)
         for r in range(size)
     ]  # fmt: skip
@@ -123,15 +133,16 @@ def test_figures_come_with_their_intervals() -> None:
     assert found["reward_mean"].interval == pytest.approx((1 / 8, 1 / 8))
     assert "speedup_mean" not in found
     fast = [
-        Answer(a.group_id, stats(1.0, correct=True, speedup=2.0 ** (i % 2 * 2 - 1))) for i, a in enumerate(part.answers)
+        ScoredAnswer(a.group_id, stats(1.0, correct=True, speedup=2.0 ** (i % 2 * 2 - 1)))
+        for i, a in enumerate(part.answers)
     ]
-    speedup = by_version.Part(0, 0, fast).figures()["speedup_mean"]
+    speedup = by_version.VersionRange(0, 0, fast).figures()["speedup_mean"]
     assert speedup.value == pytest.approx(1.0)
     assert speedup.interval == pytest.approx((1.0, 1.0))
 
 
 def test_predictions_of_verdicts_are_no_kernels() -> None:
-    made = [*answers(0, 8, 4), Answer("g0", stats(1.0, role=VERIFIER, rollout_id="v0.g0.r0", turn=1))]
+    made = [*answers(0, 8, 4), ScoredAnswer("g0", stats(1.0, role=VERIFIER, rollout_id="v0.g0.r0", turn=1))]
     assert fields(Answers(made))["answers_first"] == 64
 
 
@@ -139,7 +150,7 @@ def test_a_rollout_s_turns_count_for_the_version_that_wrote_its_first() -> None:
     """Only who failed has a second turn: of a version's own turns the later ones are the hard cases."""
     first = answers(0, 8, 4)
     second = [
-        Answer(a.group_id, stats(0.0, policy_version=1, turn=1, rollout_id=a.stats.rollout_id))
+        ScoredAnswer(a.group_id, stats(0.0, policy_version=1, turn=1, rollout_id=a.stats.rollout_id))
         for a in first
         if not a.stats.correct
     ]
@@ -228,9 +239,9 @@ def test_a_run_that_is_cut_off_is_not_judged_by_what_was_quick(seed: int) -> Non
 # ── while it goes on ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def told_live(run: SlowBench) -> tuple[list[Part], int]:
+def told_live(run: SlowBench) -> tuple[list[VersionRange], int]:
     """What is told after each update and at the end, and how many answers were kept at most."""
-    live, told, most = SettledVersions(), list[Part](), 0
+    live, told, most = SettledVersions(), list[VersionRange](), 0
     for entry in run.entries:
         live.note([entry])
         if isinstance(entry, BatchTrained):
@@ -245,7 +256,7 @@ def test_each_version_is_told_once_with_all_of_its_answers_as_soon_as_they_are_i
     told, most = told_live(run)
     whole = settled(tallied(run)).versions
     assert [part.last for part in told] == list(whole)
-    assert [part.figures() for part in told] == [Part(v, v, listed).figures() for v, listed in whole.items()]
+    assert [part.figures() for part in told] == [VersionRange(v, v, listed).figures() for v, listed in whole.items()]
     assert most < 8 * 8 * 8, "it remembers what is open, not the run"
 
 

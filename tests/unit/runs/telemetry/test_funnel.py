@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kbrl_async.rollouts.rewards.presets import STAGE3
 from kbrl_async.rollouts.scoring import score
-from kbrl_async.rollouts.stats import RolloutStats, Step, steps_of
+from kbrl_async.rollouts.stats import RolloutStats, StepOutcome, steps_of
 from kbrl_async.runs.archive.funnel import funnel, way
 from kbrl_async.runs.archive.rows import make_row
 from protocols.records import (
@@ -66,7 +66,7 @@ def test_steps_are_those_of_the_record_without_what_is_not_the_candidates() -> N
 
 
 def test_an_answer_without_code_ends_at_its_format() -> None:
-    assert steps_of(turn(written(None))) == (Step("format", False),)
+    assert steps_of(turn(written(None))) == (StepOutcome("format", False),)
 
 
 def test_who_fails_the_small_inputs_is_not_counted_again_at_the_full_ones_but_costs_what_they_cost() -> None:
@@ -121,7 +121,7 @@ def test_who_cheats_has_compiled() -> None:
 
 
 def test_a_prediction_is_no_candidate() -> None:
-    guess = RolloutStats(problem_id="L1/a", level=1, reward=1.0, role=VERIFIER, funnel=(Step("format", False),))
+    guess = RolloutStats(problem_id="L1/a", level=1, reward=1.0, role=VERIFIER, funnel=(StepOutcome("format", False),))
     assert funnel([guess]) == {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kbrl_async.runs.telemetry import log_reading, logs
-from kbrl_async.runs.telemetry.log_reading import Broken, Filter, Follower, LastErrors, Line
+from kbrl_async.runs.telemetry.log_reading import Broken, Filter, Follower, LastErrors, LoggedEvent
 
 
 def at(second: float) -> str:
@@ -22,12 +22,12 @@ def entry(second: float, process: str = "farm.1", **more: Any) -> bytes:
     return json.dumps({"process": process, "event": "x", "level": "info", "timestamp": at(second), **more}).encode()
 
 
-def read(folder: Path) -> tuple[list[Line], int]:
+def read(folder: Path) -> tuple[list[LoggedEvent], int]:
     broken = Broken()
     return list(log_reading.merged(log_reading.files(folder), broken)), broken.count
 
 
-def events(lines: list[Line]) -> list[str]:
+def events(lines: list[LoggedEvent]) -> list[str]:
     return [str(line.event["event"]) for line in lines]
 
 

@@ -17,7 +17,7 @@ from kbrl_async.learning.metrics import StepLog
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.summary import RunCounters
 from kbrl_async.runs.telemetry import prometheus, training_metrics
-from kbrl_async.runs.telemetry.prometheus import Exporter, Source
+from kbrl_async.runs.telemetry.prometheus import Exporter, MetricsSource
 from protocols import events as ev
 from protocols import messages as msg
 from protocols.ledger import Ledger
@@ -62,10 +62,10 @@ def status() -> msg.StatusReport:
     return ledger.status(1.0)
 
 
-SOURCE = Source(lambda: Load(0.5, 1, 2.0, 3.0, 4, 5, 0.75, 0.5, 2.0), status, scalars)
+SOURCE = MetricsSource(lambda: Load(0.5, 1, 2.0, 3.0, 4, 5, 0.75, 0.5, 2.0), status, scalars)
 
 
-def exporter(folder: Path, source: Source = SOURCE, port: int = 0, process: str = "broker.1") -> Exporter:
+def exporter(folder: Path, source: MetricsSource = SOURCE, port: int = 0, process: str = "broker.1") -> Exporter:
     return Exporter(source, run_dir=folder, process=process, host="127.0.0.1", port=port, labels={"run": "smoke"})
 
 
@@ -100,7 +100,7 @@ def test_a_process_serves_its_load_the_queues_and_the_last_update(tmp_path: Path
 
 def test_values_are_those_of_the_moment_they_are_fetched(tmp_path: Path) -> None:
     loads = iter([Load(0.1), Load(0.9)])
-    served = exporter(tmp_path, Source(lambda: next(loads)))
+    served = exporter(tmp_path, MetricsSource(lambda: next(loads)))
     try:
         assert [fetched(served.port)["kbrl_process_busy_ratio"][""] for _ in range(2)] == [0.1, 0.9]
     finally:
@@ -108,7 +108,7 @@ def test_values_are_those_of_the_moment_they_are_fetched(tmp_path: Path) -> None
 
 
 def test_a_process_without_a_gpu_serves_none(tmp_path: Path) -> None:
-    served = exporter(tmp_path, Source(Load))
+    served = exporter(tmp_path, MetricsSource(Load))
     try:
         assert not [name for name in fetched(served.port) if "gpu" in name]
     finally:

@@ -17,7 +17,7 @@ from kbrl_async.kernels.timing import Recipe
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry.by_version import FIELDS, Answer, Answers
+from kbrl_async.runs.telemetry.by_version import FIELDS, Answers, ScoredAnswer
 from protocols.records import Timing
 from tests.records import stats
 
@@ -40,7 +40,7 @@ def wrong(reward: float = 0.0, *, compiled: bool = False) -> RolloutStats:
 
 def built(rollouts: list[RolloutStats], **values: Any) -> dict[str, Any]:
     """Of groups that hold one rollout each."""
-    answers = Answers([Answer(f"g{number}", rollout) for number, rollout in enumerate(rollouts)])
+    answers = Answers([ScoredAnswer(f"g{number}", rollout) for number, rollout in enumerate(rollouts)])
     return summary.build(**{"counters": COUNTERS, "answers": answers, "wall_s": 200.0, "busy": {}, **values})
 
 
@@ -240,3 +240,11 @@ def test_groups_that_were_open_at_the_end_are_told_from_failures() -> None:
 def test_a_small_policy_that_was_cut_is_said_to_be() -> None:
     assert "cut at step 134 of 300 by sft.max_seconds" in table(small_policy_cut="step 134 of 300")
     assert "small policy" not in table()
+
+
+def test_a_run_without_an_update_says_where_its_answers_ended() -> None:
+    found = {"format": {"entered": 90, "passed": 4}, "compile": {"entered": 4, "passed": 1}}
+    equal = {"updates": 0, "failed_reasons": {"zero_variance": 11}, "funnel": found}
+    assert "86 of 90 answers ended at 'format'" in table(**equal)
+    assert "no update" not in table(**equal | {"updates": 1})
+    assert "no update" not in table(**equal | {"failed_reasons": {"worker_lost": 11}})

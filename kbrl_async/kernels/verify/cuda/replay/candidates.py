@@ -25,7 +25,7 @@ from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.recording import Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
-from kbrl_async.kernels.verify.session import CandidateFault
+from kbrl_async.kernels.verify.session import CandidateFault, Submission
 
 _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
@@ -75,9 +75,7 @@ class Replays:
     def open(
         self,
         reference: CudaReference,
-        source: str,
-        backend: str,
-        artifacts: dict[str, str],
+        code: Submission,
         deadline_s: float,
         rng: random.Random,
         is_alone: bool,
@@ -90,7 +88,7 @@ class Replays:
         if refused := reference.capture_refused():
             raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
-            built = images(map(Path, artifacts.values()))
+            built = images(map(Path, code.artifacts.values()))
         except Unloadable as refusal:
             raise Unreplayable(str(refusal)) from refusal
         slots = reference.plan.slots
@@ -99,7 +97,7 @@ class Replays:
         if is_alone:
             recorders.forget()
             self._host.renew()
-        content = reference.record(recorders, source, artifacts, backend, placed, start, deadline_s)
+        content = reference.record(recorders, code, placed, start, deadline_s)
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -123,15 +121,7 @@ class Replays:
         self._host.refill()
         return session
 
-    def is_repeated(
-        self,
-        reference: CudaReference,
-        source: str,
-        backend: str,
-        artifacts: dict[str, str],
-        deadline_s: float,
-        is_right: bool,
-    ) -> bool:
+    def is_repeated(self, reference: CudaReference, code: Submission, deadline_s: float, is_right: bool) -> bool:
         """Whether a second process, which has served other candidates than the first, writes down of the last one
         what the first wrote, and keeps the same in memory that lasts. Then what was found of its replay holds. Of what
         is right only the kind of its steps is compared: a tuned kernel is launched in several ways.
@@ -142,7 +132,7 @@ class Replays:
         second = self._second(first.arena.size)
         if second is None:
             return False
-        content = reference.record(second, source, artifacts, backend, last.placed, last.start, deadline_s)
+        content = reference.record(second, code, last.placed, last.start, deadline_s)
         second.refill()
         self._repeated = _Written(content, last.placed, last.start, last.recording)
         if is_right:

@@ -1,0 +1,40 @@
+"""What a bench knows of one problem: a reference for each of its workloads."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kbrl_async.kernels.problems.workloads import Workload
+from kbrl_async.kernels.verify.reference import Reference
+
+WHOLE = Workload()
+"""Of a problem that has no other."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    workload: Workload
+    reference: Reference
+
+
+class Family:
+    """The references of one problem, one for each workload; those of one module share a child and its weights."""
+
+    def __init__(self, source: str, cases: list[Case]) -> None:
+        self.source, self.cases = source, cases
+        self.uses = 0
+
+    @property
+    def references(self) -> list[Reference]:
+        return [case.reference for case in self.cases]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(reference.host_bytes for reference in self.references)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(reference.device_bytes for reference in self.references)
+
+    def close(self) -> None:
+        for reference in self.references:
+            reference.close()

@@ -1,0 +1,156 @@
+"""The seam between the learner process and who computes its updates; and the one that computes them in this process.
+
+::
+
+    step ─▶ save (the truth) ─▶ publish: weights that samplers can load, with the canaries' log-probs ─▶ collect
+
+To add one: `def start(setup: LearnerSetup) -> LearnerEngine`, named by `learner.engine=package.module:start` or an
+entry point of the group `kbrl_async.learner_engines`. Ours are named in `settings.LEARNER_ENGINES`.
+
+Invariants
+* What `save` has returned from survives any crash: `resume` begins there.
+* A version is published with log-probs of the canaries that the trained weights gave themselves (I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kbrl_async.learning import checkpoints, efficiency
+from kbrl_async.learning.forward_backward import Tick
+from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies.models import causal_lm
+from kbrl_async.learning.settings import UpdateSettings
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.weights import Canaries
+from protocols.records import TrainGroup
+
+
+class LearnerSetup(msgspec.Struct, frozen=True):
+    """What a run gives a learner's engine at its start."""
+
+    settings: UpdateSettings
+    model_name: str
+    lora_rank: int
+    base_url: str | None
+    api_key_env: str | None
+    checkpoints: Path
+    policies: Path
+    base: Callable[[], str]
+    """Makes the small policy, or names the model; raises where the run is stopped meanwhile. Takes minutes."""
+    canaries: Callable[[str], Canaries]
+    """By the tokenizer of that base."""
+    make_trainer: Callable[[str], Trainer]
+    """Of this process and its ranks, before its first batch."""
+
+
+class LearnerEngine(Protocol):
+    """What the learner needs. All methods belong to one thread."""
+
+    @property
+    def is_remote(self) -> bool:
+        """It computes elsewhere: nothing here needs to stand still for a bench."""
+
+    def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
+        """One update of policy `version`; its metrics. `tick` is called now and then.
+
+        :raises NonFiniteLoss: the weights may be spoilt; `resume` brings them back.
+        :raises InfraError: nobody knows what has become of the weights; `resume` brings them back.
+        """
+
+    def usage(self, metrics: dict[str, float]) -> dict[str, float]:
+        """How an update used the hardware, where it is known."""
+
+    def save(self, progress: checkpoints.Progress, keep: int) -> None:
+        """Writes a checkpoint and deletes all but the newest `keep`."""
+
+    def resume(self) -> checkpoints.Resumed | None:
+        """Goes back to the newest checkpoint that can be read; None where there is none at all."""
+
+    def publish(self, version: int, parent: int | None) -> None:
+        """Makes `policies/policy-v{version}`; a version that is there is replaced."""
+
+    def adopt(self, folder: Path) -> bool:
+        """Goes on from the published weights in `folder`; False where that can't be, and they are to be replaced."""
+
+    def collect(self, keep: int, needed: Iterable[int]) -> None:
+        """Deletes all but the newest `keep` versions and those that are `needed`."""
+
+    def close(self) -> None: ...
+
+
+def start(setup: LearnerSetup) -> LocalEngine:
+    """The engine of `learner.engine=torch`."""
+    base = setup.base()
+    return LocalEngine(setup.make_trainer(base), base, setup.canaries(base), setup.checkpoints, setup.policies)
+
+
+class LocalEngine:
+    """A `Trainer` in this process, which may lead others."""
+
+    is_remote = False
+
+    def __init__(
+        self, trainer: Trainer, base: str, canaries: Canaries, checkpoint_folder: Path, policies: Path
+    ) -> None:
+        self.trainer = trainer
+        self._base, self._canaries = base, canaries
+        self._checkpoints, self._policies = checkpoint_folder, policies
+
+    def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
+        return self.trainer.step(groups, temperature, tick, version)
+
+    def usage(self, metrics: dict[str, float]) -> dict[str, float]:
+        trainer = self.trainer
+        model = causal_lm(trainer.model)
+        ranks_at_work = 1 if trainer.process_group is None else trainer.process_group.size
+        passes = trainer.settings.learner.epochs  # `input_tokens` counts every pass already
+        length = metrics["input_tokens"] / passes / max(1.0, metrics["samples"])
+        flops = efficiency.flops_per_token(model, length) * metrics["input_tokens"]
+        return {
+            "mfu": efficiency.utilisation(flops, metrics["gradient_s"], self._peak * ranks_at_work),
+            "memory_peak_mb": efficiency.peak_memory_mb(trainer.device),
+        }
+
+    @cached_property
+    def _peak(self) -> float:
+        """FLOP/s that `mfu` is a share of."""
+        tera = self.trainer.settings.learner.peak_tflops
+        return tera * 1e12 if tera else efficiency.measured_peak(self.trainer.device, self.trainer.bf16)
+
+    def save(self, progress: checkpoints.Progress, keep: int) -> None:
+        checkpoints.save(self._checkpoints, self.trainer, progress, keep)
+
+    def resume(self) -> checkpoints.Resumed | None:
+        return checkpoints.resume(self._checkpoints, self.trainer)
+
+    def publish(self, version: int, parent: int | None) -> None:
+        versions.publish(
+            self._policies,
+            self.trainer.model,
+            version,
+            parent,
+            self.trainer.optimizer_step,
+            self._canaries.ids,
+            self._base,
+            texts=self._canaries.texts,
+            logprobs_of=self.trainer.sequence_logprobs,
+        )
+
+    def adopt(self, folder: Path) -> bool:
+        """What was published counts: on a GPU, batches that are trained again differ in their last bits."""
+        versions.load_weights(folder, self.trainer.model)
+        return True
+
+    def collect(self, keep: int, needed: Iterable[int]) -> None:
+        versions.collect_garbage(self._policies, keep, needed)
+
+    def close(self) -> None:
+        """Lets the other ranks go."""
+        if self.trainer.process_group is not None:
+            self.trainer.process_group.close()

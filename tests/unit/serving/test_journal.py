@@ -1,0 +1,80 @@
+"""What a service keeps: others may read it meanwhile, nobody else writes it, the past is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.errors import AddressTaken, HostError
+from kbrl_async.serving import journal
+from kbrl_async.serving.documents import Ask, Job, Outcome
+from kbrl_async.serving.journal import FILE, Journal, read_jobs
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Journal]:
+    with contextlib.closing(Journal(tmp_path / FILE, keep=3)) as found:
+        yield found
+
+
+def job(number: int, outcome: Outcome | None = None) -> Job:
+    return Job(f"job{number}", "me", Ask("x" * 3000), float(number), outcome=outcome)
+
+
+def test_others_read_it_while_it_is_written_and_nobody_else_writes_it(kept: Journal) -> None:
+    kept.put(job(1))
+    assert [found.id for found in read_jobs(kept.path)] == ["job1"]
+    with pytest.raises(AddressTaken, match="in use by another service"):
+        Journal(kept.path, keep=3)
+
+
+def test_a_checkpoint_takes_the_log_over_and_keeps_nobody_from_writing(kept: Journal) -> None:
+    log = Path(f"{kept.path}-wal")
+    for number in range(40):
+        kept.put(job(number))
+    grown = log.stat().st_size
+    kept.checkpoint()
+    for number in range(40, 80):
+        kept.put(job(number))
+    assert grown > 40 * 3000
+    assert log.stat().st_size == grown  # its beginning is written again
+    assert len(list(read_jobs(kept.path))) == 80
+
+
+def test_nothing_but_a_checkpoint_waits_for_the_disk(kept: Journal) -> None:
+    """SQLite's own way would flush the log after a thousand pages, in the event loop."""
+    for number in range(700):
+        kept.put(job(number))
+    assert Path(f"{kept.path}-wal").stat().st_size > 1500 * 4096
+
+
+def test_a_checkpoint_that_fails_is_no_end(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def execute(self, _: str) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def close(self) -> None:
+            pass
+
+    kept.put(job(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(kept, "_checkpoints", Broken())
+        with pytest.raises(HostError):
+            kept.checkpoint()
+    kept.checkpoint()
+    assert kept.get("job1") is not None
+
+
+def test_of_what_ended_the_newest_stay_with_their_names(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_EVERY", 1)
+    kept.put(job(0))
+    for number in range(1, 6):
+        kept.put(job(number, Outcome(owner="host")))
+        kept.name(f"name{number}", f"job{number}")
+    kept.put(job(6, Outcome(owner="host")))
+    assert [found.id for found in read_jobs(kept.path)] == ["job0", "job4", "job5", "job6"]
+    assert [kept.named(f"name{number}") for number in range(1, 6)] == ["", "", "", "job4", "job5"]
