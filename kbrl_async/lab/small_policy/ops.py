@@ -132,7 +132,7 @@ def c_lines(steps: tuple[ChainStep, ...], author: Author) -> list[str]:
 
 
 def chain_function(
-    name: str, steps: tuple[ChainStep, ...], author: Author, *, kind: str = "static inline", join: str = ""
+    name: str, steps: tuple[ChainStep, ...], author: Author, *, linkage: str = "static inline", join: str = ""
 ) -> list[str]:
     """The chain as a C function `name(v)`, or `name(v, w)` where `join` says how a second value comes in first.
 
@@ -141,7 +141,7 @@ def chain_function(
     """
     parameters = "float v, float w" if join else "float v"
     body = [*([join] if join else []), *commented(steps, author)]
-    return [f"{kind} float {name}({parameters}) {{", *indent(body, 1), "    return v;", "}"]
+    return [f"{linkage} float {name}({parameters}) {{", *indent(body, 1), "    return v;", "}"]
 
 
 class Chains:

@@ -26,7 +26,7 @@ def render(module: Module, answer: KernelAnswer, author: Author) -> str:
 
 def chain_function(steps: tuple[ChainStep, ...], author: Author, join: str = "") -> list[str]:
     """`f(v)`, or `f(v, w)` where `join` says how a second value comes in first."""
-    return function_of("f", steps, author, kind="__device__", join=join)
+    return function_of("f", steps, author, linkage="__device__", join=join)
 
 
 def items(author: Author, count: str, each: int = BLOCK) -> str:
