@@ -278,8 +278,10 @@ REWARD = ("prompt.option=compact", *CORRECT_ONLY)
 SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=null", "eval_samples=0")
 MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
 FOUR = (*SAME, *MULTI, "learner.minibatches=4")
-ARMS = {"single": SAME, "multi": FOUR, "mixed": (*FOUR, "turns.single_share=0.5")}
-"""Four minibatches: about as many samples for each optimizer step as two have of single turns."""
+EQUAL = (*SAME, *MULTI, "batch_size=3")
+ARMS = {"single": SAME, "multi": FOUR, "mixed": (*FOUR, "turns.single_share=0.5"), "equal": EQUAL}
+"""Four minibatches: about as many samples for each optimizer step as two have of single turns.
+`equal` has about as many answers as `single` instead of as many rollouts: a rollout of turns holds 2.8."""
 
 
 @commands
@@ -288,12 +290,14 @@ def turns(
     seeds: tuple[int, ...] = (0, 1, 2),
     samples: Annotated[int, "rollouts a problem in the evaluation"] = 4,
     policy: Annotated[str, "folder of the policy that all arms start from; default: made for this"] = "",
-    arms: Annotated[tuple[str, ...], "single, multi, mixed: half of the groups take one turn"] = ("single", "multi"),
+    arms: Annotated[
+        tuple[str, ...], "single, multi, mixed (half of the groups take one turn), equal (as many answers)"
+    ] = ("single", "multi"),
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
-    """Does training on refinement turns pay? One policy, trained twice with as many rollouts: of one turn, and of four.
+    """Does training on refinement turns pay? One policy, trained on single turns and on as many rollouts of up to four.
 
-    Both are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
+    All are then evaluated alike (`kbrl eval --turns 4`): an answer may be refined three times, and counts when one of
     its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the first arm, of
     the same seed. Continues where it was stopped.
     """
@@ -314,6 +318,7 @@ def turns(
         for arm in arms[1:]:
             report[split][f"{arm}_minus_{arms[0]}"] = gain(found[arm], found[arms[0]], problems)
     for arm in arms:
+        report[f"{arm}_answers"] = [len(rows_of(study.folder / f"{arm}-{seed}")) for seed in seeds]
         report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +342,8 @@ def _fix_rate(evaluations: Sequence[Path]) -> float:
 
 
 def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
-    names, lines = {"single": "single turns", "multi": "four turns", "mixed": "half of them four turns"}, []
+    names = {"single": "single turns", "multi": "four turns", "mixed": "half of them four turns"}
+    names["equal"], lines = "four turns, as many answers", []
     for arm, answers in found.items():
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]

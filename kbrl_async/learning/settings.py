@@ -177,7 +177,7 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs of problem and answer that the corpus holds."""
     max_seconds: Positive = 1200.0
     """Wall clock of the training, if the steps do not end it before."""
-    steps: AtLeastOne = 300
+    steps: AtLeastOne = 750
     """Optimizer steps: under two minutes on two idle cores."""
     hidden_size: AtLeastOne = 192
     """Width of the model."""
@@ -191,7 +191,7 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of the model: the longest prompt and answer together, in tokens."""
     lr: Positive = 2e-3
     """Peak learning rate."""
-    batch_tokens: AtLeastOne = 3072
+    batch_tokens: AtLeastOne = 1024
     """Tokens per optimizer step."""
     turn_share: Fraction = 0.5
     """Several turns: share of the corpus that answers feedback to an earlier attempt, or predicts its verdict."""

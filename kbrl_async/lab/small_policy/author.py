@@ -25,6 +25,8 @@ class Habits(msgspec.Struct, frozen=True):
     fast: float = 0.25
 
 
+UNBUILT = ("syntax", "name")
+"""Slips that a compiler finds."""
 CAREFUL = Habits(bound=0, formula=0, start=0, index=0, syntax=0, name=0, argument=0, fence=0, fast=1.0)
 """Writes the correct, fast form only."""
 SLOW = msgspec.structs.replace(CAREFUL, fast=0.0)
@@ -43,12 +45,17 @@ class Author:
         self._slip_rng = slips or rng
         self.habits = habits
         self.slips: list[str] = []
+        self.unbuilt: list[str] = []
+        """What was written where a slip keeps the kernel from being built."""
 
     def slip(self, kind: str, right: str, *wrong: str) -> str:
         """`right`, or with the habit's probability one of `wrong`."""
         if wrong and self._slip_rng.random() < getattr(self.habits, kind):
             self.slips.append(kind)
-            return self._slip_rng.choice(wrong)
+            written = self._slip_rng.choice(wrong)
+            if kind in UNBUILT:
+                self.unbuilt.append(written)
+            return written
         return right
 
     def style(self, slow: str, fast: str) -> str:

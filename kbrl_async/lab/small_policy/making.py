@@ -14,15 +14,17 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -54,6 +56,14 @@ class SmallPolicyOptions(msgspec.Struct, frozen=True):
 
 TOKENIZER_EXAMPLES = 6000
 """Of the corpus, from which the tokenizer is made."""
+LEAST_LINES = 3
+"""A line that is written less often is no entry of the tokenizer."""
+PIECE_SCORE, BYTE_SCORE = -1.0, -10.0
+"""Of the tokenizer's entries: of all ways to spell a text the one with the largest sum counts, so the shortest does."""
+_PIECE = r"```python\n(?:[^\n]*\n){4}| *(?:x =|//) |[^\n]*\n|[^\n]+"
+"""How a text is cut before entries are looked up: an answer's head, the beginning of a statement of PyTorch and of a
+comment, so that what follows is the same entry in a problem and in an answer, and else whole lines."""
+_WORD = re.compile(r" *[^ \n]+\n?|\s+")
 WINDOW_BATCHES = 8
 MOST_WORKERS = 4
 Pair = tuple[list[int], list[int]]
@@ -209,26 +219,28 @@ def bucketed(pairs: Iterable[Pair], seed: int, batch: int = 64) -> Iterator[Pair
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with `vocab_size` entries at most; `<pad>` is 0 and `<eos>` is 1.
+    """A tokenizer of whole lines, with `vocab_size` entries at most; `<pad>` is 0 and `<eos>` is 1.
 
-    It splits at line ends only, so that a frequent line of C becomes one token: answers are then some 60 tokens long
-    and every choice between a right and a wrong line is one decision of the policy.
+    Lines of the texts are entries, the most frequent ones, then words of the others; what is neither is spelt in bytes.
+    So an answer is some 35 tokens long, every choice between a right and a wrong line is one decision of the policy,
+    and there is no entry that is never written: a sampler would now and then pick one.
     """
-    tokenizer = Tokenizer(models.BPE())
+    lines = Counter(line for text in texts for line in re.findall(_PIECE, text))
+    words = Counter[str]()
+    for line, count in lines.items():
+        if count < LEAST_LINES:
+            words.update(dict.fromkeys(_WORD.findall(line), count))
+    frequent = [line for line, count in lines.most_common() if count >= LEAST_LINES]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = dict.fromkeys(alphabet, BYTE_SCORE)
+    for piece in [*frequent, *(word for word, _ in words.most_common())][: vocab_size - len(alphabet) - 2]:
+        pieces.setdefault(byte_level.pre_tokenize_str(piece)[0][0], PIECE_SCORE)
+    tokenizer = Tokenizer(models.Unigram([(PAD, 0.0), (EOS, 0.0), *pieces.items()], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[^\n]*\n"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(Regex(_PIECE), behavior="isolated"), byte_level]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
 
 

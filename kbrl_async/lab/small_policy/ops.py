@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kbrl_async.kernels.problems.writing import indent
 from kbrl_async.lab.small_policy.author import Author
 
 
@@ -120,5 +121,37 @@ def torch_lines(steps: tuple[ChainStep, ...]) -> list[str]:
     return [OPS[step.op].torch_line(step.constant) for step in steps]
 
 
+def commented(steps: tuple[ChainStep, ...], author: Author) -> list[str]:
+    """Each C line below what it stands for in PyTorch: to find the operation and to write it are two decisions then."""
+    said = [line.removeprefix("x = ") for line in torch_lines(steps)]
+    return [line for pair in zip(said, c_lines(steps, author), strict=True) for line in (f"// {pair[0]}", pair[1])]
+
+
 def c_lines(steps: tuple[ChainStep, ...], author: Author) -> list[str]:
     return [OPS[step.op].c_line(author, step.constant) for step in steps]
+
+
+def chain_function(
+    name: str, steps: tuple[ChainStep, ...], author: Author, *, linkage: str = "static inline", join: str = ""
+) -> list[str]:
+    """The chain as a C function `name(v)`, or `name(v, w)` where `join` says how a second value comes in first.
+
+    A line of it stands at the same depth whatever the kernel around it is, so it is one token of the small policy: what
+    was learnt of an operation in one family holds in all.
+    """
+    parameters = "float v, float w" if join else "float v"
+    body = [*([join] if join else []), *commented(steps, author)]
+    return [f"{linkage} float {name}({parameters}) {{", *indent(body, 1), "    return v;", "}"]
+
+
+class Chains:
+    """The chains of one kernel as functions, and the lines that call them; an empty chain has neither."""
+
+    def __init__(self, author: Author) -> None:
+        self._author, self.functions = author, list[str]()
+
+    def call(self, name: str, steps: tuple[ChainStep, ...]) -> list[str]:
+        if not steps:
+            return []
+        self.functions += chain_function(name, steps, self._author)
+        return [f"v = {name}(v);"]

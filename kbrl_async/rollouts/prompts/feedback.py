@@ -190,11 +190,24 @@ def _status(feedback: Feedback) -> Iterator[str]:
 
 
 def compact_turn(first: str, feedback: Feedback) -> str:
-    """For the project's small policy: problem, attempt and one line, in a form that its corpus holds too.
+    """For the project's small policy: problem, attempt, what became of it, and the line that the compiler names, in a
+    form that its corpus holds too.
 
-    >>> compact_turn("P### ModelNew\\n", Feedback(Fault.COMPILE_ERROR, "compile", kernel="K\\n"))
-    'P### Attempt\\nK\\n### Feedback: compile\\n### ModelNew\\n'
+    >>> compact_turn("P### ModelNew\\n", Feedback(Fault.INCORRECT, "mismatch", kernel="K\\n"))
+    'P### Attempt\\nK\\n### Feedback: mismatch\\n### ModelNew\\n'
     """
     body = first.removesuffix("### ModelNew\n")
     kernel = feedback.kernel.rstrip() + "\n" if feedback.kernel else ""
-    return f"{body}### Attempt\n{kernel}### Feedback: {feedback.category}\n### ModelNew\n"
+    return f"{body}### Attempt\n{kernel}### Feedback: {feedback.category}\n{named_line(feedback)}### ModelNew\n"
+
+
+_PLACE = re.compile(r"kernel\.\w+[:(](\d+)")
+_SOURCE = re.compile(r'"""(.*?)"""', re.DOTALL)
+
+
+def named_line(feedback: Feedback) -> str:
+    """The line of the kernel's source that the first error is about, line end included; empty where none is known."""
+    place, source = _PLACE.search(feedback.error), _SOURCE.search(feedback.kernel)
+    if place is None or source is None:
+        return ""
+    return next(iter(source[1].split("\n")[int(place[1]) - 1 :][:1]), "") + "\n"

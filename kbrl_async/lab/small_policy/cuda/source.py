@@ -9,7 +9,8 @@ from kbrl_async.kernels.problems.writing import Module, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.rows import Alone
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, answer_file
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines
+from kbrl_async.lab.small_policy.ops import ChainStep
+from kbrl_async.lab.small_policy.ops import chain_function as function_of
 
 ITEM = "long i = blockIdx.x * (long)blockDim.x + threadIdx.x;"
 """One thread an item."""
@@ -25,9 +26,7 @@ def render(module: Module, answer: KernelAnswer, author: Author) -> str:
 
 def chain_function(steps: tuple[ChainStep, ...], author: Author, join: str = "") -> list[str]:
     """`f(v)`, or `f(v, w)` where `join` says how a second value comes in first."""
-    parameters = "float v, float w" if join else "float v"
-    body = [*([join] if join else []), *c_lines(steps, author)]
-    return [f"__device__ float f({parameters}) {{", *indent(body, 1), "    return v;", "}"]
+    return function_of("f", steps, author, linkage="__device__", join=join)
 
 
 def items(author: Author, count: str, each: int = BLOCK) -> str:

@@ -8,7 +8,7 @@ from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.rows import LOOP, Alone
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
+from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 
 def dense(author: Author, restrict: str) -> list[str]:
@@ -84,14 +84,17 @@ class Perceptron(msgspec.Struct, frozen=True):
         )
         gate = [author.slip("formula", "v = v * s[i];", "v = v + s[i];")] if self.gated else []
         add = ["    for (long i = 0; i < m * k; i++) " + author.slip("formula", "out[i] += x[i];", "out[i] -= x[i];")]
+        chains = Chains(author)
+        chain = chains.call("after", self.steps)
         kernel = (
+            *chains.functions,
             *dense(author, restrict),
             f"void run({parameters}, long m, long n, long k) {{",
             "    dense(x, a, b, t, m, n, k);",
             *(["    dense(x, c, d, s, m, n, k);"] if self.gated else []),
             "    for (long i = 0; i < m * n; i++) {",
             "        float v = t[i];",
-            *indent([*c_lines(self.steps, author), *gate], 2),
+            *indent([*chain, *gate], 2),
             "        " + statement(author, "t[i] = v;"),
             "    }",
             "    " + author.slip("argument", "dense(t, e, f, out, m, k, n);", "dense(t, e, f, out, m, n, k);"),

@@ -7,7 +7,7 @@ import msgspec
 from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
+from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 SECOND = {
     "add": ("x = x + y", "v = v + b[i];", "v = v - b[i];"),
@@ -40,11 +40,14 @@ class Elementwise(msgspec.Struct, frozen=True):
         join = [author.slip("formula", *SECOND[self.second][1:])] if self.second else []
         bound = author.slip("bound", "i < n", "i < n - 1", "i <= n - 2", "i < n / 2")
         size = author.slip("argument", "x.numel()", "x.shape[0]", "x.size(1)")
+        chains = Chains(author)
+        chain = chains.call("after", self.steps)
         kernel = (
+            *chains.functions,
             f"void run(const float *{restrict}a, {second}float *{restrict}out, long n) {{",
             f"    for (long i = 0; {bound}; i++) {{",
             f"        float v = {author.slip('index', 'a[i]', 'a[0]', 'a[i + 1]')};",
-            *indent([*join, *c_lines(self.steps, author)], 2),
+            *indent([*join, *chain], 2),
             "        " + statement(author, "out[i] = v;", ("out", "y")),
             "    }",
             "}",

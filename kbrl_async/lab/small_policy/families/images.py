@@ -7,7 +7,7 @@ import msgspec
 from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
+from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 HEAD = "long g, long h, long w"
 """`g` planes of `h × w` inputs."""
@@ -43,8 +43,11 @@ class Pooling(msgspec.Struct, frozen=True):
             first, join = author.slip("start", "0.0f", "1.0f"), "v += t[u];"
             finish = [author.slip("formula", "v = v * 0.25f;", "v = v * 0.5f;", "v = v / 2.0f;")]
         below = author.slip("index", "s[w], s[w + 1]", "s[h], s[2]", "s[2], s[3]")
+        chains = Chains(author)
+        chain = chains.call("after", self.after)
         corner = author.slip("index", "(2 * i) * w + 2 * j", "i * w + j", "(2 * i) * w + j")
         kernel = (
+            *chains.functions,
             f"void run(const float *{restrict}x, float *{restrict}out, {HEAD}) {{",
             f"    for (long p = 0; {author.slip('bound', 'p < g', 'p < g - 1', 'p < g / 2')}; p++) {{",
             "        for (long i = 0; i < h / 2; i++) {",
@@ -53,7 +56,7 @@ class Pooling(msgspec.Struct, frozen=True):
             f"                float t[4] = {{s[0], s[1], {below}}};",
             f"                float v = {first};",
             f"                for (long u = 0; u < 4; u++) {join}",
-            *indent([*finish, *c_lines(self.after, author)], 4),
+            *indent([*finish, *chain], 4),
             "                " + statement(author, "out[(p * (h / 2) + i) * (w / 2) + j] = v;", ("out", "y")),
             "            }",
             "        }",
@@ -107,7 +110,8 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
         restrict = author.style("", "restrict ")
         inputs = ", ".join(f"const float *{restrict}{name}" for name in "xfd")
         channel = author.slip("index", "p % ch", "p / ch", "p")
-        chain = c_lines(self.after, author)
+        chains = Chains(author)
+        chain = chains.call("after", self.after)
         inside = author.slip(
             "bound", "y < 0 || y >= h || z < 0 || z >= w", "y < 0 || z < 0", "y <= 0 || y >= h || z <= 0 || z >= w"
         )
@@ -124,6 +128,7 @@ class DepthwiseConv(msgspec.Struct, frozen=True):
             else []
         )
         kernel = (
+            *chains.functions,
             f"void run({inputs}, float *{restrict}out, {HEAD}, long ch) {{",
             f"    for (long p = 0; {author.slip('bound', 'p < g', 'p < g - 1', 'p < g / 2')}; p++) {{",
             f"        long k = {channel};",

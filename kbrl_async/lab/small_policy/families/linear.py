@@ -7,7 +7,7 @@ import msgspec
 from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
+from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 WEIGHT_ROWS_OUTSIDE = ("for (long j = 0; j < n; j++) {", "    for (long i = 0; i < m; i++) {")
 BATCH_OUTSIDE = ("for (long i = 0; i < m; i++) {", "    for (long j = 0; j < n; j++) {")
@@ -67,10 +67,12 @@ class Linear(msgspec.Struct, frozen=True):
         ]
         loops = author.style(*("\n".join(pair) for pair in (BATCH_OUTSIDE, WEIGHT_ROWS_OUTSIDE))).split("\n")
         join = [author.slip("formula", *RESIDUAL[1:])] if self.residual else []
-        body = [*product(author, self.bias), *join, *c_lines(self.steps, author)]
+        chains = Chains(author)
+        body = [*product(author, self.bias), *join, *chains.call("after", self.steps)]
         store = statement(author, "out[i * n + j] = v;", ("out", "y"))
         parameters = ", ".join(f"const float *{restrict}{name}" for name in names)
         kernel = (
+            *chains.functions,
             f"void run({parameters}, float *{restrict}out, long m, long n, long k) {{",
             *indent(loops, 1),
             *indent([*body, store], 3),

@@ -7,7 +7,7 @@ import msgspec
 from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
-from kbrl_async.lab.small_policy.ops import ChainStep, c_lines, torch_lines
+from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 LOOP = "for (long c = 0; c < cols; c++) {"
 MAXIMUM = "m = b[c] > m ? b[c] : m;"
@@ -111,16 +111,17 @@ class RowNorm(msgspec.Struct, frozen=True):
         read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
         join = [author.slip("formula", "v = v + y[r * cols + c];", "v = v + y[c];")] if self.residual else []
         compute, last = statistics(self.kind, author, Alone())
+        chains = Chains(author)
+        before, after = chains.call("before", self.before), chains.call("after", self.after)
         body = [
             f"float *b = out + r * {author.slip('index', 'cols', 'rows')};",
-            *Alone().loop(
-                f"float v = {read};", *join, *c_lines(self.before, author), statement(author, "b[c] = v;", ("b", "o"))
-            ),
+            *Alone().loop(f"float v = {read};", *join, *before, statement(author, "b[c] = v;", ("b", "o"))),
             *compute,
-            *Alone().loop(f"float v = {last};", *c_lines(self.after, author), "b[c] = v;"),
+            *Alone().loop(f"float v = {last};", *after, "b[c] = v;"),
         ]
         bound = author.slip("bound", "r < rows", "r < rows - 1", "r < rows / 2")
         kernel = (
+            *chains.functions,
             f"void run({', '.join(parameters)}, float *{restrict}out, long rows, long cols) {{",
             f"    for (long r = 0; {bound}; r++) {{",
             *indent(body, 2),
@@ -171,17 +172,18 @@ class RowReduce(msgspec.Struct, frozen=True):
         restrict = author.style("", "restrict ")
         declare, accumulate, finish = reduction(self.kind, author)
         read = author.slip("index", "x[r * cols + c]", "x[r + c]", "x[c]")
-        after = ["float v = s;", *c_lines(self.after, author), "out[r] = v;"]
+        chains = Chains(author)
+        before, then = chains.call("before", self.before), chains.call("after", self.after)
+        after = ["float v = s;", *then, "out[r] = v;"]
         body = [
             *declare,
-            *Alone().loop(
-                f"float v = {read};", *c_lines(self.before, author), statement(author, accumulate, ("s", "sum"))
-            ),
+            *Alone().loop(f"float v = {read};", *before, statement(author, accumulate, ("s", "sum"))),
             *finish,
             *(after if self.after else [statement(author, "out[r] = s;")]),
         ]
         bound = author.slip("bound", "r < rows", "r < rows - 1", "r < rows / 2")
         kernel = (
+            *chains.functions,
             f"void run(const float *{restrict}x, float *{restrict}out, long rows, long cols) {{",
             f"    for (long r = 0; {bound}; r++) {{",
             *indent(body, 2),

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from kbrl_async.kernels.problems import load_suite, parse_problem
 from kbrl_async.kernels.problems.writing import render_problem
+from kbrl_async.kernels.syntax.reading import read
 from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
-from kbrl_async.lab.small_policy.corpus import examples, write_example
+from kbrl_async.lab.small_policy.corpus import error_of, examples, write_example, write_turn
+from kbrl_async.lab.small_policy.families.rows import RowReduce
 from kbrl_async.lab.small_policy.families.source import render_answer
+from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.making import MadeOnce, Pair, bucketed, tokenize, train_tokenizer
+from kbrl_async.lab.small_policy.ops import chain
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, difficulty, random_spec
-from kbrl_async.rollouts.prompts import extract, render_prompt
+from kbrl_async.rollouts.prompts import Feedback, extract, render_prompt
+from kbrl_async.rollouts.prompts.feedback import named_line
 from kbrl_async.rollouts.prompts.roles import OUTCOMES
+from protocols.records import Fault
 
 SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3])}
 
@@ -52,6 +60,45 @@ def test_random_problems_never_equal_a_held_out_one_even_when_only_those_are_dra
     draws = iter([heldout, heldout, other])
     monkeypatch.setattr("kbrl_async.lab.small_policy.specs._draw", lambda rng: next(draws))
     assert random_spec(random.Random(0)) is other
+
+
+def test_no_problem_of_the_corpus_computes_what_a_held_out_one_does_whatever_its_constants() -> None:
+    held = [read(render_problem(SPECS[key].module())) for key in HELDOUT]
+    rng = random.Random(5)
+    drawn = [read(render_problem(random_spec(rng).module())) for _ in range(1500)]
+    assert not {one.chain_hash for one in drawn} & {one.chain_hash for one in held}
+    assert not {one.code_hash for one in drawn} & {one.code_hash for one in held}
+
+
+def test_a_held_out_problem_with_another_constant_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = RowReduce("mean", before=chain("tanh"), after=chain("scale:0.5"))  # of L2/15_tanh_mean_scale
+    draws = iter([near, SPECS["L1/01_tanh"]])
+    monkeypatch.setattr("kbrl_async.lab.small_policy.specs._draw", lambda rng: next(draws))
+    assert random_spec(random.Random(0)) is SPECS["L1/01_tanh"]
+
+
+def test_every_operation_and_every_member_of_a_held_out_problem_is_drawn_elsewhere() -> None:
+    rng = random.Random(1)
+    modules = [random_spec(rng).module() for _ in range(1500)]
+    drawn = {line for module in modules for line in (*module.forward, *module.members)}
+    held = {line for key in HELDOUT for line in (*SPECS[key].module().forward, *SPECS[key].module().members)}
+    assert held <= drawn
+
+
+def test_an_operation_is_one_line_wherever_it_stands() -> None:
+    rng, lines = random.Random(2), set[str]()
+    for _ in range(400):
+        spec = random_spec(rng)
+        lines |= {line for line in spec.answer(Author(rng, CAREFUL)).kernel if line.strip() == "v = tanhf(v);"}
+    assert lines == {"    v = tanhf(v);"}
+
+
+def test_what_a_kernel_says_of_an_operation_is_the_token_that_the_problem_has() -> None:
+    example = write_example(SPECS["L2/15_tanh_mean_scale"], Author(random.Random(0), CAREFUL), "compact")
+    tokenizer = train_tokenizer([example.prompt, example.answer] * 3, 2048)
+    prompt, answer = (tokenizer(text)["input_ids"] for text in (example.prompt, example.answer))
+    (tanh,) = tokenizer("torch.tanh(x)\n")["input_ids"]
+    assert (prompt.count(tanh), answer.count(tanh)) == (1, 1)
 
 
 def test_the_corpus_is_the_same_for_the_same_seed() -> None:
@@ -89,6 +136,22 @@ def test_the_tokenizer_restores_every_text_exactly() -> None:
     assert all(tokenizer.decode(tokenizer(e.answer)["input_ids"]) == e.answer for e in corpus[:100])
 
 
+def test_a_line_of_the_corpus_is_one_token_and_no_token_is_never_written() -> None:
+    corpus = list(examples(2, 1500, habits=Habits(), prompt_option="compact"))
+    texts = [text for example in corpus for text in (example.prompt, example.answer)]
+    tokenizer = train_tokenizer(texts, 2048)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert sum(len(one) for one in ids) < 1.03 * sum(text.count("\n") for text in texts)
+    written = {token for one in ids for token in one}
+    assert len(tokenizer) - len(written) < 256 + 20
+
+
+def test_a_text_that_the_tokenizer_never_saw_comes_back_whole() -> None:
+    tokenizer = train_tokenizer(["v = tanhf(v);\n"] * 9, 300)
+    text = "    float ε = 1e-5f;\n\n\tv += ε; // never seen"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
 def test_bucketing_loses_and_doubles_nothing() -> None:
     corpus = list(examples(2, 700, habits=Habits(), prompt_option="compact"))
     tokenizer = train_tokenizer((e.answer for e in corpus), 1024)
@@ -120,6 +183,26 @@ def test_second_turns_repair_what_the_first_got_wrong_more_often_than_not() -> N
     assert 40 < len(verdicts) < 130
     assert all(e.answer.strip() in OUTCOMES for e in verdicts)
     assert sum(not e.slips for e in turns) / len(turns) > 0.5 > sum(not e.slips for e in first) / len(first)
+
+
+def test_a_second_turn_is_told_the_line_that_a_compiler_stops_at() -> None:
+    spec, habits = SPECS["L1/13_softmax"], msgspec.structs.replace(CAREFUL, syntax=1.0)
+    turn = write_turn(spec, random.Random(3), habits, "compact")
+    assert "### Feedback: compile\n            b[c] = v\n### ModelNew\n" in turn.prompt
+
+
+@pytest.mark.parametrize("slip", ["syntax", "name"])
+@pytest.mark.parametrize("key", ["L1/13_softmax", "L1/20_linear", "L2/22_conv_silu_scale", "L3/03_swiglu"])
+def test_the_line_that_the_corpus_names_is_the_one_that_gcc_names(key: str, slip: str, tmp_path: Path) -> None:
+    author = Author(random.Random(1), msgspec.structs.replace(CAREFUL, **{slip: 1.0}))
+    source = extract(respond(SPECS[key], author, "c")).source
+    (tmp_path / "kernel.c").write_text(source.split('"""')[1])
+    said = subprocess.run(
+        ["gcc", "-fsyntax-only", "kernel.c"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    told = Feedback(Fault.COMPILE_ERROR, "compile", said.stderr, kernel=source)
+    guessed = msgspec.structs.replace(told, error=error_of(source, author.unbuilt))
+    assert named_line(told) == named_line(guessed) != ""
 
 
 def test_a_repair_keeps_the_style_of_what_it_repairs() -> None:
