@@ -44,8 +44,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
                      "m2po")
     },
 }  # fmt: skip
-"""What each arm sets; all else is the setting's. `grpo` is `ppo` by another name, and the loss `tis` the correction
-`tis` on `reinforce`."""
+"""What each arm sets; all else is the setting's. `grpo` is `ppo` by another name, the loss `tis` the correction
+`tis` on `reinforce`, and `importance_sampling` the same without its cap."""
 _SMALL = ("level=1", "batch_size=4")
 SETTINGS = {
     "default": Setting("default", 20, _SMALL),

@@ -194,7 +194,7 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     single_share: Fraction = 0.0
     """Share of training groups whose rollouts end after their first turn."""
     profile: bool = False
-    """Tell what limits a correct kernel, as kbrl profile does: one more build each. Compact prompts have no room for it."""
+    """Tell what limits a correct kernel, as kbrl profile does: one more build each. Compact prompts have no room."""
 
 
 class Agents(msgspec.Struct, frozen=True, kw_only=True):

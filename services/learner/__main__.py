@@ -71,7 +71,9 @@ async def main(stop: asyncio.Event) -> None:
 
 if __name__ == "__main__":
     if ranks.is_follower():
-        ranks.follow()
+        from services.learner.follower import follow
+
+        follow()
     if ranks.is_launched():
         ranks.leave_out_nanny()
     run_service("learner", main, choose_run)

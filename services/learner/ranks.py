@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kbrl_async.errors import ConfigError, KbrlError
+from kbrl_async.errors import ConfigError
 from services.runtime.nanny import CHILD_MARK
 
 if TYPE_CHECKING:
@@ -117,41 +116,3 @@ def place(device: str) -> torch.device:
     import torch
 
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
-
-
-def follow() -> None:
-    """The whole life of a rank that is not the first."""
-    try:
-        _follow()
-    except KbrlError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
-    os._exit(0)  # threads of the backend may outlive the interpreter
-
-
-def _follow() -> None:
-    from services.runtime.nanny import die_with_parent
-
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 says when it is over
-    from services.runtime.service import Service, choose_run
-
-    if CHILD_MARK not in os.environ:  # a launcher's: nobody has chosen the run for it
-        os.environ["HONCHO_PROCESS_NAME"] = f"learner.rank{os.environ['RANK']}"
-        choose_run()
-    service = Service.start("learner")
-    check_launcher(service.config.learner.processes)
-    import torch
-
-    from kbrl_async.runs.config import learner_threads
-    from services.learner.policy import make_trainer
-
-    service.pin(service.layout.learner)
-    torch.set_num_threads(learner_threads(service.config, service.layout))
-    process_group = join(service.device)
-    assert process_group is not None
-    base = process_group.receive_text()
-    service.log.info("follows", rank=process_group.rank, of=process_group.size)
-    process_group.follow(make_trainer(service.config, base, service.device, process_group))
-    process_group.close()

@@ -117,6 +117,7 @@ STAMPS = {
     "kbrl_async/learning/policies/versions.py": "when a version was published",
     "kbrl_async/kernels/sandbox/scratch.py": "files have no other time than the host's; a folder may be kept longer",
     "kbrl_async/sampling/openai/engine.py": "stamps, and Retry-After as a date",
+    "kbrl_async/sampling/tinker.py": "when an answer began and ended",
     "kbrl_async/sampling/transformers/engine.py": "when an answer began and ended",
     "kbrl_async/sampling/vllm/engine.py": "when an answer began and ended",
     "kbrl_async/runs/telemetry/tensorboard.py": "wall time of events",

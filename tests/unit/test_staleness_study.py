@@ -57,7 +57,11 @@ class TestThePlan:
     def test_every_correction_and_loss_of_the_project_is_an_arm(self) -> None:
         words = {word for arm in CORRECTIONS.values() for word in arm}
         assert {f"corrections={name}" for name in CORRECTION_DOOR.ours} <= words
-        assert {f"loss={name}" for name in LOSSES.ours} - words == {"loss=grpo", "loss=tis"}  # others by these names
+        assert {f"loss={name}" for name in LOSSES.ours} - words == {
+            "loss=grpo",
+            "loss=tis",
+            "loss=importance_sampling",
+        }  # others by these names
 
     def test_every_arm_is_a_configuration_that_the_project_accepts(self, tmp_path: Path) -> None:
         for setting in SETTINGS.values():

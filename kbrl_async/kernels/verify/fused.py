@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 
-if TYPE_CHECKING:
-    from kbrl_async.kernels.verify.tolerance import Tolerance
+
+class Allowed(Protocol):
+    """What of a `tolerance.Tolerance` a comparison in one pass needs."""
+
+    @property
+    def relative(self) -> float: ...
+    @property
+    def absolute(self) -> float: ...
+    @property
+    def honest(self) -> float: ...
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -23,7 +31,7 @@ class Counted(msgspec.Struct, frozen=True):
 class Fused(Protocol):
     """Each gives None for tensors that it has no way for."""
 
-    def difference(self, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
+    def difference(self, got: torch.Tensor, expected: torch.Tensor, allowed: Allowed) -> Counted | None:
         """As `compare.difference` says."""
         ...
 

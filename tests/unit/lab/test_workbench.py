@@ -40,7 +40,7 @@ def bench(loop: asyncio.Runner) -> Iterator[Workbench]:
 
 def test_problems_are_found_by_level_and_name(bench: Workbench) -> None:
     assert bench.list_problems(level=1, search="softmax", limit=1).problems[0].problem_id == "L1/13_softmax"
-    assert bench.list_problems(offset=50, limit=1000).total == 56
+    assert bench.list_problems(offset=50, limit=1000).total == 104
     view = bench.get_problem("1/13")
     assert "class Model" in view.source
     assert "ModelNew" in view.contract

@@ -20,8 +20,7 @@ import torch
 
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels import cuda_driver
-from kbrl_async.kernels.verify.fused import Counted
-from kbrl_async.kernels.verify.tolerance import Tolerance
+from kbrl_async.kernels.verify.fused import Allowed, Counted
 
 _THREADS, _BLOCKS_A_PROCESSOR = 256, 16
 _MOST = (1 << 32) - 1
@@ -139,7 +138,7 @@ class Passes:
             module = cuda_driver.driver().load_module(built.cubin)
             self._functions = {name: cuda_driver.driver().function(module, built.names[name]) for name in NAMES}
 
-    def difference(self, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
+    def difference(self, got: torch.Tensor, expected: torch.Tensor, allowed: Allowed) -> Counted | None:
         known = _LOADS.get(got.dtype)
         count = expected.numel()
         if known is None or not 0 < count <= _MOST or not _are_alike(got, expected):
