@@ -113,7 +113,8 @@ def test_an_embedder_of_ones_own_and_a_loss_by_its_entry_point_train_a_policy(
         "prompt.option=raicl",
         f"prompt.index={index}",
         f"prompt.embedder={PARTS}.embedder:Words",
-        "sft.shot_share=0",  # the tiny policy of the other tests
+        "sft.shot_share=0",
+        "sft.context=1536",  # to a policy that has seen our own kernels only, this one is hundreds of tokens
         f"reward.preset={PARTS}.reward:TERSE",  # so that no group is all alike, whatever it writes
         "loss=example_loss",
     )
