@@ -62,9 +62,11 @@ class Packed(msgspec.Struct, frozen=True):
     first: str = ""
     """What a candidate does before it is imported."""
     also: tuple[str, ...] = ()
+    """Files that it finds at run time, below the package."""
     init: str = ""
     """Its `__init__.py`, without what that would import."""
-    """Files that it finds at run time, below the package."""
+    mended: tuple[str, str, str] = ("", "", "")
+    """A file, a text in it, and what stands there instead: what keeps all of it from running under a newer Triton."""
 
 
 def kernelbench(checkout: Path, corpus: Path) -> int:
@@ -152,6 +154,8 @@ _FLAGGEMS = Packed(
     'import os\n\nos.environ.setdefault("GEMS_VENDOR", "nvidia")\n',
     ("runtime/backend/_nvidia/*.py", "runtime/backend/_nvidia/*.yaml", "runtime/backend/backend_utils.py"),
     'device = "cuda"\nvendor_name = "nvidia"\n',
+    # From Triton 3.3 on a compiled kernel is launched with its constexprs, too; the library leaves them out after 3.5.
+    ("utils/libentry.py", "major_version == 3 and 3 <= minor_version <= 5", "(major_version, minor_version) >= (3, 3)"),
 )
 
 
@@ -161,6 +165,9 @@ def _operators(package: Path, wanted: Iterable[posed.Posed], corpus: Path, how: 
         copy = Path(shutil.copytree(package, Path(folder) / package.name))
         for place in (copy, copy / "ops"):
             (place / "__init__.py").write_text(how.init)
+        file, old, new = how.mended
+        if (copy / file).is_file():
+            (copy / file).write_text((copy / file).read_text().replace(old, new))
         return sum(_operator(copy, one, corpus, how) for one in wanted if (copy / "ops" / f"{one.module}.py").is_file())
 
 

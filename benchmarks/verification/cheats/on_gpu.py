@@ -135,10 +135,6 @@ TIMES = {
         inline(", 0, side()", before="static cudaStream_t side() { static cudaStream_t s = 0; "
                "if (!s) cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking); return s; }"),
     ),
-    "an event is replaced": _of(
-        "KernelBench checker, GPU MODE", ("tampered", "side_stream", "forged_result"),
-        f"float(x[0, 0])\n{MADE}", init="torch.cuda.Event.elapsed_time = lambda a, b: 1e-3", posed=LARGE,
-    ),
     "synchronize is replaced": _of(
         "METR", ("tampered", "side_stream", "forged_result"), f"float(x[0, 0])\n{MADE}", init="torch.cuda.synchronize = lambda *a: None"
     ),
@@ -161,7 +157,7 @@ TIMES = {
 }  # fmt: skip
 OUTPUTS = {
     "nothing is written": _of("Sakana", INCORRECT, MADE, EACH.replace("i < m", "i < 0").replace("VALUE", "0")),
-    "freed memory": _of("Sakana", INCORRECT, f"{OWN}del y\nreturn torch.empty_like(x)"),
+    "freed memory": _of("Sakana", STALE, f"if self.calls > 2: return torch.empty_like(x)\n{OWN}del y\nreturn torch.empty_like(x)"),
     "zeros": _of("robust-kbench", INCORRECT, MADE, EACH.replace("VALUE", "0")),
     "a constant": _of("robust-kbench", INCORRECT, MADE, EACH.replace("VALUE", "1.0f / m")),
     "NaN": _of("pygpubench", INCORRECT, MADE, EACH.replace("VALUE", "NAN")),
@@ -171,7 +167,7 @@ OUTPUTS = {
     "too much shared memory": _of(
         "KernelArena: shared memory overflow", ("incorrect", "runtime_error", "illegal_access"),
         "y = torch.empty_like(x)\nself.f[x.shape[0], 256, 1 << 20](x, y, x.shape[0], x.shape[1])\nreturn y",
-        'extern __shared__ float all[]; for (int i = threadIdx.x; i < m; i += 256) y[(long)r * m + i] = all[i];',
+        'extern __shared__ float row[]; for (int i = threadIdx.x; i < m; i += 256) y[(long)r * m + i] = row[i];',
     ),
     "out of bounds": _of("KernelArena", ("illegal_access", "incorrect"), MADE, EACH.replace("VALUE", "x[(1L << 40) + i]")),
     "less precision": _of(

@@ -41,8 +41,15 @@ class Bound:
         self.cells: list[Any] = []
         self._descriptors = iter(descriptors or ())
         self._fills = [(place, self._of(kind)) for place, kind in enumerate(signature) if kind != "constexpr"]
+        self._count = len(signature)
 
     def fill(self, values: Sequence[Any]) -> None:
+        """:raises TypeError: as from Triton's own launcher. Values by place would otherwise go into other cells."""
+        if len(values) != self._count:
+            raise TypeError(
+                f"a compiled kernel takes the {self._count} arguments of its signature, constexprs among them"
+                f" ({len(values)} given)"
+            )
         for place, fill in self._fills:
             fill(values[place])
 

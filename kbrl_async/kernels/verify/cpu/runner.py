@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import socket
+import tempfile
 import traceback
 from typing import Any
 
@@ -257,7 +258,17 @@ def _take_formats(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> Non
 def failure(error: BaseException) -> wire.Failed:
     text = str(error)
     out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
-    where = "".join(f"line {frame.lineno}, in {frame.name}: {frame.line}\n" for frame in frames[-3:])
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == _FILE]
+    where = "".join(f"line {frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:]) + _beside(frames)
     kind: wire.FailureKind = "out_of_memory" if out_of_memory else "runtime_error"
     return wire.Failed(kind, f"{where}{type(error).__name__}: {text}"[:4000])
+
+
+def _beside(frames: traceback.StackSummary) -> str:
+    """The innermost line in a file that the candidate brings or has written: its own line only calls into that."""
+    folder = os.path.join(str(tempfile.tempdir), "")  # its own, where it has one
+    found = [frame for frame in frames if frame.filename.startswith(folder)]
+    return "".join(
+        f"{frame.filename.removeprefix(folder)}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in found[-1:]
+    )

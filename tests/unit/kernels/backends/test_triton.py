@@ -12,6 +12,7 @@ from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton import tuning
+from kbrl_async.kernels.backends.triton.arguments import Bound
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -201,6 +202,15 @@ def test_what_is_no_compile_error_is_left_to_the_bench_with_a_note(builder: Buil
     assert report.fault is Fault.OK
     assert "not all was compiled ahead" in report.hint
     assert list(report.artifacts) == [triton_cache.key(make(body=body).source)]
+
+
+def test_a_compiled_kernel_is_launched_with_its_constants_or_not_at_all() -> None:
+    bound = Bound(["*fp32", "constexpr", "i32"], None)
+    bound.fill([4096, 7, 3])
+    assert [cell.value for cell in bound.cells] == [4096, 3]
+    for values in ([4096, 3], [4096, 7, 3, 3]):
+        with pytest.raises(TypeError, match=rf"the 3 arguments .* \({len(values)} given\)"):
+            bound.fill(values)
 
 
 def test_an_endless_loop_ends_at_the_deadline(builder: Builder) -> None:

@@ -94,6 +94,19 @@ def test_a_kernel_of_a_package_brings_what_it_needs_of_it(tmp_path: Path) -> Non
     assert set(beside.files_of(text)) == names | {"liger_kernel/ops/utils.py"}
 
 
+def test_an_operator_launches_its_compiled_kernel_as_a_newer_triton_wants_it(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "flag_gems"
+    for folder in ("ops", "utils"):
+        (package / folder).mkdir(parents=True)
+        (package / folder / "__init__.py").write_text("")
+    (package / "utils" / "libentry.py").write_text("has_all = major_version == 3 and 3 <= minor_version <= 5\n")
+    (package / "ops" / "abs.py").write_text("from flag_gems.utils.libentry import has_all\n")
+    assert adapters.flaggems(tmp_path, tmp_path / "out") == 1
+    (candidate,) = (tmp_path / "out").glob("*/candidate.py")
+    text = beside.files_of(candidate.read_text())["flag_gems/utils/libentry.py"]
+    assert text == "has_all = (major_version, minor_version) >= (3, 3)\n"
+
+
 @pytest.mark.parametrize("name", ["../x.py", "/x.py", "a/../../x.py", "a b.py"])
 def test_no_file_leads_out_of_the_candidates_folder(name: str) -> None:
     with pytest.raises(ValueError, match="beside"):

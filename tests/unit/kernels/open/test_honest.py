@@ -149,6 +149,16 @@ def test_a_helper_module_beside_it_goes_with_it(free: Verifier, problem: Problem
     assert result.ok, result.verdict
 
 
+def test_an_error_in_a_helper_module_is_told_with_its_place(free: Verifier, problem: Problem) -> None:
+    helper = "def value(x):\n    found = []\n    return found[0]\n"
+    text = pack(c("from parts.one import value", forward=f"value(x); {CALLED}"), {"parts/one.py": helper})
+    verdict = free.verify(problem, text).verdict
+    assert verdict.fault is Fault.RUNTIME_ERROR
+    lines = verdict.message.splitlines()
+    assert "in forward: value(x)" in lines[0]
+    assert lines[1:] == ["parts/one.py:3, in value: return found[0]", "IndexError: list index out of range"]
+
+
 def test_a_source_beside_it_is_compiled(free: Verifier, problem: Problem) -> None:
     cpp_file = CPP_SOURCE.split("'''")[1] + 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("f", &f); }\n'
     made = 'self.e = load(name="k", sources=[str(pathlib.Path(__file__).with_name("k.cpp"))])'
