@@ -37,7 +37,7 @@ import torch.nn as nn
 
 class Model(nn.Module):
     def forward(self, x):
-        return x * 2.5
+        return torch.sinh(x) * 2.5
 """
 KERNEL = """import torch
 import torch.nn as nn
@@ -48,7 +48,7 @@ class ModelNew(nn.Module):
     def __init__(self):
         super().__init__()
         self.kernel = c_kernel("void twofold(const float *x, float *y, long n) "
-                               "{ for (long i = 0; i < n; i++) y[i] = 2.5f * x[i]; }", "twofold")
+                               "{ for (long i = 0; i < n; i++) y[i] = 2.5f * sinhf(x[i]); }", "twofold")
 
     def forward(self, x):
         y = torch.empty_like(x)
@@ -113,8 +113,7 @@ def test_an_embedder_of_ones_own_and_a_loss_by_its_entry_point_train_a_policy(
         "prompt.option=raicl",
         f"prompt.index={index}",
         f"prompt.embedder={PARTS}.embedder:Words",
-        "sft.shot_share=0",
-        "sft.context=1536",  # to a policy that has seen our own kernels only, this one is hundreds of tokens
+        "sft.shot_share=0",  # the tiny policy of the other tests
         f"reward.preset={PARTS}.reward:TERSE",  # so that no group is all alike, whatever it writes
         "loss=example_loss",
     )
