@@ -222,7 +222,7 @@ def _build(build: BuildReport, console: Console) -> None:
 
 
 def _bench(bench: BenchReport, console: Console) -> None:
-    from kbrl_async.kernels.funnel.result import workload_lines  # with torch, which no help waits for
+    from kbrl_async.kernels.problems.cases import workload_lines
 
     console.print("\n[bold]correctness and timing[/]")
     console.print(_steps(bench.stages))

@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import CheckpointError, MissingTool, ProblemError, UserError
-from kbrl_async.kernels.funnel.result import Result, workload_lines
+from kbrl_async.kernels.funnel.result import Result
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.problems.cases import workload_lines
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.rollouts.rewards.parts import is_built
 from kbrl_async.runs.archive.archive import FILE as ARCHIVE

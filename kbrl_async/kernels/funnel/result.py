@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import Finding
+from kbrl_async.kernels.problems.cases import workload_lines
 from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict
 
 DOCUMENT_VERSION = 1
@@ -141,23 +141,6 @@ class Result(msgspec.Struct, frozen=True):
         lines = [*self.rows(), *((f"stage {s.name}", f"{s.fault.value}, {s.seconds:.3f} s") for s in self.stages)]
         cells = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines)
         return f"<table><caption>{html.escape(f'{self.problem_id} · {self.backend}')}</caption>{cells}</table>"
-
-
-def workload_lines(verdict: Verdict, timing: Timing | None) -> Iterator[str]:
-    """How each workload ended, for a person; nothing for a problem with one."""
-    timed = {} if timing is None else {one.name: one for one in timing.workloads}
-    for one in verdict.workloads:
-        said = "right" if one.fault is Fault.OK else one.fault.value.replace("_", " ")
-        line = f"{one.name}: {said}, {one.passed} of {one.total} sets"
-        if (t := timed.get(one.name)) is not None:
-            line += f"; {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}), weight {t.weight:.2g}"
-            line += f"; {t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
-        yield line
-    judged = {one.name for one in verdict.workloads}
-    for name, t in timed.items():
-        if name not in judged:  # made of two others
-            times = f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
-            yield f"{name}: {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}); {times}"
 
 
 def with_findings(result: Result, found: Sanitized, stages: tuple[StageReport, ...]) -> Result:

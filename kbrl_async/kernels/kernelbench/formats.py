@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.funnel.result import Result, workload_lines
+from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.kernels.problems.cases import workload_lines
 from kbrl_async.kernels.problems.sources.folder import kernelbench_root
 from protocols.records import Fault
 

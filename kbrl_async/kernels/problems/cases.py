@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kbrl_async.kernels.problems.declared import Declared, declared
 from kbrl_async.kernels.problems.model_contract import load
 from kbrl_async.kernels.problems.workloads import INPUTS, Bound, Workload, bind, tails
-from protocols.records import Problem
+from protocols.records import Fault, Problem, Timing, Verdict
 
 FORWARD, BACKWARD = " forward", " backward"
 """What the names of passes end with."""
@@ -93,3 +93,20 @@ def _named(found: Declared) -> tuple[Workload, ...]:
 
 def _group(number: int, found: Declared) -> Workload:
     return Workload(f"group {number}", group=number, dtype=found.dtype)
+
+
+def workload_lines(verdict: Verdict, timing: Timing | None) -> Iterator[str]:
+    """How each workload ended, for a person; nothing for a problem with one."""
+    timed = {} if timing is None else {one.name: one for one in timing.workloads}
+    for one in verdict.workloads:
+        said = "right" if one.fault is Fault.OK else one.fault.value.replace("_", " ")
+        line = f"{one.name}: {said}, {one.passed} of {one.total} sets"
+        if (t := timed.get(one.name)) is not None:
+            line += f"; {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}), weight {t.weight:.2g}"
+            line += f"; {t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
+        yield line
+    judged = {one.name for one in verdict.workloads}
+    for name, t in timed.items():
+        if name not in judged:  # made of two others
+            times = f"{t.candidate_ms:.4g} ms, reference {t.reference_ms:.4g} ms"
+            yield f"{name}: {t.speedup:.3f}× ({t.lo:.3f} … {t.hi:.3f}); {times}"

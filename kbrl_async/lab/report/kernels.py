@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import KbrlError
-from kbrl_async.kernels.funnel.result import workload_lines
 from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.problems.cases import workload_lines
 from kbrl_async.lab.report.model import BestKernel, ReportedTurn
 from kbrl_async.runs.archive.archive import Archive
 from protocols.rollout import Record
