@@ -19,7 +19,7 @@ from services.learner import policy
 from tests.models import SMALLER, tiny_model
 from tests.unit.services.log import Log
 
-STEPS = 300
+STEPS = Config().sft.steps
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_cut_one_is_no_whole_one_for_the_next_who_asks(makes: list[int], tmp_p
     options = small_options(Config())
     makes += [134, STEPS]
     first = making.ensure_small_policy(tmp_path, options)
-    assert origins.cut(first) == "step 134 of 300"
+    assert origins.cut(first) == f"step 134 of {STEPS}"
     assert making.folder_of(tmp_path, options) is None
     whole = making.ensure_small_policy(tmp_path, options)
     assert (origins.cut(whole), makes) == ("", [])
@@ -55,7 +55,7 @@ def test_its_run_is_warned_and_goes_on_with_it(makes: list[int], tmp_path: Path)
     makes += [20, STEPS]
     base = policy.base_model(service, lambda: False)
     (warned,) = service.log.at("warning")
-    assert warned.facts["at"] == "step 20 of 300"
+    assert warned.facts["at"] == f"step 20 of {STEPS}"
     versions.publish(service.policies, tiny_model(**SMALLER), 0, None, 0, [1, 2], str(base))
     assert policy.base_model(service, lambda: False) == base
     assert makes == [STEPS], "nothing was made again"
