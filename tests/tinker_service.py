@@ -13,12 +13,14 @@ What can go wrong is asked for at `/admin/faults` (`Service.break_`). Alone it s
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import queue
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
@@ -33,7 +35,7 @@ from tinker.proto import tinker_public_pb2 as wire
 
 from tests.tinker_models import ANSWERS, END, CausalLM, Drawn, Model, State, Tokens, TwoAnswers, Wanted
 
-__all__ = ["ANSWERS", "END", "CausalLM", "Service", "Tokens", "start"]
+__all__ = ["ANSWERS", "END", "CausalLM", "Service", "Tokens", "start", "stop"]
 
 WAIT_S = 10.0
 MOST_AT_ONCE = 64
@@ -474,6 +476,15 @@ def start(service: Service, port: int = 0) -> ThreadingHTTPServer:
     server = Server(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+def stop(server: ThreadingHTTPServer) -> None:
+    """Closes it, and what clients of this process left open, without their warnings."""
+    server.shutdown()
+    server.server_close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ Resuming from one continues bit by bit (on a CPU). LoRA checkpoints hold the ada
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +29,10 @@ from kbrl_async.durable import (
     remove_leftovers,
     write_folder,
 )
-from kbrl_async.errors import CheckpointError
+from kbrl_async.errors import CheckpointError, KbrlError
 from kbrl_async.learning.policies.models import MAIN
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.learning.updates import Updates
-from kbrl_async.tinker_service import write_path
 
 PREFIX = "step-"
 TENSORS = "tensors.safetensors"
@@ -71,10 +71,12 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints
     return _write(directory, _tensors(trainer), progress, trainer.optimizer_step, keep_checkpoints)
 
 
-def save_remote(directory: Path, trainer: Updates, progress: Progress, path: str, keep_checkpoints: int) -> Path:
-    """The same where weights and optimizer are held at Tinker, under `path`."""
+def save_remote(
+    directory: Path, trainer: Updates, progress: Progress, write: Callable[[Path], None], keep_checkpoints: int
+) -> Path:
+    """The same where weights and optimizer are held elsewhere: `write` puts into the folder where."""
     tensors = {"rng.order": trainer.order.get_state()}
-    return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints, path)
+    return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints, write)
 
 
 def _write(
@@ -83,7 +85,7 @@ def _write(
     progress: Progress,
     optimizer_step: int,
     keep_checkpoints: int,
-    path: str = "",
+    write: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     folder = directory / f"{PREFIX}{progress.version:06d}"
 
@@ -91,8 +93,7 @@ def _write(
         save_file(tensors, str(temporary / TENSORS))
         state = _State(progress, optimizer_step, file_sha256(temporary / TENSORS))
         (temporary / STATE).write_bytes(msgspec.json.encode(state))
-        if path:
-            write_path(temporary, path)
+        write(temporary)
 
     remove_leftovers(directory, PREFIX)  # first: they may be what fills the disk
     write_folder(folder, fill)
@@ -114,7 +115,14 @@ def oldest(directory: Path) -> int:
 
 
 def resume(directory: Path, trainer: Trainer) -> Resumed | None:
-    """Restores the newest readable checkpoint into `trainer`; None where there is none at all.
+    """Restores the newest readable checkpoint into `trainer`; None where there is none at all. See `resume_by`."""
+    return resume_by(directory, lambda folder: restore(folder, trainer), (CheckpointError,))
+
+
+def resume_by(
+    directory: Path, restored: Callable[[Path], Progress], damages: tuple[type[KbrlError], ...]
+) -> Resumed | None:
+    """What `restored` gives of the newest checkpoint that it does not raise one of `damages` for.
 
     A damaged one is passed over with a note. CheckpointError when every one is damaged: starting afresh in silence
     would throw the run away.
@@ -123,8 +131,8 @@ def resume(directory: Path, trainer: Trainer) -> Resumed | None:
     found = numbered(directory, PREFIX)
     for _, folder in reversed(found):
         try:
-            return Resumed(restore(folder, trainer), folder, notes)
-        except CheckpointError as error:
+            return Resumed(restored(folder), folder, notes)
+        except damages as error:
             notes.append(f"{error} Falling back to the checkpoint before it.")
     if found:
         raise CheckpointError(f"no checkpoint in {directory} can be read ({notes[0]})", "Delete the folder to restart")
@@ -146,7 +154,7 @@ def restore(folder: Path, trainer: Trainer) -> Progress:
 
 
 def restore_remote(folder: Path, trainer: Updates) -> Progress:
-    """What of a checkpoint is here where its weights are held at Tinker."""
+    """What of a checkpoint is here where its weights are held elsewhere."""
     state, tensors = _read(folder)
     if "rng.order" not in tensors:
         raise CheckpointError(f"{folder / TENSORS} lacks the order of data", "Delete this folder")

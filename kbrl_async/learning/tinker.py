@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -259,25 +260,22 @@ class TinkerLearner:
         name = f"state-{progress.version:06d}"
         saved = self._remote.call("save_state", "a saved state", name, overwrite=True)
         before = _paths(self._setup.checkpoints, checkpoints.PREFIX)
-        checkpoints.save_remote(self._setup.checkpoints, self._trainer, progress, saved.path, keep)
+        told = functools.partial(write_path, path=saved.path)
+        checkpoints.save_remote(self._setup.checkpoints, self._trainer, progress, told, keep)
         self._forget(before - _paths(self._setup.checkpoints, checkpoints.PREFIX))
 
     def resume(self) -> checkpoints.Resumed | None:
         """From the newest state that the service still has; a new adapter where nothing was saved yet."""
-        notes: list[str] = []
-        found = numbered(self._setup.checkpoints, checkpoints.PREFIX)
-        for _, folder in reversed(found):
-            try:
-                progress = checkpoints.restore_remote(folder, self._trainer)
-                self._remote.continue_from(path_in(folder))
-                return checkpoints.Resumed(progress, folder, notes)
-            except (CheckpointError, SessionLost) as error:
-                notes.append(f"{error} Falling back to the checkpoint before it.")
-        if found:
-            cure = "Delete the folder to restart"
-            raise CheckpointError(f"no checkpoint in {self._setup.checkpoints} can be read ({notes[0]})", cure)
+        found = checkpoints.resume_by(self._setup.checkpoints, self._restored, (CheckpointError, SessionLost))
+        if found is not None:
+            return found
         self._remote.begin(self._setup.model_name, self._setup.lora_rank, self._setup.settings.seed)
         return None
+
+    def _restored(self, folder: Path) -> checkpoints.Progress:
+        progress = checkpoints.restore_remote(folder, self._trainer)
+        self._remote.continue_from(path_in(folder))
+        return progress
 
     def publish(self, version: int, parent: int | None) -> None:
         saved = self._remote.call("save_weights_for_sampler", "weights for the sampler", f"v{version:06d}")
@@ -285,7 +283,7 @@ class TinkerLearner:
         versions.publish_as(
             self._setup.policies,
             KIND,
-            lambda folder: write_path(folder, saved.path),
+            functools.partial(write_path, path=saved.path),
             self._trainer.sequence_logprobs,
             version,
             parent,

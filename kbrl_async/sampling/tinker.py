@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class TinkerEngine:
         self._account, self._session, self._model_name, self._stop = account, session, model_name, list(stop)
         self._prompts, self._prover = Prompts(tokenizer, positions), Prover(ARITHMETIC)
         self._version, self._client, self._base = -1, None, None
-        self._running: dict[int, int] = {}
+        self._running: Counter[int] = Counter()
         self._requests = self._failures = self._generated = self._prefilled = 0
         self._failure: BaseException | None = None
         self._closed = False
@@ -113,7 +114,7 @@ class TinkerEngine:
         check_served(self._version)
         ids = self._prompts.fitting(prompt, params.max_tokens)
         version, client, started = self._version, self._client, time.time()
-        self._running[version] = self._running.get(version, 0) + 1
+        self._running[version] += 1
         self._requests += 1
         try:
             sequence = (await self._ask(client, ids, params)).sequences[0]
@@ -123,7 +124,7 @@ class TinkerEngine:
             raise
         finally:
             self._running[version] -= 1
-            self._running = {v: n for v, n in self._running.items() if n}
+            self._running += Counter()  # versions with none are forgotten
         self._generated += len(tokens)
         self._prefilled += len(ids)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -148,7 +149,7 @@ class TinkerEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             policy_version=self._version,
-            active=sum(self._running.values()),
+            active=self._running.total(),
             live_versions=len({*self._running, self._version}),
             generated_tokens=self._generated,
             prefill_tokens=self._prefilled,

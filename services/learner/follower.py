@@ -8,7 +8,7 @@ import sys
 
 from kbrl_async.errors import KbrlError
 from services.learner import ranks
-from services.runtime.nanny import CHILD_MARK
+from services.runtime.nanny import CHILD_MARK, die_with_parent
 
 
 def follow() -> None:
@@ -22,8 +22,6 @@ def follow() -> None:
 
 
 def _follow() -> None:
-    from services.runtime.nanny import die_with_parent
-
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 says when it is over

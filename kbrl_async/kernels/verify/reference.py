@@ -63,7 +63,6 @@ class Reference:
         self._share, self._inputs = share or Share(problem), inputs
         first = self._share.first
         self.seed: int = rng.getrandbits(31) if first is None else first.seed
-        self.uses = 0
         self._rehearsals: list[InputSet] = []
         self._replays = Replays(options)
         try:
@@ -219,7 +218,6 @@ class Reference:
             self._prepare()
         except CandidateFault as fault:
             raise ProblemError(f"the reference of {self.problem.problem_id} fails: {fault.text[:300]}") from fault
-        self.uses = 0
 
     def _draw(self, seed: int) -> list[torch.Tensor]:
         limit_s = self._options.reference_deadline_s

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,11 +54,7 @@ class Running:
 def shared() -> Iterator[Running]:
     made = Running()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
+    tinker_service.stop(made.server)
 
 
 @pytest.fixture

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import random
-import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,11 +91,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         patch.setenv("TINKER_API_KEY", KEY)
         made.publish()
         yield made
-    made.server.shutdown()
-    made.server.server_close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
+    tinker_service.stop(made.server)
 
 
 @pytest.fixture
