@@ -26,8 +26,8 @@ import torch as _torch
 
 
 class ModelNew(_torch.nn.Module):
-    def forward(self, *inputs):
-        return {call}(*inputs)
+    def forward(self, {arguments}):
+        return {call}
 """
 _EXTENSION = """
 import pathlib
@@ -47,7 +47,7 @@ _OPERATOR = """{first}
 import torch
 import triton
 
-from {package}.ops.{module} import {function}
+from {package}.{module} import {function}
 
 
 class ModelNew(torch.nn.Module):
@@ -65,6 +65,10 @@ class Packed(msgspec.Struct, frozen=True):
     """Files that it finds at run time, below the package."""
     init: str = ""
     """Its `__init__.py`, without what that would import."""
+    below: str = "ops."
+    """Where its modules are."""
+    inits: tuple[str, ...] = ("", "ops")
+    """Packages whose `__init__.py` would import all of them."""
     mended: tuple[str, str, str] = ("", "", "")
     """A file, a text in it, and what stands there instead: what keeps all of it from running under a newer Triton."""
 
@@ -82,25 +86,38 @@ def kernelbench(checkout: Path, corpus: Path) -> int:
 
 
 def tritonbench(checkout: Path, corpus: Path) -> int:
-    """TritonBench-G: each file's kernels and the function that launches them; its test below the line is left out."""
+    """TritonBench-G: kernels of a file and the function that launches them, with a problem where one is posed; its
+    test below the line is left out.
+    """
+    wanted: dict[str, list[posed.Posed]] = {}
+    for one in posed.posed(posed.TRITONBENCH):
+        wanted.setdefault(one.module, []).append(one)
     made = 0
     for path in sorted(checkout.glob("data/TritonBench_G_v1/*.py")):
         text = re.split(r"^#{20,}\s*$", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
-        if call := _entry(text):
-            made += _pair(corpus / path.stem, text + _MODEL.format(call=call))
+        for one in wanted.get(path.stem, []):
+            model = _MODEL.format(call=one.call, arguments=one.arguments)
+            made += _pair(corpus / one.name, text + model, one.problem)
+        if path.stem not in wanted and (call := _entry(text)):
+            made += _pair(corpus / path.stem, text + _called(call))
     return made
 
 
 def liger(checkout: Path, corpus: Path) -> int:
     """Liger-Kernel's operators, each with what it needs of its package: with a problem, and those that have none."""
     package = checkout / "src" / "liger_kernel"
-    made = _operators(package, posed.posed(posed.LIGER), corpus, _LIGER)
+    made = _operators(package, posed.posed(posed.LIGER), corpus, Packed())
     return made + _package(package, "ops", corpus, {one.module for one in posed.posed(posed.LIGER)})
 
 
 def flaggems(checkout: Path, corpus: Path) -> int:
     """FlagGems' operators, each with what it needs of its package."""
     return _operators(checkout / "src" / "flag_gems", posed.posed(posed.FLAGGEMS), corpus, _FLAGGEMS)
+
+
+def flash_linear_attention(checkout: Path, corpus: Path) -> int:
+    """Operators and modules of flash-linear-attention, each with what it needs of its package."""
+    return _operators(checkout / "fla", posed.posed(posed.FLA), corpus, _FLA)
 
 
 def robust_kbench(checkout: Path, corpus: Path) -> int:
@@ -144,18 +161,23 @@ ADAPTERS: dict[str, Callable[[Path, Path], int]] = {
     "tritonbench": tritonbench,
     "liger": liger,
     "flaggems": flaggems,
+    "fla": flash_linear_attention,
     "robust-kbench": robust_kbench,
     "files": files,
     "cheats": cheats,
     "gpu-cheats": gpu_cheats,
 }
-_LIGER = Packed()
+_FLA = Packed(init='__version__ = "0"\n', below="", inits=("", "ops", "modules"))
+# From Triton 3.3 on a compiled kernel is launched with its constexprs, too; FlagGems leaves them out after 3.5.
 _FLAGGEMS = Packed(
     'import os\n\nos.environ.setdefault("GEMS_VENDOR", "nvidia")\n',
     ("runtime/backend/_nvidia/*.py", "runtime/backend/_nvidia/*.yaml", "runtime/backend/backend_utils.py"),
     'device = "cuda"\nvendor_name = "nvidia"\n',
-    # From Triton 3.3 on a compiled kernel is launched with its constexprs, too; the library leaves them out after 3.5.
-    ("utils/libentry.py", "major_version == 3 and 3 <= minor_version <= 5", "(major_version, minor_version) >= (3, 3)"),
+    mended=(
+        "utils/libentry.py",
+        "major_version == 3 and 3 <= minor_version <= 5",
+        "(major_version, minor_version) >= (3, 3)",
+    ),
 )
 
 
@@ -163,18 +185,21 @@ def _operators(package: Path, wanted: Iterable[posed.Posed], corpus: Path, how: 
     """Operators with their problems, as far as they are there. Its `__init__.py`s would bring all of it along."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(package, Path(folder) / package.name))
-        for place in (copy, copy / "ops"):
-            (place / "__init__.py").write_text(how.init)
+        for place in how.inits:
+            (copy / place / "__init__.py").write_text(how.init)
         file, old, new = how.mended
         if (copy / file).is_file():
             (copy / file).write_text((copy / file).read_text().replace(old, new))
-        return sum(_operator(copy, one, corpus, how) for one in wanted if (copy / "ops" / f"{one.module}.py").is_file())
+        return sum(_operator(copy, one, corpus, how) for one in wanted)
 
 
 def _operator(package: Path, one: posed.Posed, corpus: Path, how: Packed) -> int:
+    module = how.below + one.module
+    if not package.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        return 0
     source = _OPERATOR.format(
-        first=how.first, package=package.name, module=one.module, function=one.function,
-        arguments=one.arguments, call=one.call,
+        first=how.first, package=package.name, module=module, function=one.function, arguments=one.arguments,
+        call=one.call,
     )  # fmt: skip
     found = beside.files_of(beside.gathered(package.with_name("candidate.py"), source))
     more = [path for pattern in how.also for path in package.glob(pattern)]
@@ -210,9 +235,13 @@ def _package(package: Path, folder: str, corpus: Path, without: Collection[str] 
             continue
         module = ".".join([package.name, folder, path.stem])
         name = call.partition(".")[0]
-        source = f"import triton\n\nfrom {module} import {name}\n{_MODEL.format(call=call)}"
+        source = f"import triton\n\nfrom {module} import {name}\n{_called(call)}"
         made += _pair(corpus / path.stem, beside.gathered(package.with_name("candidate.py"), source))
     return made
+
+
+def _called(call: str) -> str:
+    return _MODEL.format(call=f"{call}(*inputs)", arguments="*inputs")
 
 
 def _entry(text: str) -> str:
