@@ -9,7 +9,7 @@ import functools
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -121,7 +121,7 @@ class Bench:
         self._surplus.check()
         self._notice_restart()
         self._device.enter()
-        with pinned(self._options.cores), _without_gradients():
+        with pinned(self._options.cores), _without_gradients(), self._resting():
             family = self._references.get(problem, tick)
             clock.ends("reference")
             try:
@@ -136,6 +136,14 @@ class Bench:
                 raise
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """What others wait for is theirs afterwards."""
+        try:
+            yield
+        finally:
+            self._references.rest()
 
     def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
         is_interpreted = backend(candidate.backend).is_interpreted(self._options.device)

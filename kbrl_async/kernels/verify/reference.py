@@ -65,6 +65,8 @@ class Reference:
         self.seed: int = rng.getrandbits(31) if first is None else first.seed
         self._rehearsals: list[InputSet] = []
         self._replays = Replays(options)
+        self.needed = 0
+        """Bytes at the peak of a verification, as predicted."""
         try:
             self.session = self._begin(zygote) if first is None else self._shared(first)
         except CandidateFault as fault:
@@ -267,6 +269,7 @@ class Reference:
         sizes.refuse(self.problem.problem_id, memory)
         self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
         self.widens &= sizes.widened <= memory
+        self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else sizes.asked
         return self.keeps_sets, self.widens
 
     def _memory(self) -> int:

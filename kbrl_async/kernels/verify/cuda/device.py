@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
+import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +28,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.reservations import Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem
 
@@ -39,6 +44,23 @@ PRELOAD = (
 )
 _CANDIDATE_S, _CALL_S, _FIRST_S = 15.0, 2.0, 10.0
 _HOST_BYTES = 8 << 30
+_KEPT_BESIDE_OTHERS = 1 / 16
+"""Of a GPU, what references may keep from one candidate to the next where other verifiers are on it."""
+
+
+class Crowded(Exception):  # noqa: N818 - an answer as long as it can be waited for
+    """Other verifiers plan with the memory now."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+def reservations_on(device: torch.device) -> Reservations:
+    """Of all verifiers of this user on one GPU of this host."""
+    properties = torch.cuda.get_device_properties(device)
+    folder = Path(tempfile.gettempdir()) / f"kbrl-memory-{os.getuid()}-{properties.uuid}"
+    return Reservations(folder, properties.total_memory)
 
 
 class CudaDevice(Device):
@@ -51,6 +73,8 @@ class CudaDevice(Device):
         self._homes: Spares | None = None
         """Of references."""
         self._replays: Replays | None = None
+        self._reservations: Reservations | None = None
+        """None where the system's temporary folder can't tell of other verifiers."""
 
     @property
     def health(self) -> GpuHealth:
@@ -77,6 +101,8 @@ class CudaDevice(Device):
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
         where = torch.device("cuda", where.index or 0)
         self._health = GpuHealth(where)
+        with contextlib.suppress(OSError):
+            self._reservations = reservations_on(where)
         with contextlib.suppress(MissingTool):
             fused.use(where, Passes(where))
 
@@ -100,19 +126,51 @@ class CudaDevice(Device):
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self._homes):
             self._give_back()
-        made: CudaReference | None
-        given = zygote, problem, options, rng, self._homes, self._spares, tick
+        claim = self._claim_beside(sum(family.device_bytes for family in kept.values()))
+        made, wanted = None, 0
         try:
-            made = CudaReference(*given)
+            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
         except DoesNotFit:
-            made = None  # the error's frames hold what there is of it
+            pass  # the error's frames hold what there is of it
+        except Crowded as crowded:
+            wanted = crowded.size
         if made is None:
             while kept:
                 kept.popitem(last=False)[1].close()
             self._give_back()
-            made = CudaReference(*given)
+            self._wait_for(wanted, tick)
+            claim = self._claim_beside(0)
+            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
         self._homes.refill()  # for the next problem
         return made
+
+    def _claim_beside(self, kept: int) -> Callable[[int], None]:
+        def claim(size: int) -> None:
+            if not self.may_use(size + kept):
+                raise Crowded(size)
+
+        return claim
+
+    def may_use(self, size: int) -> bool:
+        return self._reservations is None or self._reservations.take(size)
+
+    def _wait_for(self, size: int, tick: Tick) -> None:
+        """Until other verifiers leave so much of the GPU; 0: all that they can."""
+        if self._reservations is not None and self._reservations.others:
+            self._reservations.hold(0)
+            self._reservations.wait_for(size or self._reservations.total, tick)
+
+    def rest(self, kept: int) -> bool:
+        reservations = self._reservations
+        if reservations is None:
+            return True
+        was_large = max(kept, reservations.held) > _KEPT_BESIDE_OTHERS * reservations.total
+        if was_large and reservations.others:
+            if kept:
+                return False
+            self._give_back()
+        reservations.hold(kept)
+        return True
 
     def _give_back(self) -> None:
         """All memory that can be had again."""
@@ -190,6 +248,7 @@ class CudaDevice(Device):
                 started.settle()
 
     def close(self) -> None:
-        for started in (self._spares, self._homes, self._replays):
+        for started in (self._spares, self._homes, self._replays, self._reservations):
             if started is not None:
                 started.close()
+        self._reservations = None

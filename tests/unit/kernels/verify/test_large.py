@@ -136,3 +136,30 @@ def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fa
     with contextlib.closing(Bench(zygote, options)) as bench:
         found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + LATE, "torch"), {}, timing=False).verdict
     assert found.fault is fault, found
+
+
+def test_what_others_plan_with_is_given_back_and_asked_for_again(
+    bench: Bench,
+    memory: Memory,
+    compile_raw: Callable[[str], dict[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory(1000 * SIZE)
+    asked: list[int] = []
+
+    def refuse(size: int) -> bool:
+        asked.append(size)
+        return False
+
+    monkeypatch.setattr(Reference, "device_bytes", 5)
+    monkeypatch.setattr(bench._device, "may_use", refuse)
+    monkeypatch.setattr(bench._device, "rest", lambda kept: True)
+    judge(bench, RIGHT, compile_raw)
+    first = next(iter(bench._references._kept.values()))
+    assert first.needed == Sizes(SIZE, SIZE).kept(4, 3)
+    assert judge(bench, RIGHT, compile_raw).verdict.fault is Fault.OK
+    assert asked == [first.needed]
+    assert next(iter(bench._references._kept.values())) is not first, "others had the memory: it is made anew"
+    monkeypatch.setattr(bench._device, "rest", lambda kept: not kept)
+    judge(bench, RIGHT, compile_raw)
+    assert bench.references_kept == 0
