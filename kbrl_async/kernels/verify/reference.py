@@ -21,7 +21,8 @@ from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
 from kbrl_async.kernels.verify.fresh import Pool
-from kbrl_async.kernels.verify.inputs import host_bytes
+from kbrl_async.kernels.verify.forecast import forecast
+from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
 from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
@@ -238,7 +239,9 @@ class Reference:
         )
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
         with span("a reference's sets"):
-            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
+            kinds = kinds_for(self.examples)
+            tick = forecast(self.tick, self.problem.problem_id, len(kinds), lambda: self.keeps_sets)
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self.declared = maker.declared

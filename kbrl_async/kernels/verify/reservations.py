@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.stages import tell
 from kbrl_async.kernels.verify.options import Tick
 
 LIMIT_S = 600.0
@@ -88,6 +89,7 @@ class Reservations:
         with self._locked():
             place = 1 + max((other.place for other in self._others()), default=0)
             self._write(self.held, size, place)
+        tell(f"waiting for {size / 2**30:.1f} GiB of the GPU, which other verifiers use")
         try:
             while not self._is_granted(size, place):
                 if time.monotonic() > end:
