@@ -128,8 +128,7 @@ def robust_kbench(checkout: Path, corpus: Path) -> int:
         name, text = f"{path.parts[-4] if path.stem == 'kernel' else 'tasks'}_{task}_{way}", path.read_text()
         posed_by = checkout / "tasks" / task / "func_forward.py"
         if way == "forward" and posed_by.is_file():
-            problem = posed_by.read_text()
-            problem += "" if "def get_init_inputs" in problem else "\n\ndef get_init_inputs():\n    return []\n"
+            problem = _configured(posed_by.read_text(), posed_by.with_name("config_forward.json"))
             made += _pair(corpus / name, _with_kernel(name, problem), problem, {"kernel.cu": text})
         else:
             made += _pair(corpus / name, _EXTENSION.format(name=name) + _CALLS, files={"kernel.cu": text})
@@ -205,6 +204,23 @@ def _operator(package: Path, one: posed.Posed, corpus: Path, how: Packed) -> int
     more = [path for pattern in how.also for path in package.glob(pattern)]
     found |= {path.relative_to(package.parent).as_posix(): path.read_text() for path in more}
     return _pair(corpus / one.name, beside.pack(source, found), one.problem)
+
+
+def _configured(problem: str, config: Path) -> str:
+    """A task of robust-kbench with the first of its configurations, in a problem's form: it gives them by name."""
+    told = json.loads(config.read_text()) if config.is_file() else {}
+    shared, init, drawn = ((told.get(f"single_{kind}_configs") or [{}])[0] for kind in ("shared", "init", "input"))
+    model = next(node for node in ast.parse(problem).body if isinstance(node, ast.ClassDef) and node.name == "Model")
+    made = next((node for node in model.body if getattr(node, "name", "") == "__init__"), None)
+    names = [] if not isinstance(made, ast.FunctionDef) else made.args.args[1:]
+    defaults = [] if not isinstance(made, ast.FunctionDef) else made.args.defaults
+    known = dict(zip((one.arg for one in names[len(names) - len(defaults) :]), map(ast.unparse, defaults), strict=True))
+    known |= {name: repr(value) for name, value in {**shared, **init}.items()}
+    arguments = ", ".join(known[one.arg] for one in names if one.arg in known)
+    inputs = ", ".join(f"{name}={value!r}" for name, value in {**shared, **drawn}.items())
+    problem = problem.replace("def get_inputs(", "def _get_inputs(")
+    problem += f"\n\ndef get_inputs():\n    return _get_inputs({inputs})\n"
+    return f"{problem}\n\ndef get_init_inputs():\n    return [{arguments}]\n"
 
 
 def _with_kernel(name: str, problem: str) -> str:

@@ -20,8 +20,8 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
-from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.forecast import forecast
+from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
 from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal

@@ -44,6 +44,8 @@ PRELOAD = (
 )
 _CANDIDATE_S, _CALL_S, _FIRST_S = 15.0, 2.0, 10.0
 _HOST_BYTES = 8 << 30
+_SCRATCH_BYTES = 256 << 20
+"""For compiled kernels: of one that is tuned over a hundred configurations, each leaves some 300 kB."""
 _KEPT_BESIDE_OTHERS = 1 / 16
 """Of a GPU, what references may keep from one candidate to the next where other verifiers are on it."""
 
@@ -86,13 +88,14 @@ class CudaDevice(Device):
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
-        memory = max(options.limits.memory_bytes, _HOST_BYTES)
+        limits = options.limits
+        memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(
             options,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
             first_call_s=max(options.first_call_s, _FIRST_S),
-            limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
+            limits=msgspec.structs.replace(limits, memory_bytes=memory, scratch_bytes=scratch),
         )
 
     def open(self) -> None:
