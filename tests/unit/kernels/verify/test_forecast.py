@@ -24,13 +24,13 @@ def told() -> Iterator[Told]:
 
 @pytest.fixture
 def first_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
-    """Three sets of ten, of which each takes so many seconds."""
+    """Some sets of ten, of which each takes so many seconds, and the first three times that."""
 
     def run(seconds: float, are_kept: bool) -> None:
-        marks = iter([0.0, seconds, 2 * seconds])
+        marks = iter([0.0, 3 * seconds, 4 * seconds, 5 * seconds])
         monkeypatch.setattr(time, "perf_counter", lambda: next(marks))
         tick = forecast(no_tick, "L1/7", 10, lambda: are_kept)
-        for _ in range(3):
+        for _ in range(4):
             tick()
 
     return run
