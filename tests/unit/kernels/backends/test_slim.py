@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from kbrl_async.kernels.backends.building import BuildContext
+from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.inline import toolchain as inline_toolchain
 from kbrl_async.kernels.backends.inline.build import Build
 from kbrl_async.kernels.backends.inline.flags import chosen
