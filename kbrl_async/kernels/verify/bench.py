@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
-from kbrl_async.kernels.verify.report import verdict_of
+from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
@@ -135,6 +135,7 @@ class Bench:
                 self._references.drop(family.cases[0].reference)
                 raise
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
+        verdict = placed(verdict, candidate.source)
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
 
     @contextlib.contextmanager
