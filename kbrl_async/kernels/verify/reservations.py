@@ -69,9 +69,14 @@ class Reservations:
         if size < self.held:
             self._write(size, 0, 0)
 
+    @staticmethod
+    def is_concern(size: int) -> bool:
+        """Whether so many bytes are worth a look at the others."""
+        return size > _SMALL
+
     def take(self, size: int) -> bool:
         """Whether `size` bytes in all may be planned with, now."""
-        if size <= max(self.held, _SMALL):
+        if size <= self.held or not self.is_concern(size):
             return True
         with self._locked():
             others = self._others()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from kbrl_async.errors import MissingTool
+from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import fused
@@ -48,6 +48,8 @@ _SCRATCH_BYTES = 256 << 20
 """For compiled kernels: of one that is tuned over a hundred configurations, each leaves some 300 kB."""
 _KEPT_BESIDE_OTHERS = 1 / 16
 """Of a GPU, what references may keep from one candidate to the next where other verifiers are on it."""
+_UNPLANNED_S = 60.0
+"""To wait for others where nobody knows how much is missing."""
 
 
 class Crowded(Exception):  # noqa: N818 - an answer as long as it can be waited for
@@ -158,20 +160,30 @@ class CudaDevice(Device):
         return self._reservations is None or self._reservations.take(size)
 
     def _wait_for(self, size: int, tick: Tick) -> None:
-        """Until other verifiers leave so much of the GPU; 0: all that they can."""
-        if self._reservations is not None and self._reservations.others:
-            self._reservations.hold(0)
-            self._reservations.wait_for(size or self._reservations.total, tick)
+        """Until other verifiers leave so much of the GPU. 0: memory ran out before anything was planned; then until
+        they do with what they keep between candidates, for a while.
+        """
+        reservations = self._reservations
+        if reservations is None or not (others := reservations.others):
+            return
+        reservations.hold(0)
+        if size:
+            reservations.wait_for(size, tick)
+            return
+        share = max(_KEPT_BESIDE_OTHERS, 1 - len(others) * _KEPT_BESIDE_OTHERS)
+        with contextlib.suppress(InfraError):  # it is tried all the same, and told with its bytes
+            reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
 
     def rest(self, kept: int) -> bool:
         reservations = self._reservations
         if reservations is None:
             return True
-        was_large = max(kept, reservations.held) > _KEPT_BESIDE_OTHERS * reservations.total
-        if was_large and reservations.others:
-            if kept:
+        if reservations.is_concern(max(kept, reservations.held)) and (others := reservations.others):
+            is_large = max(kept, reservations.held) > _KEPT_BESIDE_OTHERS * reservations.total
+            if kept and (is_large or any(other.wanted for other in others)):
                 return False
-            self._give_back()
+            if is_large:
+                self._give_back()
         reservations.hold(kept)
         return True
 

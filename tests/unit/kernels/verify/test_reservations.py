@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.verify.cuda.device import Crowded, CudaDevice
 from kbrl_async.kernels.verify.options import no_tick
 from kbrl_async.kernels.verify.reservations import Reservations
 
@@ -144,3 +145,57 @@ def test_foreign_files_in_the_folder_are_no_verifiers(make: Make, tmp_path: Path
     mine = make()
     (tmp_path / "gpu" / "x-1").write_bytes(b"")
     assert mine.take(TOTAL)
+
+
+@pytest.fixture
+def device(make: Make) -> CudaDevice:
+    """A bench's part of a GPU; nothing of it is touched."""
+    made = CudaDevice("cuda:0")
+    made._reservations = make()
+    return made
+
+
+def test_alone_a_bench_keeps_its_references(device: CudaDevice) -> None:
+    assert device.may_use(60 * GIB)
+    assert device.rest(20 * GIB)
+    assert device._reservations is not None
+    assert device._reservations.held == 20 * GIB
+
+
+def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert device.may_use(60 * GIB)
+    assert not device.rest(20 * GIB), "they are to be closed"
+    assert device.rest(0)
+    assert other.take(70 * GIB)
+
+
+def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert device.may_use(3 * GIB)
+    assert device.rest(3 * GIB)
+    done: list[Reservations] = []
+    thread = wait(other, TOTAL, done)
+    assert device._reservations is not None
+    is_waiting(device._reservations, 1)
+    assert not device.rest(3 * GIB)
+    assert device.rest(0)
+    thread.join(5)
+    assert done == [other]
+
+
+def test_what_is_planned_with_is_asked_for_beside_what_is_kept(device: CudaDevice, make: Make) -> None:
+    assert make().take(40 * GIB)
+    claim = device._claim_beside(20 * GIB)
+    claim(10 * GIB)
+    with pytest.raises(Crowded):
+        claim(30 * GIB)
+
+
+def test_a_bench_waits_its_turn_and_then_has_it(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert other.take(60 * GIB)
+    threading.Timer(0.2, other.hold, (0,)).start()
+    device._wait_for(50 * GIB, no_tick)
+    assert device._reservations is not None
+    assert device._reservations.held == 50 * GIB
