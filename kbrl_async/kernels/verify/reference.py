@@ -305,6 +305,11 @@ class Reference:
             self._forget_outputs()
         return outcome, read
 
+    def recall(self) -> None:
+        """The outputs of the last call of `ask` are in the child again, where they were given back."""
+        if not self.keeps_sets:
+            self.session.call(wire.OP_RUN, 0, self._options.reference_deadline_s)
+
     def _forget_outputs(self) -> None:
         """Of the reference's child, where memory is short; on a processor others have none of its."""
 
