@@ -21,6 +21,8 @@ from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
 
 SOURCE = """
+#include <pybind11/pybind11.h>  // many name them though torch/extension.h has both
+#include <pybind11/stl.h>
 torch::Tensor scale(torch::Tensor x, double by) {
   TORCH_CHECK(x.dim() > 0, "got a scalar of ", x.scalar_type(), " on ", x.device());
   auto y = torch::empty_like(x);
