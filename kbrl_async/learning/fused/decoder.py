@@ -125,6 +125,7 @@ class _Layer:
         self.down = _Joint([mlp.down_proj], adapter, dtype, beside=False)
         self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
         self.epsilon = float(self.norm_1.variance_epsilon)
+        self.head_norms = head_norms(attention)
         self.heads, self.kv_heads = heads, kv_heads
 
     @property
@@ -137,8 +138,15 @@ class _Layer:
         return h_TX, e.rms_norm(x_TH, norm.weight, self.epsilon, h_TX[:, : x_TH.shape[1]])
 
 
+def head_norms(attention: Any) -> e.HeadNorms | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = attention.q_norm, attention.k_norm
+    return e.HeadNorms(q.weight, k.weight, float(q.variance_epsilon))
+
+
 class _Projections(torch.autograd.Function):
-    """x → q, k, v. Keeps x; the norm is computed again."""
+    """x → q, k, v. Keeps x, and what head norms are taken of; the norm before is computed again."""
 
     @staticmethod
     def forward(
@@ -147,15 +155,19 @@ class _Projections(torch.autograd.Function):
         joint = layer.qkv
         h_TX, inverse_T = layer.normed(x_TH, layer.norm_1, len(joint.small))
         qkv_TO, middle_TR = joint.wide(h_TX)
+        bias_O, norms = joint.bias, layer.head_norms
+        if norms is not None and bias_O is not None:
+            qkv_TO, bias_O = qkv_TO.add_(bias_O), None
         ctx.layer = layer
-        ctx.save_for_backward(x_TH, inverse_T, middle_TR, cos_TD, sin_TD)
-        return e.rotate(qkv_TO, joint.bias, cos_TD, sin_TD, layer.heads, layer.kv_heads)
+        kept = (qkv_TO,) if norms is not None else ()
+        ctx.save_for_backward(x_TH, inverse_T, middle_TR, cos_TD, sin_TD, *kept)
+        return e.rotate(qkv_TO, bias_O, cos_TD, sin_TD, layer.heads, layer.kv_heads, norms)
 
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
         layer: _Layer = ctx.layer
-        x_TH, inverse_T, middle_TR, cos_TD, sin_TD = ctx.saved_tensors
-        gradient_TO = e.rotate_backward(dq, dk, dv, cos_TD, sin_TD)
+        x_TH, inverse_T, middle_TR, cos_TD, sin_TD, *kept = ctx.saved_tensors
+        gradient_TO = e.rotate_backward(dq, dk, dv, cos_TD, sin_TD, layer.head_norms, *kept)
         h_TH, _ = layer.normed(x_TH, layer.norm_1, 0)
         needed = ctx.needs_input_grad[0]
         dh_TH, weights = layer.qkv.wide_backward(gradient_TO, h_TH, middle_TR, needed)
@@ -188,7 +200,7 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x_TH: torch.Tensor, layer: _Layer, keep: bool, *_: Any) -> torch.Tensor:
         h_TX, inverse_T = layer.normed(x_TH, layer.norm_2, len(layer.gate_up.small))
         both_T2I, middle_TR = layer.gate_up.wide(h_TX)
-        out_TH, last_TR = layer.down.narrow(e.swiglu(both_T2I), x_TH)
+        out_TH, last_TR = layer.down.narrow(e.swiglu(*both_T2I.chunk(2, -1)), x_TH)
         ctx.layer, ctx.both, ctx.is_spent = layer, both_T2I if keep else None, False
         ctx.save_for_backward(x_TH, inverse_T, middle_TR, last_TR)
         return out_TH
@@ -201,9 +213,8 @@ class _Mlp(torch.autograd.Function):
         h_TX, _ = layer.normed(x_TH, layer.norm_2, len(layer.gate_up.small))
         both_T2I = layer.gate_up.wide(h_TX)[0] if ctx.both is None else ctx.both
         ctx.both, ctx.is_spent = None, True
-        da_TI, to_last_TR = layer.down.narrow_gradient(gradient_TH)
-        a_TI = e.swiglu_backward(da_TI, both_T2I)
-        del da_TI
+        a_TI, to_last_TR = layer.down.narrow_gradient(gradient_TH)  # the gradient there, until it is overwritten
+        e.swiglu_backward(a_TI, *both_T2I.chunk(2, -1), again=True)
         down = layer.down.narrow_weights(gradient_TH, to_last_TR, a_TI, last_TR)
         del a_TI
         h_TH = h_TX[:, : x_TH.shape[1]]
