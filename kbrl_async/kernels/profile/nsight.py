@@ -48,10 +48,13 @@ def program() -> str:
 
 
 def command(path: str, module: str, task_file: str) -> list[str]:
-    """Profile what `module` launches after it called `cudaProfilerStart`: one forward of the candidate."""
+    """Profile what `module` launches after it called `cudaProfilerStart`: one forward of the candidate.
+
+    Clocks stay as they are: Nsight would lock them, also for a bench that times on the same GPU.
+    """
     shown = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS)]
     what = ["--profile-from-start", "off", "--launch-count", str(_LAUNCHES), "--target-processes", "all"]
-    return [path, *shown, *what, sys.executable, "-m", module, task_file]
+    return [path, *shown, *what, "--clock-control", "none", sys.executable, "-m", module, task_file]
 
 
 def read(output: str) -> tuple[KernelFacts, ...]:
