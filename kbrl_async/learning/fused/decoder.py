@@ -1,4 +1,4 @@
-"""The decoder of the Llama and Qwen2 families with LoRA on every linear layer: forward and backward by hand, for speed.
+"""The decoder of the fused families with LoRA on every linear layer: forward and backward by hand, for speed.
 
 It computes what the peft model computes, from the peft model's own parameters, and is checked against it::
 
@@ -25,13 +25,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning.fused import elementwise as e
 from kbrl_async.learning.fused.attention import KeysValues, attend
+from kbrl_async.learning.fused.context import Context
+from kbrl_async.learning.fused.families import linear_of
 from kbrl_async.learning.fused.flat import FlatBatch
+from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.recompute import again, waiting_on_host
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2"})
 Prefix = Sequence[KeysValues]
 """Of a shared prompt, one pair a layer."""
 
@@ -118,14 +120,14 @@ class _Layer:
     """One decoder layer: its joint matrices, and norm weights as they are."""
 
     def __init__(self, layer: Any, adapter: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Joint([attention.q_proj, attention.k_proj, attention.v_proj], adapter, dtype, beside=True)
-        self.out = _Joint([attention.o_proj], adapter, dtype, beside=False)
-        self.gate_up = _Joint([mlp.gate_proj, mlp.up_proj], adapter, dtype, beside=True)
-        self.down = _Joint([mlp.down_proj], adapter, dtype, beside=False)
+        q, k, v, out, gate, up, down = linear_of(layer)
+        self.qkv = _Joint([q, k, v], adapter, dtype, beside=True)
+        self.out = _Joint([out], adapter, dtype, beside=False)
+        self.gate_up = _Joint([gate, up], adapter, dtype, beside=True)
+        self.down = _Joint([down], adapter, dtype, beside=False)
         self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
         self.epsilon = float(self.norm_1.variance_epsilon)
-        self.head_norms = head_norms(attention)
+        self.head_norms = head_norms(layer.self_attn)
         self.heads, self.kv_heads = heads, kv_heads
 
     @property
@@ -214,7 +216,8 @@ class _Mlp(torch.autograd.Function):
         both_T2I = layer.gate_up.wide(h_TX)[0] if ctx.both is None else ctx.both
         ctx.both, ctx.is_spent = None, True
         a_TI, to_last_TR = layer.down.narrow_gradient(gradient_TH)  # the gradient there, until it is overwritten
-        e.swiglu_backward(a_TI, *both_T2I.chunk(2, -1), again=True)
+        gate_TI, up_TI = both_T2I.chunk(2, -1)
+        e.swiglu_backward(a_TI, gate_TI, up_TI, again=True)
         down = layer.down.narrow_weights(gradient_TH, to_last_TR, a_TI, last_TR)
         del a_TI
         h_TH = h_TX[:, : x_TH.shape[1]]
@@ -227,12 +230,16 @@ class _Mlp(torch.autograd.Function):
 class FusedDecoder:
     """The decoder stack of a peft-wrapped causal LM; takes its frozen weights over (see the module's invariants)."""
 
-    def __init__(self, causal_lm: torch.nn.Module, adapter: str) -> None:
+    def __init__(
+        self, causal_lm: torch.nn.Module, adapter: str, context: Context | None = None, offload: bool = False
+    ) -> None:
+        """`offload`: the inputs of layers that are computed again wait on the host."""
         config: Any = causal_lm.config
+        self._context, self._offload = context, offload
         self._decoder: Any = causal_lm.get_decoder()  # type: ignore[operator]
-        self._dtype = self._decoder.embed_tokens.weight.dtype
+        self.dtype = self._decoder.embed_tokens.weight.dtype
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [_Layer(layer, adapter, self._dtype, heads, kv_heads) for layer in self._decoder.layers]
+        self._layers = [_Layer(layer, adapter, self.dtype, heads, kv_heads) for layer in self._decoder.layers]
         joints = [joint for layer in self._layers for joint in layer.joints]
         self._sources = [p for joint in joints for p in joint.parameters()]
         self._targets = [c for joint in joints for c in joint.copies()]
@@ -254,29 +261,30 @@ class FusedDecoder:
         self,
         rows: FlatBatch,
         prefix: Prefix | None = None,
-        kept: int | None = None,
-        whole: int | None = None,
+        plan: Plan | None = None,
         collect: list[KeysValues] | None = None,
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, H] before the last norm; [N, H] of the rows `wanted_N`, where given: the last layer
         computes no others.
 
-        `kept` layers keep gate and up, `whole` layers anything but their input. They are the last ones: what those
-        hold is free again when the first ones compute theirs anew. `collect` receives each layer's k and v.
+        The layers of `plan` that keep more are the last ones: what those hold is free again when the first ones compute
+        theirs anew. `collect` receives each layer's k and v.
         """
-        kept, whole = (len(self) if n is None else n for n in (kept, whole))
+        kept, whole = plan or (len(self), len(self))
         x_TH = torch.nn.functional.embedding(rows.input_T, self._decoder.embed_tokens.weight)
         cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TH[None], rows.position_T[None])
         with torch.autocast(x_TH.device.type, enabled=False):
             for number, layer in enumerate(self._layers):
                 before, behind = None if prefix is None else prefix[number], len(self) - number
                 wanted = wanted_N if behind == 1 else None
-                arguments = (layer, x_TH, cos_1TD[0], sin_1TD[0], rows.lengths, before, behind <= kept, wanted)
+                turned = (cos_1TD[0], sin_1TD[0])
+                arguments = (layer, x_TH, *turned, rows.lengths, before, behind <= kept, wanted, self._context)
                 if behind <= whole or not torch.is_grad_enabled():
                     x_TH, k_TND, v_TND = _run(*arguments)
                 else:
-                    x_TH, k_TND, v_TND = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                    with waiting_on_host(self._offload):
+                        x_TH, k_TND, v_TND = again(_run, *arguments)
                 if collect is not None:
                     collect.append((k_TND, v_TND))
         return x_TH
@@ -296,49 +304,12 @@ def _run(
     prefix: KeysValues | None,
     keep: bool,
     wanted_N: torch.Tensor | None,
+    context: Context | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = _Projections.apply(x_TH, cos_TD, sin_TD, layer, *layer.qkv.parameters())  # type: ignore[no-untyped-call]
-    out_TI = attend(q, k, v, lengths, prefix)
+    out_TI = attend(q, k, v, lengths, prefix, context)
     if wanted_N is not None:
         out_TI, x_TH = out_TI.index_select(0, wanted_N), x_TH.index_select(0, wanted_N)
     x_TH = _Output.apply(out_TI, x_TH, layer, *layer.out.parameters())  # type: ignore[no-untyped-call]
     adapters = (*layer.gate_up.parameters(), *layer.down.parameters())
     return _Mlp.apply(x_TH, layer, keep, *adapters), k, v  # type: ignore[no-untyped-call]
-
-
-def why_not(model: torch.nn.Module) -> str:
-    """Why this model can't be fused; empty where it can."""
-    config: Any = getattr(model, "config", None)
-    adapters: dict[str, Any] = getattr(model, "peft_config", {})
-    if not adapters:
-        return "it has no LoRA adapter"
-    if len(adapters) > 1:
-        return "it has several adapters"
-    if getattr(config, "model_type", "") not in FAMILIES:
-        return f"its family is {getattr(config, 'model_type', 'unknown')}"
-    if getattr(config, "use_sliding_window", False) or getattr(config, "sliding_window", None):
-        return "it attends within a sliding window"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"its activation is {config.hidden_act}"
-    return _odd_layer(model)
-
-
-def _odd_layer(model: torch.nn.Module) -> str:
-    decoder: Any = model.get_base_model().get_decoder()  # type: ignore[operator]
-    (adapter,) = model.peft_config  # type: ignore[misc]
-    for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        linear = (
-            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-        )
-        for module in linear:
-            if adapter not in getattr(module, "lora_A", {}):
-                return "a linear layer has no adapter"
-            if type(module.base_layer) is not torch.nn.Linear:
-                return f"its linear layers are {type(module.base_layer).__name__}"
-            if module.use_dora.get(adapter) or module.lora_A[adapter].bias is not None:
-                return "its adapters are more than A and B"
-            if module.base_layer.weight.requires_grad:
-                return "its base is trained"
-    return ""

@@ -6,7 +6,7 @@ take over. All arithmetic is fp32 inside, results are rounded to the type of the
 Invariant: nothing here gives a gradient to a bias, and only `rms_norm_weight` gives one to a norm's weight.
 """
 
-# ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes: T tokens, H hidden, I intermediate, V vocabulary
+# ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes: T tokens, H hidden, I intermediate, V vocabulary
 from __future__ import annotations
 
 import functools
@@ -155,10 +155,8 @@ def swiglu(gate_TI: torch.Tensor, up_TI: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate_TI.float()) * up_TI.float()).to(gate_TI.dtype)
 
 
-def swiglu_backward(
-    gradient_TI: torch.Tensor, gate_TI: torch.Tensor, up_TI: torch.Tensor, again: bool = False
-) -> None:
-    """Overwrites gate and up with their gradients, and `gradient_TI` with silu(gate) · up where it is wanted `again`."""
+def swiglu_backward(gradient_TI: torch.Tensor, gate_TI: torch.Tensor, up_TI: torch.Tensor, again: bool = False) -> None:
+    """Overwrites gate and up with their gradients, and `gradient_TI` with silu(gate) · up where `again`."""
     if kernels := _kernels(gate_TI):
         kernels.swiglu_backward(gradient_TI, gate_TI, up_TI, again)
         return

@@ -409,9 +409,7 @@ def swiglu_backward(gradient_TI: torch.Tensor, gate_TI: torch.Tensor, up_TI: tor
     assert gradient_TI.is_contiguous(), "the product is written in its place"
     count, n = gate_TI.shape
     grid = (count, triton.cdiv(n, _COLUMNS))
-    _swiglu_backward[grid](
-        gradient_TI, gate_TI, up_TI, n, gate_TI.stride(0), AGAIN=again, BLOCK=_COLUMNS, num_warps=4
-    )
+    _swiglu_backward[grid](gradient_TI, gate_TI, up_TI, n, gate_TI.stride(0), AGAIN=again, BLOCK=_COLUMNS, num_warps=4)
 
 
 def softmax_scores(
