@@ -309,8 +309,7 @@ def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> flo
     own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     trained = sum(p.numel() for p in own if p.requires_grad)
     cast = sum(p.numel() for p in own if p.dtype == torch.float32) if computes_bf16(learner, device) else 0
-    moments = 2 if learner.optimizer == "adamw_8bit" else 8
-    return float(limit - torch.cuda.memory_allocated(device) - (4 + moments) * trained - 2 * cast)
+    return float(limit - torch.cuda.memory_allocated(device) - 12 * trained - 2 * cast)
 
 
 def forward_backward(

@@ -38,6 +38,7 @@ class Recompute:
 
     def __init__(self, causal_lm: torch.nn.Module, offload: bool = False) -> None:
         self._offload = offload
+        causal_lm.eval()
         layers = decoder_layers(causal_lm)
         self._count = len(layers)
         self.plan = Plan(self._count, self._count)

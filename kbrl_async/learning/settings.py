@@ -59,6 +59,8 @@ CORRECTIONS = Door(
 """`ratios -> multiplier [T]`, see `corrections`."""
 WEIGHTS = frozenset({"tis", "tis_sequence"})
 """Corrections that weigh by the importance ratio; the others of ours only drop."""
+OF_SEQUENCES = frozenset({"gspo", "tis_sequence", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm"})
+"""Of ours, losses and corrections that need all tokens of a sequence at once."""
 LossName = Annotated[str, Meta(extra={"door": LOSSES})]
 CorrectionName = Annotated[str, Meta(extra={"door": CORRECTIONS})]
 
@@ -140,8 +142,6 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs of layers that are computed again wait in pinned memory of the host, not on the GPU."""
     context_parallel: AtLeastOne = 1
     """Ranks that share each sequence's tokens, for very long ones; learner.processes is a multiple of it."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: its moments in 8 bits, a quarter of the memory; needs torchao or bitsandbytes, and a GPU."""
     share_prompts: bool = True
     """kernels=fused: compute the prompt of a group once, not once a sample."""
     memory_gb: NonNegative = 0.0

@@ -13,7 +13,7 @@ import torch
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning.distributed import ProcessGroup, ShardedModel
-from kbrl_async.learning.forward_backward import Plain, Tick, computes_bf16, forward_backward
+from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
 from kbrl_async.learning.policies.models import causal_lm
@@ -50,7 +50,7 @@ class Trainer(Updates):
         super().__init__(forward_backward(model, learner, place, self._sharded), settings, place, clock)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
-        self._reference = None if reference is None else Plain(reference, learner, place)
+        self._reference = None if reference is None else forward_backward(reference, learner, place)
 
     @property
     def bf16(self) -> bool:
@@ -83,7 +83,8 @@ class Trainer(Updates):
     def share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
         if self.process_group is None:
             return super().share(samples, chosen)
-        return self.process_group.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
+        lengths = [len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen]
+        return self.process_group.part(lengths, self.settings.learner.context_parallel)
 
     def gathered(self, value_T: torch.Tensor) -> torch.Tensor:  # noqa: N803 - its shape
         return value_T if self.process_group is None else self.process_group.total(value_T)

@@ -130,14 +130,18 @@ def _is_plain_tokenizer(path: str) -> bool:
 
 
 def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable."""
+    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable.
+
+    Of a mixture of experts those of attention alone: a router that is adapted sends tokens elsewhere than the sampler's
+    did, and experts are stacked weights that samplers load no adapters for.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=_adapted(model),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -146,6 +150,13 @@ def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def _adapted(model: torch.nn.Module) -> str | list[str]:
+    if not getattr(model.config, "num_experts_per_tok", None):
+        return "all-linear"
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return [name for name in linear if "attn" in name or "attention" in name]
 
 
 def add_adapters(model: torch.nn.Module, names: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, check_combination
+from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, OF_SEQUENCES, check_combination
 from kbrl_async.rollouts.buffer.buffer import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
@@ -265,6 +265,14 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
 def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
     """Several learner processes need a GPU each."""
     count, placement = config.learner.processes, config.placement
+    together = config.learner.context_parallel
+    if count % together:
+        cause = f"learner.context_parallel={together} with learner.processes={count}: they don't come out even"
+        yield "learner.context_parallel", cause, f"Use learner.processes={together} or a multiple of it"
+    whole = [name for name in (config.loss, *config.corrections) if name in OF_SEQUENCES]
+    if together > 1 and whole:
+        cause = f"{whole[0]} weighs whole sequences, and learner.context_parallel={together} scores each in parts"
+        yield "learner.context_parallel", cause, "Use learner.context_parallel=1, or what weighs tokens"
     if count > 1 and placement not in (None, "split"):
         cause = f"learner.processes={count} with placement={placement}, which gives the learner a single GPU"
         yield "learner.processes", cause, "Use placement=split, which gives each of them its own, or one process"
