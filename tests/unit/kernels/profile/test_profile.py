@@ -189,3 +189,22 @@ def test_what_is_no_timeline_is_said_and_not_believed(
     kernels, why = profiled(FakeContext(tmp_path, "", left))
     assert kernels == ()
     assert "no timeline either" in why
+
+
+def test_why_there_is_neither_is_what_the_tools_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsight, "program", lambda: "/opt/ncu")
+    _, why = profiled(FakeContext(tmp_path, "==PROF== began\nno room\x1b[2J\n\n"))
+    assert why.count("(no room[2J)") == 2
+
+
+def test_nsight_reads_its_folder_and_what_its_script_looks_for(tmp_path: Path) -> None:
+    script, behind = tmp_path / "bin" / "ncu", tmp_path / "nsight-compute-2025.3"
+    behind.mkdir()
+    script.parent.mkdir()
+    script.touch()
+    assert [str(script.parent), str(behind)] == nsight.folders(str(script))[:2]
+
+
+def test_clocks_stay_as_they_are() -> None:
+    words = nsight.command("ncu", "module", "task.json")
+    assert words[words.index("--clock-control") + 1] == "none"
