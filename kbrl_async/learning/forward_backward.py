@@ -96,10 +96,14 @@ class OfModules(Generic[Batch]):
         """Chooses what is computed again, from now on: the model's layers are wrapped, once."""
         inner, learner = causal_lm(self._model), self._learner
         itemsize = _computed_in(learner, self._device).itemsize
-        self._shape = memory.shape_of(inner.config, itemsize, self.path, learner.offload_activations)
+        self.shape = memory.shape_of(inner.config, itemsize, self.path, learner.offload_activations)
         self._room = _room(self._model, learner, self._device)
         self._recompute = Recompute(inner, learner.offload_activations)
         return self
+
+    def plan(self, tokens: int) -> memory.Plan:
+        """What a microbatch of so many tokens keeps for its backward pass."""
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         packed = [(adapter, batch.to(self._device)) for adapter, batch in self._grouped(samples)]
@@ -122,8 +126,7 @@ class OfModules(Generic[Batch]):
             return logp_T.clone(), entropy_T  # no view: FSDP can't follow one
 
         if self._recompute is not None:
-            mode = self._learner.activation_checkpointing
-            self._recompute.plan = memory.planned(mode, self._shape, batch.inputs, self._room)
+            self._recompute.plan = self.plan(batch.inputs)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=computes_bf16(self._learner, self._device)):
             return compute(causal_lm(self._model)) if self._sharded is None else self._sharded(compute)
 
@@ -211,13 +214,13 @@ class Fused:
         offload = learner.offload_activations
         self._decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0], ranks, offload)
         itemsize = next(self._causal_lm.parameters()).element_size()
-        self._shape = memory.shape_of(self._causal_lm.config, itemsize, "fused", offload)
+        self.shape = memory.shape_of(self._causal_lm.config, itemsize, "fused", offload)
         self._room = _room(model, learner, device)
         self._unadapted = Modules(model, learner, device, ranks=ranks)
 
     def plan(self, tokens: int) -> memory.Plan:
         """What a microbatch of so many tokens keeps for its backward pass."""
-        return memory.planned(self._learner.activation_checkpointing, self._shape, tokens, self._room)
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         if not _is_adapted(self._model):
@@ -301,15 +304,20 @@ def _is_adapted(model: torch.nn.Module) -> bool:
 
 
 def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:
-    """Bytes for activations: what may be held, less what is held already, gradients, moments, and weights that
-    autocast copies."""
+    """Bytes for activations: what may be held, less what is held already and what the first update adds to it."""
     if device.type != "cuda":
         return learner.memory_gb * 1e9 or float("inf")
     limit = learner.memory_gb * 1e9 or 0.9 * torch.cuda.get_device_properties(device).total_memory
+    return float(limit - torch.cuda.memory_allocated(device) - update_bytes(model, computes_bf16(learner, device)))
+
+
+def update_bytes(model: torch.nn.Module, bf16: bool) -> float:
+    """Beside the weights and activations: gradients, AdamW's two moments, and the copies that autocast makes of fp32
+    weights for a pass in `bf16`. Of a sharded model this rank's."""
     own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    trained = sum(p.numel() for p in own if p.requires_grad)
-    cast = sum(p.numel() for p in own if p.dtype == torch.float32) if computes_bf16(learner, device) else 0
-    return float(limit - torch.cuda.memory_allocated(device) - 12 * trained - 2 * cast)
+    trained = sum(p.nbytes for p in own if p.requires_grad)
+    cast = sum(p.nbytes for p in own if p.dtype == torch.float32) if bf16 else 0
+    return 3.0 * trained + cast / 2
 
 
 def forward_backward(
