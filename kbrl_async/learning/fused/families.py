@@ -29,10 +29,11 @@ def why_not(model: torch.nn.Module) -> str:
         return "it attends within a sliding window"
     if getattr(config, "mlp_bias", False):
         return "its MLP has biases"
-    if not all(p.is_floating_point() for p in inner.parameters()):
-        return "its weights are quantised"
-    depth = head_depth(config)
-    return f"its heads are {depth} wide, no power of two" if depth & (depth - 1) else ""
+    if (depth := head_depth(config)) & (depth - 1):
+        return f"its heads are {depth} wide, no power of two"
+    linear = (module for layer in inner.get_decoder().layers for module in linear_of(layer))  # type: ignore[operator]
+    kinds = {type(getattr(module, "base_layer", module)) for module in linear} - {torch.nn.Linear}
+    return f"its linear layers are {kinds.pop().__name__}" if kinds else ""
 
 
 def _windowed(config: Any) -> bool:
@@ -66,8 +67,6 @@ def linear_of(layer: Any) -> tuple[Any, ...]:
 def _odd(module: Any, adapter: str) -> str:
     if adapter not in getattr(module, "lora_A", {}):
         return "a linear layer has no adapter"
-    if type(module.base_layer) is not torch.nn.Linear:
-        return f"its linear layers are {type(module.base_layer).__name__}"
     if module.use_dora.get(adapter) or module.lora_A[adapter].bias is not None:
         return "its adapters are more than A and B"
     return "its base is trained" if module.base_layer.weight.requires_grad else ""

@@ -265,7 +265,12 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
 def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
     """Several learner processes need a GPU each."""
     count, placement = config.learner.processes, config.placement
-    together = config.learner.context_parallel
+    together, again = config.learner.context_parallel, config.learner.activation_checkpointing
+    if config.learner.offload_activations and again in ("none", "selective"):
+        cause = (
+            f"learner.offload_activations keeps inputs of layers, and activation_checkpointing={again} has none"
+        )
+        yield "learner.offload_activations", cause, "Use learner.activation_checkpointing=full or auto"
     if count % together:
         cause = f"learner.context_parallel={together} with learner.processes={count}: they don't come out even"
         yield "learner.context_parallel", cause, f"Use learner.processes={together} or a multiple of it"

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from kbrl_async.errors import ConfigError
 from kbrl_async.learning.fused.context import Context
 from kbrl_async.learning.fused.flat import bundle
+from kbrl_async.runs.config import load
 from protocols.records import TrainSample
 from tests.unit.learning import context_rank
 from tests.unit.learning.test_families import drawn_samples, model_of
@@ -34,6 +36,20 @@ def test_two_ranks_with_half_of_the_tokens_each_compute_what_one_does(tmp_path: 
     alone = context_rank.updated(samples, None)
     for name in ("loss", "grad_norm", "entropy", "ess", "mismatch_kl", "kl_reference", "response_tokens"):
         assert metrics[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["learner.context_parallel=2"], "don't come out even"),
+        (["learner.context_parallel=2", "learner.processes=4", "loss=gspo"], "gspo weighs whole sequences"),
+        (["learner.context_parallel=2", "learner.processes=2", "loss=ppo", "corrections=veto"], "veto weighs whole"),
+        (["learner.offload_activations=true", "learner.activation_checkpointing=selective"], "has none"),
+    ],
+)
+def test_what_contradicts_is_refused_before_anything_starts(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=given)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
