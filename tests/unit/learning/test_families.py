@@ -80,10 +80,10 @@ def drawn_samples() -> list[TrainSample]:
 
 
 def computed(
-    model: torch.nn.Module, samples: list[TrainSample], **options: Any
+    model: torch.nn.Module, samples: list[TrainSample], device: torch.device = CPU, **options: Any
 ) -> tuple[str, torch.Tensor, dict[str, torch.Tensor]]:
     """What computed it, log-probs by sample and place, and gradients."""
-    passes = forward_backward(model, Learner(**options), CPU)
+    passes = forward_backward(model, Learner(**options), device)
     found: dict[tuple[int, int], float] = {}
 
     def visit(scored: Scored) -> torch.Tensor:
