@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.distributed import ShardedModel
 from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.decoder import FusedDecoder, why_not
 from kbrl_async.learning.fused.flat import Bundle, FlatBatch, bundle
@@ -27,6 +26,7 @@ from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
 from kbrl_async.learning.policies.models import active, adapter_names, adapter_of, causal_lm
 from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.sharded import ShardedModel
 from protocols.records import TrainSample
 
 
