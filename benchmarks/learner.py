@@ -232,8 +232,8 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
     settings = Config(loss="grpo", learning_rate=1e-6, learner=options)
     trainer = Trainer(wrap_lora(build(asked), RANK), settings, asked.device, process_group=ranks)
     if ranks is not None and ranks.rank:
-        ranks.follow(trainer)
-        ranks.close()
+        trainer.follow()
+        trainer.close()
         sys.exit(0)
     groups = group_of(asked)
     trainer.step(groups, TEMPERATURE)  # with plans of attention and compilation of kernels, which may wait
@@ -255,7 +255,7 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
         found["attention"] = attention_of(asked)
     if ranks is not None:
         found["processes"] = ranks.size
-        ranks.close()
+        trainer.close()
     return found
 
 
