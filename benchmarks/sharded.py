@@ -58,8 +58,9 @@ def updates(
 ) -> Result:
     """Tokens/s, model-FLOP utilisation and peak memory of whole updates by FSDP2, every rank with random weights.
 
-    All that an update does is counted: what travels to the ranks, forward, loss, backward with each layer computed again,
-    clipping, AdamW. FLOPs are those of the model (nothing computed twice; causal attention; the head at scored tokens).
+    All that an update does is counted: what travels to the ranks, forward, loss, backward with each layer computed
+    again, clipping, AdamW. FLOPs are those of the model: nothing computed twice, causal attention, the head at scored
+    tokens.
     """
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
@@ -139,8 +140,8 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     config: Any = trainer.model.config
     layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
     trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
-    query = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    head = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
+    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
+    head: float = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
     return 6.0 * trained + 4.0 * frozen + 6.0 * config.num_hidden_layers * query * length + head
 
 

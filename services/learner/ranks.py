@@ -21,6 +21,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +57,17 @@ def leave_out_nanny() -> None:
 
 
 def leave_in_time() -> None:
-    """A follower: rank 0 says when it is over; if it doesn't, it ends `LEAVE_S` after the first signal."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: signal.setitimer(signal.ITIMER_REAL, LEAVE_S))  # SIGALRM ends it
+    """A follower, before its first thread: rank 0 says when it is over; if it doesn't, it ends `LEAVE_S` after the
+    first signal. By a thread: Python's handlers wait for the main one, which waits in a collective."""
+    asked = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
+
+    def leave() -> None:
+        signal.sigwait(asked)
+        time.sleep(LEAVE_S)
+        os._exit(LOST)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 async def leave_after(stop: asyncio.Event) -> None:

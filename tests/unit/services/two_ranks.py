@@ -55,9 +55,11 @@ def train(folder: Path, others: list[int]) -> None:
 
 
 async def main(stop: asyncio.Event) -> None:
+    launched = ranks.is_launched()
     started = ranks.start(2, MODULE)
     started_pids = [rank.pid for rank in started]
-    watching = asyncio.create_task(ranks.watch(started, structlog.get_logger()))
+    guard = ranks.leave_after(stop) if launched else ranks.watch(started, structlog.get_logger())
+    watching = asyncio.create_task(guard)
     folder = Path(os.environ["TWO_RANKS"])
     await asyncio.get_running_loop().run_in_executor(None, train, folder, started_pids)
     watching.cancel()
