@@ -19,7 +19,6 @@ Invariants
 from __future__ import annotations
 
 import datetime
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -95,6 +94,8 @@ class ProcessGroup:
         else:
             dist.init_process_group("gloo", timeout=IDLE)
             self._control = dist.group.WORLD
+        self.background: Any = dist.new_group(backend="gloo", timeout=IDLE)
+        """For what is done beside updates, such as writing a checkpoint."""
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
 
     def close(self) -> None:
@@ -102,11 +103,6 @@ class ProcessGroup:
         if self.rank == 0:
             self.tell(End())
         dist.destroy_process_group()
-
-    @functools.cached_property
-    def background(self) -> Any:
-        """A group for what is done beside updates, such as writing a checkpoint. All ranks ask for it at once."""
-        return dist.new_group(backend="gloo", timeout=IDLE)
 
     def send_text(self, text: str) -> None:
         """Rank 0: `text` to all others, which wait for it in `receive_text`."""

@@ -85,6 +85,9 @@ def check_launcher(count: int, environment: Mapping[str, str] = os.environ) -> N
     if lacking:
         cure = "Start all ranks by torchrun, or unset RANK: learner.processes starts them without a launcher"
         raise ConfigError(f"RANK is set and {', '.join(lacking)} is not", cure)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        cause = "torchrun keeps one store over its restarts, where ranks that start again find addresses of dead ones"
+        raise ConfigError(cause, "Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
     if (size := int(environment["WORLD_SIZE"])) != count:
         cure = f"Prepare the run with learner.processes={size}, or have torchrun start {count} on all hosts together"
         raise ConfigError(f"a launcher has started {size} ranks, and learner.processes={count}", cure)

@@ -102,7 +102,7 @@ def test_two_hosts_of_torchrun_start_again_together_when_one_loses_its_rank(
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    environment = prepare(tmp_path)
+    environment = {**prepare(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     hosts = [subprocess.Popen([*launcher, "-m", two_ranks.MODULE], env=environment) for _ in range(2)]
     try:
         kill_follower(tmp_path, *hosts)
@@ -119,6 +119,11 @@ def test_a_launcher_must_start_as_many_ranks_as_the_run_says() -> None:
     ranks.check_launcher(2, LAUNCHED)
     with pytest.raises(ConfigError, match=r"has started 2 ranks, and learner.processes=1.*learner.processes=2"):
         ranks.check_launcher(1, LAUNCHED)
+
+
+def test_a_launcher_whose_restarts_would_meet_the_dead_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        ranks.check_launcher(2, {**LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE": "True"})
 
 
 def test_a_rank_without_its_team_is_refused_by_name() -> None:
