@@ -35,7 +35,7 @@ class ShardedModel:
         ranks: ProcessGroup,
         *,
         arithmetic: torch.dtype | None = None,
-        offload: bool = False,
+        offload: bool,
         source: Source | None = None,
     ) -> None:
         """Shards `model`, which every rank has made alike: on the host, on its device, or without any weights, which
