@@ -25,7 +25,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.distributed import ShardedModel
 from kbrl_async.learning.fused import context, families, memory
 from kbrl_async.learning.fused.decoder import FusedDecoder
 from kbrl_async.learning.fused.flat import Bundle, FlatBatch, bundle
@@ -35,6 +34,7 @@ from kbrl_async.learning.packing import Microbatch, pack
 from kbrl_async.learning.policies.models import active, adapter_names, adapter_of, causal_lm
 from kbrl_async.learning.recompute import Recompute
 from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.sharded import ShardedModel
 from protocols.records import TrainSample
 
 
