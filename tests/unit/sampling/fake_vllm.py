@@ -200,7 +200,7 @@ class FakeAsyncLLM:
                 if self.held_at is None or len(request.out) < self.held_at:
                     self._step(request_id, request)
             usage = sum(r.kv for r in self.running.values()) / self.kv_tokens
-            self.meter.kv_usage, self.meter.waiting = usage, len(self.waiting)
+            self.meter.saw(len(self.waiting), usage)
             self.meter.tick()
             await asyncio.sleep(0)
 
