@@ -10,7 +10,7 @@
         broadcasts, at most `BUCKET_BYTES` each ═══════════════════════════════════▶ Group.tensors
 
 Each sampler has a group of its own with the learner, so that one that dies or is late costs only itself: after
-`weights.stalled_s` without progress its link is given up, and it goes by the files of the versions, which are written anyway.
+`weights.stalled_s` without progress its link is given up, and it goes by the files, which are written anyway.
 
 Invariants
 * The learner waits for no sampler but through `idle`, which ends that long after the last bucket that moved.
