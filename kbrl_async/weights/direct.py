@@ -39,8 +39,6 @@ from protocols.records import PolicyVersion
 
 dist: Any = torch.distributed  # its process groups and stores are written in C++, and untyped
 Store = Any
-MEETING = "meeting.json"
-"""In the folder of policies: where the learner of this run sends from, while it does."""
 BUCKET_BYTES = 256 << 20
 LOOK_S = 0.05
 ASK_S = 0.005

@@ -22,7 +22,8 @@ import msgspec
 
 from kbrl_async.durable import write_bytes
 from kbrl_async.learning.policies.versions import Pending
-from kbrl_async.weights.direct import MEETING, Sender
+from kbrl_async.weights import MEETING
+from kbrl_async.weights.direct import Sender
 
 
 class Publisher:

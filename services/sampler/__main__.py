@@ -28,6 +28,7 @@ async def main(stop: asyncio.Event) -> None:
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
     from services.sampler.actor import Sampling, start_engine
+    from services.sampler.mirror import Mirror, has_own
     from services.sampler.steering import steer
 
     async def generate(task: Task, frames: list[bytes]) -> Outcome:
@@ -45,6 +46,7 @@ async def main(stop: asyncio.Event) -> None:
         wedge_s=60.0,
         keys=service.keys,
     )
+    fetching = [asyncio.create_task(Mirror(service).run())] if service.is_apart and has_own(service.policies) else []
     engine = await start_engine(service, worker, stop)
     if engine is None:
         return
@@ -52,6 +54,7 @@ async def main(stop: asyncio.Event) -> None:
     await sampling.begin()
     service.watch(worker.meter)
     helpers = [
+        *fetching,
         asyncio.create_task(sampling.watch(WATCH_S)),
         asyncio.create_task(sampling.stand_still()),
         asyncio.create_task(steer(service, worker, sampling.stats)),

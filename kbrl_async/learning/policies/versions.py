@@ -6,6 +6,7 @@
                  model.safetensors + config.json           (kind "full")
                  adapter_model.safetensors + adapter_config.json   (kind "lora", as peft writes it)
                  tinker.json                               (kind "tinker": the path under which that service has them)
+                 files.json      all of these with their SHA-256
                  COMPLETE        written last
 
 Invariants: a version appears whole or not at all; it never changes; the newest complete one always survives collection.
@@ -25,6 +26,7 @@ import msgspec
 import torch
 
 from kbrl_async.durable import (
+    file_sha256,
     is_complete,
     numbered,
     remove_folder,
@@ -36,9 +38,10 @@ from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.models import DTYPES, MAIN, active, adapter_names, causal_lm, is_lora
 from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights, whole
-from kbrl_async.weights import FILES, POLICY_PREFIX, Canaries, check_here, tensors
+from kbrl_async.weights import FILES, LISTED, POLICY_PREFIX, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
+from protocols.transfer import PolicyFile
 
 PREFIX = POLICY_PREFIX
 FIRST = "first.json"
@@ -62,14 +65,26 @@ class Pending(msgspec.Struct, frozen=True):
         made: list[PolicyVersion] = []
 
         def fill(folder: Path) -> None:
-            made.append(_hashed(self.manifest, self.fill(folder)))
+            digests = self.fill(folder)
+            made.append(_hashed(self.manifest, digests))
             (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(made[0]), indent=1))
+            (folder / LISTED).write_bytes(msgspec.json.encode(_listed(folder, self.manifest.kind, digests)))
 
         remove_leftovers(self.directory, PREFIX)
         write_folder(version_folder(self.directory, self.manifest.version), fill)
         if self.manifest.version == 0:
             write_atomically(self.directory / FIRST, msgspec.json.encode(made[0]).decode())
         return made[0]
+
+
+def _listed(folder: Path, kind: str, digests: Mapping[str, str]) -> list[PolicyFile]:
+    """The large ones were hashed while they were written."""
+    known = {folder / role / FILES[kind]: digest for role, digest in digests.items()}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [
+        PolicyFile(str(path.relative_to(folder)), known.get(path) or file_sha256(path), path.stat().st_size)
+        for path in files
+    ]
 
 
 def _hashed(manifest: PolicyVersion, digests: Mapping[str, str]) -> PolicyVersion:
