@@ -61,7 +61,7 @@ class Rights(msgspec.Struct, frozen=True):
 _WORK = frozenset({msg.Hello, msg.Beat, msg.Result, msg.Nack, msg.Bye, msg.Paused})
 
 RIGHTS: Mapping[Role, Rights] = {
-    Role.SAMPLER: Rights(frozenset({Stage.GENERATE}), frozenset({Stage.COMPILE, Stage.SCORE}), _WORK, 1),
+    Role.SAMPLER: Rights(frozenset({Stage.GENERATE}), frozenset({Stage.COMPILE, Stage.SCORE}), _WORK | {msg.Want}, 1),
     Role.COMPILE: Rights(frozenset({Stage.COMPILE}), frozenset({Stage.BENCH, Stage.SCORE}), _WORK | {msg.Offer}, 1),
     Role.BENCH: Rights(
         frozenset({Stage.BENCH}), frozenset({Stage.SCORE}), _WORK | {msg.QuietRequest, msg.QuietDone, msg.Want}, 1

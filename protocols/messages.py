@@ -313,10 +313,10 @@ class StatusReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):
-    """From a bench that shares no disk: a piece of an artifact. Answered by one `Chunk`; see `transfer`."""
+    """From a bench or sampler that shares no disk: a piece of an artifact. Answered by one `Chunk`; see `transfer`."""
 
     address: str
-    """Sha256 of the content, as hex digits."""
+    """Sha256 of the content, as hex digits; or `transfer.POLICY`."""
     offset: int
     length: int
 

@@ -439,3 +439,5 @@ class PolicyVersion(msgspec.Struct, frozen=True, tag="policy_version"):
     """More LoRA adapters of this version, by role; each in a folder of its name."""
     canaries: tuple[CanaryPrompt, ...] = ()
     """Further canaries."""
+    dtype: str = "fp32"
+    """Number format that full weights were rounded to."""

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns |
 | `two_gpus` | 2 | 0 | 0 | 1, alone or in turns |
-| `split` | learner.processes + samplers + benches | one each of its processes | one each | one each, alone |
+| `split` | all of these | one each of its processes | tensor_parallel × data_parallel each | one each, alone |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
@@ -39,7 +39,7 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    apart = config.learner.processes + counts.sampler + counts.timing_bench
+    apart = config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench
     return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
 
 
@@ -88,22 +88,36 @@ def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, s
 
 
 def _assigned(config: Config, service: str, instance: int) -> range:
-    """Positions of its GPUs among those of the machine: one, or in a split one for each process of the learner."""
+    """Positions of its GPUs among those of the machine: one, or in a split as many as the learner's processes, or the
+    copies and parts of a sampler's model, are."""
     if config.placement != "split":
         only = int(config.placement == "two_gpus" and service == "timing_bench")
         return range(only, only + 1)
     ranks = config.learner.processes
     if service == "learner":
         return range(ranks)
-    first = ranks + instance + (config.processes.sampler if service == "timing_bench" else 0)
+    each = config.sampler.gpus
+    if service == "sampler":
+        return range(ranks + instance * each, ranks + (instance + 1) * each)
+    first = ranks + config.processes.sampler * each + instance
     return range(first, first + 1)
+
+
+def ranges(config: Config) -> dict[str, str]:
+    """The GPUs of each process as a range, such as `2-5`, by its name; none where nothing is placed."""
+    if config.placement is None:
+        return {}
+    counts = {"learner": 1, "sampler": config.processes.sampler, "timing_bench": config.processes.timing_bench}
+    found = {f"{name}.{i + 1}": _assigned(config, name, i) for name, count in counts.items() for i in range(count)}
+    return {name: f"{at[0]}-{at[-1]}" if len(at) > 1 else str(at[0]) for name, at in found.items()}
 
 
 def _terms(config: Config) -> str:
     """What the GPUs of a split are for."""
     counts = config.processes
     learner = f"learner.processes={config.learner.processes}"
-    return f"{learner} + processes.sampler={counts.sampler} + processes.timing_bench={counts.timing_bench}"
+    each = f" × {config.sampler.gpus} GPUs" if config.sampler.gpus > 1 else ""
+    return f"{learner} + processes.sampler={counts.sampler}{each} + processes.timing_bench={counts.timing_bench}"
 
 
 def inventory(environment: Mapping[str, str]) -> list[Gpu]:
