@@ -272,8 +272,8 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
     held = sum(p.nbytes for p in model.parameters()) + update_bytes(model, asked.on_gpu)
     trainer = Trainer(model, settings, asked.device, process_group=ranks)
     if ranks is not None and ranks.rank:
-        ranks.follow(trainer)
-        ranks.close()
+        trainer.follow()
+        trainer.close()
         sys.exit(0)
     groups = group_of(asked)
     trainer.step(groups, TEMPERATURE)  # with plans of attention and compilation of kernels, which may wait
@@ -301,7 +301,7 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
         found["attention"] = attention_of(asked)
     if ranks is not None:
         found["processes"] = ranks.size
-        ranks.close()
+        trainer.close()
     return found
 
 

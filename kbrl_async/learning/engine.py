@@ -140,10 +140,13 @@ class LocalEngine:
             self._base,
             texts=self._canaries.texts,
             logprobs_of=self.trainer.sequence_logprobs,
+            gathered=self.trainer.gathered_weights(),
         )
 
     def adopt(self, folder: Path) -> bool:
         """What was published counts: on a GPU, batches that are trained again differ in their last bits."""
+        if self.trainer.is_sharded:
+            return False
         versions.load_weights(folder, self.trainer.model)
         return True
 
@@ -151,6 +154,5 @@ class LocalEngine:
         versions.collect_garbage(self._policies, keep, needed)
 
     def close(self) -> None:
-        """Lets the other ranks go."""
-        if self.trainer.process_group is not None:
-            self.trainer.process_group.close()
+        """Ends what is being written, and lets the other ranks go."""
+        self.trainer.close()

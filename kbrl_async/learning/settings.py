@@ -124,6 +124,8 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Largest norm of the gradient."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number format of the forward and backward pass; auto: bfloat16 on a GPU, float32 on a CPU."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """lora_rank=0: number format of weights, gradients and moments between passes; bfloat16: half the memory."""
     threads: AtLeastOne | None = None
     """Threads of torch in the learner; null: one per core it may use."""
     peak_tflops: Positive | None = None
@@ -131,7 +133,9 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     processes: AtLeastOne = 1
     """Ranks that share every update, one GPU each; the first one starts the others."""
     shard: bool = False
-    """processes > 1: each rank holds its share of the frozen weights (FSDP2) instead of all; slower, plain kernels."""
+    """processes > 1: each rank holds its share of weights, gradients and moments (FSDP2) instead of all."""
+    offload: bool = False
+    """shard: the shares are kept on the host, where the optimizer computes too: slower, and hardly any GPU memory."""
     base_quantisation: Literal["none", "nf4", "int8"] = "none"
     """Of the frozen base under a LoRA adapter on a GPU (QLoRA); needs bitsandbytes, has plain kernels."""
     kernels: Literal["auto", "plain", "fused"] = "auto"

@@ -30,7 +30,6 @@ def load_model(
     dtype: str = "fp32",
     lora_rank: int = 0,
     adapters: Sequence[str] = (),
-    gradient_checkpointing: bool = False,
     base_quantisation: str = "none",
 ) -> torch.nn.Module:
     """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for.
@@ -55,9 +54,6 @@ def load_model(
     except (OSError, ValueError) as error:
         raise _cannot_load("model", path, error) from error
     model = (model if quantised else model.to(device)).eval()
-    if gradient_checkpointing:
-        enable_checkpointing(model)
-        model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
     if lora_rank:
         model = wrap_lora(model, lora_rank)
         add_adapters(model, adapters)
@@ -95,13 +91,6 @@ def _quantised(kind: str, device: str) -> dict[str, Any]:
         )
     # Placed while it is loaded: a quantised model can't be moved afterwards.
     return {"quantization_config": settings, "device_map": {"": place.index or 0}}
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Has each decoder layer computed again in the backward pass; active in training mode."""
-    # transformers 5.23 has another name for it, and warns of the one before.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def load_tokenizer(path: str) -> Any:

@@ -55,10 +55,12 @@ def publish(
     clock: Callable[[], float] = time.time,
     texts: Sequence[tuple[str, list[int]]] = (),
     logprobs_of: Callable[[list[int]], list[float]] | None = None,
+    gathered: dict[str, torch.Tensor] | None = None,
 ) -> PolicyVersion:
     """Writes `policy-v{version}` and returns its manifest. `canary` is a fixed prompt of at least two token ids.
     `texts` are further ones, with their first token ids. `logprobs_of` computes the policy's log-probs of such a
-    prompt, where the model can't be asked directly: `Trainer.sequence_logprobs`.
+    prompt, where the model can't be asked directly: `Trainer.sequence_logprobs`; `gathered` are the trained weights,
+    where `model` holds a share of them only.
 
     Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
     """
@@ -69,7 +71,7 @@ def publish(
         return {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
 
     def write(folder: Path) -> None:
-        _save_weights(model, kind, folder)
+        _save_weights(model, kind, folder, gathered)
 
     proof = Canaries(canary, list(texts))
     return publish_as(directory, kind, write, score, version, parent, step, proof, base_model, clock, adapters)
@@ -202,11 +204,13 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
-def _save_weights(model: torch.nn.Module, kind: str, folder: Path) -> None:
+def _save_weights(
+    model: torch.nn.Module, kind: str, folder: Path, gathered: dict[str, torch.Tensor] | None = None
+) -> None:
     if kind == "lora":
-        model.save_pretrained(str(folder), safe_serialization=True)  # type: ignore[operator]
+        model.save_pretrained(str(folder), safe_serialization=True, state_dict=gathered)  # type: ignore[operator]
         for card in folder.rglob("README.md"):
             card.unlink()  # peft's empty model card
         return
-    save_file(unique_tensors(model), str(folder / FILES["full"]), metadata={"format": "pt"})
+    save_file(gathered or unique_tensors(model), str(folder / FILES["full"]), metadata={"format": "pt"})
     model.config.save_pretrained(str(folder))  # type: ignore[operator, union-attr]

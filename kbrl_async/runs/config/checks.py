@@ -239,20 +239,15 @@ def _tinker(config: Config) -> Iterator[tuple[str, str, str]]:
 def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
     """How the learner holds weights that are too many for a GPU."""
     learner = config.learner
-    for name in ("shard", "base_quantisation"):
-        if getattr(learner, name) in (False, "none"):
-            continue
-        said = f"learner.{name}={str(getattr(learner, name)).lower()}"
-        if not config.lora_rank:
-            yield f"learner.{name}", f"{said} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
-        if learner.kernels == "fused":
-            yield "learner.kernels", f"learner.kernels=fused holds whole weights, {said} does not", "Use auto or plain"
-    if learner.shard and learner.processes == 1:
-        cure = "Add learner.processes=2, one GPU each"
-        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    quantised = f"learner.base_quantisation={learner.base_quantisation}"
+    if learner.base_quantisation != "none" and not config.lora_rank:
+        yield "learner.base_quantisation", f"{quantised} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
+    if learner.kernels == "fused" and learner.base_quantisation != "none":
+        yield "learner.kernels", f"learner.kernels=fused has no kernels for {quantised}", "Use auto or plain"
+    yield from _shares(config)
     if learner.base_quantisation == "none":
         return
-    said = f"learner.base_quantisation={learner.base_quantisation}"
+    said = quantised
     if learner.shard:
         yield "learner.shard", f"learner.shard=true and {said} do not go together", "Use one of them"
     if config.device == "cpu":
@@ -262,14 +257,38 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
 
 
+def _shares(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Weights shared out over ranks, and what they are held in."""
+    learner = config.learner
+    if learner.shard and learner.processes == 1:
+        cure = "Add learner.processes=2, one GPU each"
+        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    if learner.shard and config.agents.adapters:
+        cause = "learner.shard=true shares one adapter out, and agents.adapters=true trains several"
+        yield "learner.shard", cause, "Leave one of them out"
+    if learner.offload and not learner.shard:
+        cause = "learner.offload=true keeps shares on the host, and learner.shard=false makes none"
+        yield "learner.offload", cause, "Add learner.shard=true learner.processes=2"
+    if learner.offload and config.device == "cpu":
+        yield "learner.offload", "learner.offload=true with device=cpu: everything is on the host", "Leave it out"
+    if learner.master_dtype == "float32":
+        return
+    said = "learner.master_dtype=bfloat16"
+    if config.lora_rank:
+        yield "learner.master_dtype", f"{said} with lora_rank={config.lora_rank}: adapters are fp32", "Leave it out"
+    if learner.dtype == "float32":
+        yield "learner.master_dtype", f"{said} with learner.dtype=float32", "Leave one of them out"
+    if config.sampler.engine == "transformers":
+        cause = f"{said} with sampler.engine=transformers, which holds fp32 and would find other log-probs"
+        yield "learner.master_dtype", cause, "Use sampler.engine=vllm, or leave it out"
+
+
 def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
     """Several learner processes need a GPU each."""
     count, placement = config.learner.processes, config.placement
     together, again = config.learner.context_parallel, config.learner.activation_checkpointing
     if config.learner.offload_activations and again in ("none", "selective"):
-        cause = (
-            f"learner.offload_activations keeps inputs of layers, and activation_checkpointing={again} has none"
-        )
+        cause = f"learner.offload_activations keeps inputs of layers, and activation_checkpointing={again} has none"
         yield "learner.offload_activations", cause, "Use learner.activation_checkpointing=full or auto"
     if count % together:
         cause = f"learner.context_parallel={together} with learner.processes={count}: they don't come out even"
