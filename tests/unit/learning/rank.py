@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
+from kbrl_async.errors import NonFiniteLoss
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies import versions
@@ -61,10 +62,22 @@ def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=2), keep_checkpoints=2)
     publish(trainer, folder, 2)
     metrics.append(trainer.step(groups, 0.7, version=2))
+    spoil(trainer, groups)
     assert checkpoints.resume(folder / "checkpoints", trainer) is not None
     metrics.append(trainer.step(groups, 0.7, version=2))
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=3), keep_checkpoints=2)
     return metrics
+
+
+def spoil(trainer: Trainer, groups: list[TrainGroup]) -> None:
+    """What is no number on one rank is found by all, and none of them takes a step."""
+    first = next(iter(trainer.parameters.values())).detach()
+    (first.to_local() if isinstance(first, DTensor) else first).fill_(float("nan"))
+    try:
+        trainer.step(groups, 0.7, version=3)
+    except NonFiniteLoss:
+        return
+    raise AssertionError("trained on what is no number")
 
 
 def go_on(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
