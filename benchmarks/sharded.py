@@ -103,7 +103,7 @@ def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: boo
         model = wrap_lora(model, lora_rank)
     sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=Drawn())
     learner = Learner(
-        epochs=1, minibatches=1, negative_scale=1.0, kernels="plain", token_budget=budget, shard=True,
+        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=budget, shard=True,
         processes=max(2, ranks.size),
     )  # fmt: skip
     settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)

@@ -32,7 +32,7 @@ from kbrl_async.learning.fused.modules import ModuleDecoder
 from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
 from kbrl_async.learning.policies.models import active, adapter_names, adapter_of, causal_lm
-from kbrl_async.learning.recompute import Recompute
+from kbrl_async.learning.recompute import Recompute, decoder_layers
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from protocols.records import TrainSample
@@ -313,11 +313,18 @@ def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> flo
 
 def update_bytes(model: torch.nn.Module, bf16: bool) -> float:
     """Beside the weights and activations: gradients, AdamW's two moments, and the copies that autocast makes of fp32
-    weights for a pass in `bf16`. Of a sharded model this rank's."""
-    own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    trained = sum(p.nbytes for p in own if p.requires_grad)
-    cast = sum(p.nbytes for p in own if p.dtype == torch.float32) if bf16 else 0
-    return 3.0 * trained + cast / 2
+    weights for a pass in `bf16`. Of a sharded model this rank's, and what is whole while it is computed: what is no
+    layer's, and three layers with a gradient."""
+    parameters = list(model.parameters())
+    own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    trained = 3.0 * sum(p.nbytes for p in own if p.requires_grad and not p.is_cpu)
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return trained + (sum(p.nbytes for p in own if p.dtype == torch.float32) / 2 if bf16 else 0)
+    layers = decoder_layers(causal_lm(model))
+    in_layers = sum(p.numel() for layer in layers for p in layer.parameters())
+    itemsize = 2 if bf16 else 4
+    outside = itemsize * (sum(p.numel() for p in parameters) - in_layers)
+    return float(trained + outside + (3 * itemsize + 4) * in_layers / max(1, len(layers)))
 
 
 def forward_backward(

@@ -36,7 +36,7 @@ def again(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 class Recompute:
     """Has the decoder layers of `causal_lm` ask `plan` before each forward pass."""
 
-    def __init__(self, causal_lm: torch.nn.Module, offload: bool = False) -> None:
+    def __init__(self, causal_lm: torch.nn.Module, offload: bool) -> None:
         self._offload = offload
         causal_lm.eval()
         layers = decoder_layers(causal_lm)

@@ -230,9 +230,7 @@ class _Mlp(torch.autograd.Function):
 class FusedDecoder:
     """The decoder stack of a peft-wrapped causal LM; takes its frozen weights over (see the module's invariants)."""
 
-    def __init__(
-        self, causal_lm: torch.nn.Module, adapter: str, context: Context | None = None, offload: bool = False
-    ) -> None:
+    def __init__(self, causal_lm: torch.nn.Module, adapter: str, context: Context | None, offload: bool) -> None:
         """`offload`: the inputs of layers that are computed again wait on the host."""
         config: Any = causal_lm.config
         self._context, self._offload = context, offload

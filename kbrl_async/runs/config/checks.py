@@ -278,9 +278,8 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
     quantised = f"learner.base_quantisation={learner.base_quantisation}"
     if learner.base_quantisation != "none" and not config.lora_rank:
         yield "learner.base_quantisation", f"{quantised} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
-    for said in [quantised] * (learner.base_quantisation != "none") + ["learner.shard=true"] * learner.shard:
-        if learner.kernels == "fused":
-            yield "learner.kernels", f"learner.kernels=fused holds whole weights, {said} does not", "Use auto or plain"
+    if learner.kernels == "fused" and learner.base_quantisation != "none":
+        yield "learner.kernels", f"learner.kernels=fused has no kernels for {quantised}", "Use auto or plain"
     yield from _shares(config)
     if learner.base_quantisation == "none":
         return

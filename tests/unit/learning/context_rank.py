@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,11 @@ def updated(samples: list[TrainSample], group: ProcessGroup | None) -> dict[str,
 
 
 def follow(trainer: Trainer) -> dict[str, float]:
-    assert trainer.process_group is not None
-    trainer.process_group.follow(trainer)
+    trainer.follow()
     return {}
 
 
 def main(rank: int, port: int, samples: list[TrainSample], folder: Path) -> None:
-    import os
-
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     group = ProcessGroup(CPU)
@@ -68,3 +66,4 @@ def main(rank: int, port: int, samples: list[TrainSample], folder: Path) -> None
     if rank == 0:
         torch.save(results, folder / "found.pt")
     group.close()
+    os._exit(0)  # gloo's threads may outlive the interpreter's teardown

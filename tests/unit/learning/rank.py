@@ -43,7 +43,8 @@ def settings(how: str) -> Config:
         warmup_steps=0,
         token_budget=24,  # so little that the ranks have different numbers of microbatches
         lora_rank=0 if how == "full" else LORA_RANK,
-        kernels="plain",
+        kernels="fused" if how == "lora" else "plain",
+        activation_checkpointing="full" if how == "full" else "selective",
         shard=how != "replicated",
         processes=2,
         **penalty,

@@ -23,7 +23,7 @@ def test_two_ranks_with_half_of_the_tokens_each_compute_what_one_does(tmp_path: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(context_rank.main, (port, samples, tmp_path), nprocs=2)
+    mp.start_processes(context_rank.main, (port, samples, tmp_path), nprocs=2, start_method="fork")
     *found, metrics = torch.load(tmp_path / "found.pt")
     expected = [context_rank.computed(context_rank.lora(), samples, 1)]
     expected.append(context_rank.computed(model_of("qwen2"), samples, 1))
