@@ -21,7 +21,7 @@ import msgspec
 
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.kernels.backends import runs_on_gpu
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config import KEYS, Config
 from kbrl_async.runs.config.placement import Gpu
 from kbrl_async.runs.sizing.footprint import (
     BF16,
@@ -275,7 +275,8 @@ def capacity_of(gpu: str, gigabytes: float | None) -> float:
 def recommend(shape: ModelShape, wish: Wish) -> Advice:
     """The fewest GPUs for the learner that leave room for a sampler, the least computed again."""
     learners = [row for ranks in _powers(wish.gpus) for row in _learner_rows(shape, wish, ranks)]
-    samplers = [_sampler_row(shape, wish, parts) for parts in _powers(wish.gpus)]
+    splits = _powers(wish.gpus) if "sampler.tensor_parallel" in KEYS else [1]
+    samplers = [_sampler_row(shape, wish, parts) for parts in splits]
     rows = [*learners, *samplers]
     settings = _one_gpu(shape, wish) if wish.gpus < 3 else _split(wish, learners, samplers)
     if settings:
