@@ -20,7 +20,7 @@ from kbrl_async.shapes import read_shape
 RANK, LENGTH = 32, 8192
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="what of --model fits on N GPUs, and with which settings; nothing is run")
     add("--gpu-memory", type=float, metavar="GB", help="with --gpus: of one GPU, in 10^9 bytes, in place of --gpu NAME")

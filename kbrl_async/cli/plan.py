@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--for", dest="wanted", metavar="FILE", type=Path, help="say what a run of this configuration would cost")
     add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
     add("--gpu", metavar="NAME", default="", help="the GPUs' name, for prices and --gpus; default: this machine's")
-    fitting.add_arguments(parser)
+    fitting.add_to(parser)
     add("--json", action="store_true", help="the plan as JSON")
 
 
@@ -121,7 +121,7 @@ def _paid(args: argparse.Namespace, measured: PlanBasis) -> Config:
 def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObservation) -> dict[str, Bill]:
     """In words: before a run of `--for`; of a measured run what it has cost and, until it ends, will."""
     config = _paid(args, measured)
-    machine = _machine(config, args.gpu)
+    machine = machine_of(config, args.gpu)
     prices = cost.prices(config, args.price)
     if args.wanted is not None:
         heldout = sum(problem.split == HELDOUT for problem in problems_of(config, config.levels))
@@ -136,7 +136,8 @@ def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObserva
     return bills
 
 
-def _machine(config: Config, gpu: str) -> Machine:
+def machine_of(config: Config, gpu: str) -> Machine:
+    """What a run of it takes of this host."""
     gpus = placement.inventory(os.environ)
     on_gpu = config.device == "cuda" or (config.device == "auto" and runs_on_gpu(config.backend))
     count = placement.wanted(config) if config.placement is not None else int(on_gpu)

@@ -192,6 +192,12 @@ def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     sampler = config.sampler
+    if sampler.forced and sampler.engine not in ("transformers", "vllm"):
+        cause = f"sampler.forced can't be had with sampler.engine={sampler.engine}"
+        yield "sampler.forced", cause, "Use transformers or vllm"
+    if sampler.forced and config.temperature != 1:
+        cause = f"sampler.forced records log-probs at temperature 1, not {config.temperature:g}"
+        yield "sampler.forced", cause, "Use temperature=1"
     if sampler.engine != "vllm":
         if sampler.update != "auto":
             cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"

@@ -28,6 +28,7 @@ INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.2
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has kernels for; an adapter runs with the next one."""
 QUALIFIED = f"{__name__}.Guarded"
+FORCING = "kbrl_async.sampling.vllm.forcing:Forcing"
 POLL_S = 0.5
 
 
@@ -135,7 +136,8 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "dtype": options.dtype,
         "seed": options.seed,
         "max_num_seqs": options.settings.slots,
-        "logprobs_mode": "processed_logprobs",
+        # Raw where one token is left to draw (`forcing`): the same distribution, as the temperature is 1 then.
+        "logprobs_mode": "raw_logprobs" if options.settings.forced else "processed_logprobs",
         "enable_prefix_caching": True,
         # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
         "skip_tokenizer_init": True,
@@ -152,9 +154,11 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         wanted["gpu_memory_utilization"] = options.settings.memory_share
     if options.kv_bytes:
         wanted["kv_cache_memory_bytes"] = options.kv_bytes
+    if options.settings.forced:
+        wanted["logits_processors"] = [FORCING]
     if options.update == "adapter":
         wanted |= _lora(options)
-    if missing := {"logprobs_mode", "skip_tokenizer_init"} - known:
+    if missing := {"logprobs_mode", "skip_tokenizer_init", *wanted.keys() & {"logits_processors"}} - known:
         raise MissingTool(
             f"this vLLM has no {min(missing)}: recorded log-probs would not be those of sampling", INSTALL
         )
