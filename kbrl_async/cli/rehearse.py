@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="FOLDER|NAME",
         required=True,
-        help="whose shape: a folder with config.json, or a public model",
+        help="a folder with config.json, or a public model",
     )
     add("--length", metavar="MEDIAN:SPREAD", default="0", help="tokens of an answer, log-normal; default: as it is")
     add("--right", type=float, default=0.75, metavar="SHARE", help="of the answers that are right (.75)")
@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.keep:
             for path in random_model.weights_of(folder):
                 path.unlink()
-    if not is_finished(prepared.path):
+    if not is_finished(prepared.path) and not ended.interrupted:
         raise gave_up(ended, "rehearsal", f"Read its last lines above and in {prepared.path / 'logs'}")
     found = findings_of(prepared.path, config, args.model)
     if args.json:
         print_json(found)
     else:
         show(found, config, args)
-    return 0
+    return ended.code if ended.interrupted else 0
 
 
 def length_of(text: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a rehearsal has shown: where time and memory went, process by process, what bounds it, and what to change. Pure."""
+"""What a rehearsal has shown: where time and memory went, by process, what bounds it, and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Findings(msgspec.Struct, frozen=True):
     correct: float
     """Share of answers."""
     update_s: float
-    """Of the learner, on average."""
+    """Seconds of the learner, on average."""
+    between_s: float
+    """Seconds from one new version to the next, on average."""
     learner_tokens_per_s: float
     mfu: float
     learner_gb: float
@@ -62,7 +64,7 @@ class Findings(msgspec.Struct, frozen=True):
     @property
     def hours(self) -> float:
         """Of `COUNTED` updates."""
-        return self.seconds / max(1, self.updates) * COUNTED / 3600
+        return self.between_s * COUNTED / 3600
 
 
 def find(
@@ -82,11 +84,12 @@ def find(
     admitted = plan.plan(observed, observed.rollouts_per_hour, window=window).window_per_hour
     return Findings(
         seconds=observed.seconds,
-        updates=observed.updates,
+        updates=len(updates),
         answers=len(rows),
         tokens_median=statistics.median([row.tokens for row in rows] or [0]),
         correct=sum(row.correct for row in rows) / max(1, len(rows)),
         update_s=observed.update_s,
+        between_s=observed.seconds / max(1, observed.updates),
         learner_tokens_per_s=_mean(metrics, "tokens_per_s"),
         mfu=_mean(metrics, "mfu"),
         learner_gb=max([m.get("memory_peak_mb", 0.0) for m in metrics] or [0.0]) * MIB / GB,
