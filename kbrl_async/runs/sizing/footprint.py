@@ -76,6 +76,9 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: Recomputed = Recomputed.NONE
     ranks: int = 1
     sharded: bool = False
+    """Weights, gradients and moments are shared out over the ranks (FSDP2); a layer is gathered where it is used."""
+    autocast: bool = True
+    """bf16 is computed by autocast; else weights are gathered in bf16."""
     reference: bool = False
     """A frozen copy of the policy, for a KL penalty."""
     room: float = math.inf
@@ -90,7 +93,12 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def casts(self) -> bool:
         """bf16 is computed by autocast, from numbers in fp32: each product makes a copy of its input."""
-        return self.bf16 and (self.lora_rank > 0 or self.held == "fp32")
+        return self.bf16 and (self.lora_rank > 0 or not self.computes_held_bf16)
+
+    @property
+    def computes_held_bf16(self) -> bool:
+        """Weights stand in bf16 where they are used, so what layers hand on does, too."""
+        return self.held == "bf16" or (self.sharded and self.bf16 and not self.autocast)
 
 
 def learner(shape: ModelShape, how: Learning) -> Footprint:
@@ -98,7 +106,7 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
     split = how.ranks if how.sharded else 1
     parts = {"weights": HELD[how.held] * shape.parameters / split}
     if how.lora_rank:
-        trained = float(how.adapters * shape.adapter(how.lora_rank))  # whole on every rank
+        trained = how.adapters * shape.adapter(how.lora_rank) / split
         parts["adapter"] = FP32 * trained
     else:
         trained = shape.parameters / split
@@ -113,7 +121,8 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
 
 def _gathered(shape: ModelShape, how: Learning) -> float:
     """The layer that is computed, the one that is fetched meanwhile, and what stands around all layers."""
-    return HELD[how.held] * (2 * shape.layer + shape.embedding + shape.head)
+    item = float(BF16) if how.computes_held_bf16 else HELD[how.held]
+    return item * (2 * shape.layer + shape.embedding + shape.head)
 
 
 def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
@@ -124,7 +133,7 @@ def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     everything = layer_bytes(shape, how)
     kept, again = everything, 0.0
     if how.recomputed is not Recomputed.NONE:
-        kept, again = shape.hidden * (BF16 if how.held == "bf16" else FP32), everything
+        kept, again = shape.hidden * (BF16 if how.computes_held_bf16 else FP32), everything
     last = shape.hidden * (FP32 + _scaled(how) + how.item)
     wide, narrow = (3, 4) if how.bf16 else (1, 2)  # gradients of one layer's products, and their copies
     gradients = how.tokens * (wide * shape.width + narrow * shape.hidden) * how.item
@@ -155,12 +164,12 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
 
 def _scaled(how: Learning) -> int:
     """Bytes a number of what a norm scales, kept for the gradient of its weight."""
-    return 0 if how.lora_rank else BF16 if how.held == "bf16" else FP32
+    return 0 if how.lora_rank else BF16 if how.computes_held_bf16 else FP32
 
 
 def _copies(shape: ModelShape, how: Learning) -> float:
     """autocast's, of weights in fp32: the graph holds them until the backward pass has used them."""
-    if not how.bf16 or how.held != "fp32":
+    if not how.bf16 or how.computes_held_bf16 or how.held != "fp32":
         return 0.0
     layers = shape.linear if how.recomputed is Recomputed.NONE else shape.linear / shape.layers
     return float(BF16 * (layers + shape.embedding))
