@@ -208,6 +208,12 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     if sampler.data_parallel > sampler.slots:
         cause = f"sampler.data_parallel={sampler.data_parallel} is more than sampler.slots={sampler.slots}"
         yield "sampler.data_parallel", cause, "Raise slots: the copies of the model share them"
+    if sampler.forced and sampler.engine not in ("transformers", "vllm"):
+        cause = f"sampler.forced can't be had with sampler.engine={sampler.engine}"
+        yield "sampler.forced", cause, "Use transformers or vllm"
+    if sampler.forced and config.temperature != 1:
+        cause = f"sampler.forced records log-probs at temperature 1, not {config.temperature:g}"
+        yield "sampler.forced", cause, "Use temperature=1"
     if sampler.engine != "vllm":
         if sampler.update != "auto":
             cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"
