@@ -278,8 +278,8 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     confidence: float = TIMING_CONFIDENCE
     method: str = ""
     stopped: str = ""
-    """Why sampling stopped: `"resolved"`, `"decided"`, `"slower"` (clearly, after four pairs), `"cap"`; `"disturbed"`:
-    others had the core most of the time.
+    """Why sampling stopped: `"resolved"`, `"decided"`, `"slower"` or `"faster"` (clearly, after at most four pairs),
+    `"cap"`; `"disturbed"`: others had the core most of the time.
     """
     hardware: str = ""
     clock_mhz: float | None = None
