@@ -59,8 +59,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.05
     """… or when the interval is this far away from 1 and at most three times as wide."""
     enough_below: float = 0.8
-    """A few pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing. 0:
-    never.
+    """A few pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing.
+    0: never.
     """
     enough_above: float = math.inf
     """And where all of it is above this, and three times as narrow as `resolution` asks for: a kernel that is clearly

@@ -69,7 +69,10 @@ class Timed(Judged, Protocol):
         copies: bool = True,
         outs: list[wire.TensorMeta] | None = None,
     ) -> None: ...
-    def poison(self) -> None: ...
+    def poison(self, slots: int | None = None) -> None:
+        """What a call does not write stays poison. `slots`: only outputs of those up to this number are looked at."""
+        ...
+
     def capture(self, count: int, deadline_s: float) -> wire.Captured: ...
     def replay(self, times: int, deadline_s: float) -> Sample: ...
     def event(self, slot: int, deadline_s: float) -> Sample: ...
@@ -233,9 +236,14 @@ class CudaSession(Session):
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
-    def poison(self) -> None:
-        if self.shared is not None:
+    def poison(self, slots: int | None = None) -> None:
+        if self.shared is None:
+            return
+        if slots is None:
             self.shared.raw[self._outputs_at :].fill_(_POISON)
+            return
+        for meta, step in self._outs:
+            self.shared.raw[meta.place : meta.place + slots * step].fill_(_POISON)
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output that the child has copied into its arena."""

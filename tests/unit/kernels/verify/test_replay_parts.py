@@ -126,7 +126,8 @@ class Host:
         return False
 
     def done(self, order: Any, deadline_s: float) -> None:
-        self.work(self._arena.raw, order.slot)
+        if not order.is_muted:
+            self.work(self._arena.raw, order.slot)
 
     def timed(self, order: Any, deadline_s: float) -> float:
         self.orders.append(order)
@@ -243,8 +244,48 @@ def test_timed_slots_come_in_an_order_that_changes() -> None:
     made.capture(12, 1.0)
     for _ in range(20):
         made.replay(1, 1.0)
-    assert len({order.slots for order in host.orders}) > 1
-    assert all(sorted(order.slots) == list(range(12)) for order in host.orders)
+    timed = [order for order in host.orders if order.times]
+    assert len({order.slots for order in timed}) > 1
+    assert all(sorted(order.slots) == list(range(12)) for order in timed)
+
+
+def test_graphs_of_timed_runs_are_made_when_they_are_captured_and_once() -> None:
+    made, host = session([256 * (4 + slot) for slot in range(12)], slots=12)
+    for _ in range(2):
+        made.capture(12, 1.0)
+    prepared = {order.slots for order in host.orders if not order.times}
+    assert len(prepared) == len(host.orders)
+    for _ in range(9):
+        made.replay(1, 1.0)
+        made.leaves_out(1.0)
+    assert {order.slots for order in host.orders} == prepared
+
+
+def test_before_a_timed_run_outputs_of_slots_that_are_not_in_it_stay() -> None:
+    made, host = session([1024, 1088, 1152], ((512, 528),))
+    host._arena.raw.fill_(9)
+    made.poison(2)
+    raw = host._arena.raw
+    assert raw[1152:1168].eq(9).all()
+    assert raw[:16].eq(9).all()
+    assert raw[512:528].eq(0).all()
+    assert raw[528:1152].eq(0x7F).all()
+    assert raw[1168:].eq(0x7F).all()
+
+
+def test_without_own_kernels_nothing_is_left_of_a_forward_that_has_no_others() -> None:
+    node = Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [])
+    made, host = session([1024, 1088, 1152])
+    made._recording.forwards[0].nodes.append(node)
+    host.work = doubled()
+    made.call(wire.OP_RUN, 0, 1.0)
+    whole, left = made.muted(["run"], 1.0)
+    assert (whole, left) == (made.forward_ns, 0.0)
+    assert host.orders == []
+    assert made.outputs(0, 1)[0].view(torch.uint8).eq(0x7F).all()
+    made._recording.forwards[0].nodes.append(Operator("aten::relu", ["L", []], [], []))
+    made.muted(["run"], 1.0)
+    assert [order.is_muted for order in host.orders if order.slots].count(True) > 0
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
 _LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
-_ORDERS = 3
+_ORDERS = 2
 _SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
 _TELLS_NS = 1e6
@@ -103,8 +103,11 @@ class ReplaySession:
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
         self._rest = complement(taken, recording.used)
+        self._taken = taken
         self._orders: list[tuple[int, ...]] = []
-        self._spare_order: tuple[int, ...] = ()
+        self._lacking: tuple[int, ...] = ()
+        """As timed as the others, but without one of the slots."""
+        self._captured = 0
         self._is_new = True
         self.is_proven = False
         self.forward_ns = math.inf
@@ -126,8 +129,9 @@ class ReplaySession:
         return list(self._image)
 
     def close(self) -> None:
-        for held in (self.slots, self._image, self._large, self._small, self._stamps, self._seen, self._restored):
+        for held in (self.slots, self._image, self._seen, self._restored):
             held.clear()
+        self._poisoned.clear()
         self._host.unload()
 
     def attach(
@@ -148,9 +152,7 @@ class ReplaySession:
     def _see(self) -> None:
         raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
-        self._large = [raw[begin:end] for begin, end in self._rest if end - begin > _SMALL]
-        self._small = [raw[begin:end] for begin, end in self._rest if end - begin <= _SMALL]
-        self._stamps = [_stamp(raw.device)[: stretch.numel()] for stretch in self._small]
+        self._poisoned: dict[int | None, _Stretches] = {None: _Stretches(raw, self._rest)}
         self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
@@ -165,12 +167,15 @@ class ReplaySession:
 
     # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def poison(self) -> None:
-        """Before a run: nothing of an earlier one is left."""
-        for stretch in self._large:
-            stretch.fill_(POISON)
-        if self._small:
-            torch._foreach_copy_(self._small, self._stamps)
+    def poison(self, slots: int | None = None) -> None:
+        """Before a run: nothing of an earlier one is left. `slots`: only those up to this number run, outputs of others
+        stay as they are.
+        """
+        if slots not in self._poisoned:
+            others = [span(meta) for slot in self._outputs[slots:] for meta in slot]
+            rest = complement([*self._taken, *others], self._recording.used)
+            self._poisoned[slots] = _Stretches(self._arena.raw, rest)
+        self._poisoned[slots].poison()
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
 
@@ -242,13 +247,19 @@ class ReplaySession:
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
-        """Secret orders of the first `count` slots, one of them without a slot."""
-        order = list(range(count))
-        self._orders = []
-        for _ in range(_ORDERS if count > 1 else 1):
-            self._rng.shuffle(order)
-            self._orders.append(tuple(order))
+        """Secret orders of the first `count` slots, and one without a slot. Their graphs are made now: later others
+        stand still.
+        """
+        if count != self._captured:
+            self._captured = count
+            self._orders = [self._shuffled(count) for _ in range(_ORDERS if count > 1 else 1)]
+            self._lacking = self._shuffled(count)[1:]
+            for order in filter(None, {*self._orders, self._lacking}):
+                self._host.timed(orders.Time(order, 0), deadline_s)
         return wire.Captured(0, {name: count for name, (count, _) in self.kernels.items()})
+
+    def _shuffled(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.sample(range(count), count))
 
     def replay(self, times: int, deadline_s: float) -> Sample:
         """Over the slots of `capture`, `times` over; the cost of two events where that is 0."""
@@ -261,14 +272,14 @@ class ReplaySession:
 
     def leaves_out(self, deadline_s: float) -> None:
         """A timed run that looks like any other, but one slot is not in it: its outputs must stay poison."""
-        whole = self._rng.choice(self._orders)
-        if len(whole) < 2:
+        order = self._lacking
+        if not order:
             return
-        missing = self._rng.choice(whole)
-        self.poison()
+        missing = next(slot for slot in range(self._captured) if slot not in order)
+        self.poison(self._captured)
         torch.cuda.synchronize()
-        self._host.timed(orders.Time(tuple(slot for slot in whole if slot != missing)), deadline_s)
-        self._refuse_writing(next(slot for slot in whole if slot != missing), missing, deadline_s)
+        self._host.timed(orders.Time(order), deadline_s)
+        self._refuse_writing(order[0], missing, deadline_s)
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         slots = self._seen[first:end]
@@ -297,16 +308,19 @@ class ReplaySession:
 
     def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
         """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0."""
+        if all(isinstance(node, Kernel) for node in self._recording.forwards[0].nodes):
+            self.poison()
+            return self.forward_ns, 0.0
         nothing = self._host.timed(orders.Time(()), deadline_s)
         whole = self._least(False, deadline_s)
         try:
-            self.run(0, deadline_s, is_muted=True)
+            self.poison()
             left = self._least(True, deadline_s)
             self.run(0, deadline_s, is_muted=True)
         except CandidateFault:  # an operator faults on poison: it needs what own kernels make
             self._arena = self._host.revive()
             self._see()
-            self._is_warm = not self._has_operators
+            self._is_warm, self._captured = not self._has_operators, 0
             self.poison()
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
@@ -326,6 +340,22 @@ class ReplaySession:
                     if is_answer(self._arena.view(_plain(meta))):
                         return allowed.base_of(node.name)
         return ""
+
+
+class _Stretches:
+    """Memory that is poisoned together."""
+
+    def __init__(self, raw: torch.Tensor, spans: Iterable[Span]) -> None:
+        parts = [raw[begin:end] for begin, end in spans]
+        self._large = [part for part in parts if part.numel() > _SMALL]
+        self._small = [part for part in parts if part.numel() <= _SMALL]
+        self._stamps = [_stamp(raw.device)[: part.numel()] for part in self._small]
+
+    def poison(self) -> None:
+        for part in self._large:
+            part.fill_(POISON)
+        if self._small:
+            torch._foreach_copy_(self._small, self._stamps)
 
 
 @functools.cache
