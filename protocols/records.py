@@ -338,6 +338,10 @@ class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     """`reference`, `small_inputs`, `full_inputs` and `timing`, as far as it came."""
     profile: str = ""
     """What limits a correct kernel, where that was asked for: advice for the next turn, and no part of a reward."""
+    plan: str = ""
+    """A digest of the steps of what was replayed, where that can be compared: a bench need not prove again what a
+    verifier has proven of the same steps.
+    """
 
 
 class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):

@@ -52,10 +52,28 @@ def test_a_record_travels_as_the_bytes_of_its_frames(length: int) -> None:
     assert Record.decode(sent).encode() == sent
 
 
-@pytest.mark.parametrize("places", [(), (1,), (0, 2), (0, 1, 3), (0, 1, 1), (0, 0), (1, 0), (0, 1, 2, 3, 3)])
+@pytest.mark.parametrize(
+    "places", [(), (1,), (0, 2), (0, 1, 3), (0, 1, 1), (0, 0), (1, 0), (0, 1, 2, 3, 3, 3), (0, 1, 3, 3)]
+)
 def test_frames_that_are_missing_doubled_or_out_of_order_are_no_record(places: tuple[int, ...]) -> None:
     with pytest.raises(RecordError, match="no record"):
         Record.of(*(FRAMES[place] for place in places))
+
+
+def test_what_a_verifier_finds_right_has_its_report_before_the_benchs() -> None:
+    verified = BenchReport(RIGHT.verdict, worker_id="verifier.1", stages=(StageReport("full_inputs", Fault.OK, 1.0),))
+    whole = Record.of(*FRAMES[:3], verified, RIGHT)
+    assert (whole.verified, whole.bench, whole.timing) == (verified, RIGHT, FAST)
+    assert Record.decode(whole.encode()) == whole
+    assert [stage.name for stage in whole.stages] == ["format", "full_inputs"]
+    assert [span.stage for span in whole.spans] == ["generate", "compile", "bench", "bench"]
+    alone = Record.of(*FRAMES[:3], verified)
+    assert (alone.verified, alone.bench, alone.timing) == (None, verified, None)
+
+
+def test_work_of_a_stage_in_two_parts_is_added_up() -> None:
+    parts = [msgspec.structs.replace(RIGHT, started_at=start, finished_at=start + 2.0) for start in (10.0, 20.0)]
+    assert Record.of(*FRAMES[:3], *parts).seconds["bench"] == 4.0
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"type": "timing"})])

@@ -230,8 +230,8 @@ class CudaSession(Session):
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> Outcome:
-        """As on a CPU; our writes are done before, and the child's output area holds poison."""
-        if op not in _KEEPS_OUTPUTS:
+        """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
+        if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
