@@ -13,7 +13,6 @@ import pytest
 
 from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.making import ensure_small_policy
-from kbrl_async.runs.archive.archive import Archive
 from kbrl_async.runs.config import load
 from tests.running import SERVICES, TINY, Run, assert_counters_add_up, assert_figures_are_true
 
@@ -74,21 +73,6 @@ def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_
     assert run.wait() == 0, run.tail()
     assert (run.summary()["max_staleness"], run.summary()["updates"]) == (0, 3)
     assert_counters_add_up(run.summary())
-
-
-def test_where_there_are_verifiers_benches_only_time_what_is_right(start_run: Start) -> None:
-    run = start_run("max_steps=2", "processes.verifier=1", "eval_samples=0")
-    assert run.wait() == 0, run.tail()
-    assert_counters_add_up(run.summary())
-    with Archive(run.path / "rollouts.sqlite") as archive:
-        records = [archive.record(row.task_id) for row in archive.rows()]
-    judged = [record for record in records if record is not None and record.bench is not None]
-    timed = [record for record in judged if record.verified is not None]
-    assert timed, "no kernel was right"
-    assert {(r.verified.worker_id, r.bench.worker_id) for r in timed} == {("verifier.1", "timing_bench.1")}
-    assert all(r.timing is not None and r.bench.verdict == r.verified.verdict and r.bench.plan for r in timed)
-    assert {r.bench.worker_id for r in judged if r.verified is None} <= {"verifier.1"}
-    assert_figures_are_true(run)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
