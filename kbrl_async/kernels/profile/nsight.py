@@ -8,10 +8,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kbrl_async.kernels.profile.facts import KernelFacts
 
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+_BEHIND = "/opt/nvidia/nsight-compute"
+"""The toolkit's `ncu` is a script that looks here for the program."""
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 """What it says where users may not read the GPU's counters."""
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -45,6 +48,12 @@ def program() -> str:
     """The path of `ncu`; empty where the host has none."""
     found = shutil.which("ncu")
     return found or next((path for path in _PLACES if os.access(path, os.X_OK)), "")
+
+
+def folders(path: str) -> list[str]:
+    """What the program at `path` reads of itself."""
+    own = Path(path).resolve().parent
+    return [str(place) for place in (own, *own.parent.glob("nsight-compute*"), Path(_BEHIND)) if place.is_dir()]
 
 
 def command(path: str, module: str, task_file: str) -> list[str]:
