@@ -221,7 +221,8 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
     """The rows of each number of lanes. All lanes are warm from the beginning; some have nothing to do at first."""
     context, most = mp.get_context("spawn"), max(asked.lanes)
     works, done, right = [context.Queue() for _ in asked.lanes], context.Queue(), context.Queue()
-    warm = [made[_WARM * number : _WARM * (number + 1)] for number in range(most)]
+    chosen, others = made[:groups], made[groups:]
+    warm = [others[_WARM * number : _WARM * (number + 1)] for number in range(most)]
     queues = works, right, done
     processes = [
         context.Process(target=_lane, args=(folder, number, asked, warm[number], *queues), daemon=True)
@@ -236,7 +237,6 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
         say(_taken(done, processes))
     phases = []
     for place, (number, work) in enumerate(zip(asked.lanes, works, strict=True)):
-        chosen = made[_WARM * most :][:groups]
         for group in chosen:
             work.put(group)
         for _ in range(number):
