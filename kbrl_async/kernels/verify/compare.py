@@ -118,7 +118,9 @@ def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, to
     """Parts of both: whoever compares has as little memory as the candidate's process leaves it."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return iter([(a, b)])
-    return zip(a.view(-1).split(CHUNK), b.view(-1).split(CHUNK), strict=True)
+    begins = range(0, a.numel(), CHUNK)
+    one, other = a.view(-1), b.view(-1)
+    return ((one[begin : begin + CHUNK], other[begin : begin + CHUNK]) for begin in begins)
 
 
 def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
