@@ -49,7 +49,7 @@ def memory_share(config: Config, service: str) -> float:
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
     if counts.verifier and is_one_gpu:
         return 1 / (counts.timing_bench + counts.verifier)
-    return 1 / (counts.verifier if service == "verifier" else benches)
+    return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
 
 
 def said(isolation: Isolation) -> dict[str, object]:

@@ -34,7 +34,7 @@ AGREED: Mapping[str, tuple[str, ...]] = {
     ),
     "verifier": (
         "backend", "timing_bench.timed", "timing_bench.deadline_s", "timing_bench.outputs",
-        "timing_bench.timed_workloads",
+        "timing_bench.timed_workloads", "processes.verifier",
     ),
     "sampler": ("lora_rank", "agents.adapters", "sampler.engine"),
 }  # fmt: skip
