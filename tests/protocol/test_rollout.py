@@ -52,9 +52,7 @@ def test_a_record_travels_as_the_bytes_of_its_frames(length: int) -> None:
     assert Record.decode(sent).encode() == sent
 
 
-@pytest.mark.parametrize(
-    "places", [(), (1,), (0, 2), (0, 1, 3), (0, 1, 1), (0, 0), (1, 0), (0, 1, 2, 3, 3, 3), (0, 1, 3, 3)]
-)
+@pytest.mark.parametrize("places", [(), (1,), (0, 2), (0, 1, 3), (0, 1, 1), (0, 0), (1, 0), (0, 1, 2, 3, 3)])
 def test_frames_that_are_missing_doubled_or_out_of_order_are_no_record(places: tuple[int, ...]) -> None:
     with pytest.raises(RecordError, match="no record"):
         Record.of(*(FRAMES[place] for place in places))
@@ -71,8 +69,15 @@ def test_what_a_verifier_finds_right_has_its_report_before_the_benchs() -> None:
     assert (alone.verified, alone.bench, alone.timing) == (None, verified, None)
 
 
+@pytest.mark.parametrize("first", [RIGHT, failing(Fault.INCORRECT)])
+def test_a_report_that_is_no_verifiers_has_none_behind_it(first: BenchReport) -> None:
+    with pytest.raises(RecordError, match="no record"):
+        Record.of(*FRAMES[:3], first, RIGHT)
+
+
 def test_work_of_a_stage_in_two_parts_is_added_up() -> None:
-    parts = [msgspec.structs.replace(RIGHT, started_at=start, finished_at=start + 2.0) for start in (10.0, 20.0)]
+    first = BenchReport(RIGHT.verdict, started_at=10.0, finished_at=12.0)
+    parts = first, msgspec.structs.replace(RIGHT, started_at=20.0, finished_at=22.0)
     assert Record.of(*FRAMES[:3], *parts).seconds["bench"] == 4.0
 
 
