@@ -191,6 +191,8 @@ class Checker:
         order = list(enumerate(self.reference.sets))
         self._rng.shuffle(order)
         self._order = [input_set for _, input_set in order if not self._is_first(input_set)]
+        count = len(self.session.slots)
+        slots = self._rng.sample(range(count), min(count, self.options.slots))  # a further one costs its graph
         recorded, overwritten = self._rng.randrange(1, len(order)), self._rng.randrange(len(order))
         try:
             self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
@@ -199,7 +201,7 @@ class Checker:
                     self.total = number
                     break
                 op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
-                slot = number % min(len(self.session.slots), self.options.slots)  # a further one costs its graph
+                slot = slots[number % len(slots)]
                 self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number == overwritten)
                 self._wait(tick)

@@ -105,7 +105,7 @@ class ReplaySession:
         self._rest = complement(taken, recording.used)
         self._taken = taken
         self._orders: list[tuple[int, ...]] = []
-        self._lacking: tuple[int, ...] = ()
+        self._lacking: list[tuple[int, ...]] = []
         """As timed as the others, but without one of the slots."""
         self._captured = 0
         self._is_new = True
@@ -253,8 +253,8 @@ class ReplaySession:
         if count != self._captured:
             self._captured = count
             self._orders = [self._shuffled(count) for _ in range(_ORDERS if count > 1 else 1)]
-            self._lacking = self._shuffled(count)[1:]
-            for order in filter(None, {*self._orders, self._lacking}):
+            self._lacking = [self._shuffled(count)[1:] for _ in range(_ORDERS if count > 1 else 0)]
+            for order in {*self._orders, *self._lacking}:
                 self._host.timed(orders.Time(order, 0), deadline_s)
         return wire.Captured(0, {name: count for name, (count, _) in self.kernels.items()})
 
@@ -271,15 +271,13 @@ class ReplaySession:
         return Sample(elapsed, wall) if times else Sample(0.0, wall, elapsed)
 
     def leaves_out(self, deadline_s: float) -> None:
-        """A timed run that looks like any other, but one slot is not in it: its outputs must stay poison."""
-        order = self._lacking
-        if not order:
-            return
-        missing = next(slot for slot in range(self._captured) if slot not in order)
-        self.poison(self._captured)
-        torch.cuda.synchronize()
-        self._host.timed(orders.Time(order), deadline_s)
-        self._refuse_writing(order[0], missing, deadline_s)
+        """Timed runs that look like any other, but one slot is not in them: its outputs must stay poison."""
+        for order in self._lacking:
+            missing = next(slot for slot in range(self._captured) if slot not in order)
+            self.poison(self._captured)
+            torch.cuda.synchronize()
+            self._host.timed(orders.Time(order), deadline_s)
+            self._refuse_writing(order[0], missing, deadline_s)
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         slots = self._seen[first:end]
