@@ -138,7 +138,7 @@ class CudaDevice(Device):
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
         try:
-            return replays.open(reference, code, options.deadline_s, rng, is_alone)
+            return replays.open(reference, code, options.deadline_s, rng, is_alone, options.outputs == "kept")
         except Unreplayable as refusal:
             watched = super().judged(reference, zygote, code, options, rng, is_alone)
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared

@@ -55,6 +55,9 @@ class Timed(Judged, Protocol):
     is_trusted: bool
     """Whether its times are those of a process that no candidate's host code runs in."""
 
+    is_kept: bool
+    """Whether one buffer holds the outputs of several slots: then each is a timed run of its own."""
+
     is_proven: bool
     """Whether a timed run over all slots was found right, and need not be looked at again."""
 
@@ -92,7 +95,7 @@ class CudaSession(Session):
     confined_within_s = 30.0
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
-    is_trusted = False
+    is_trusted = is_kept = False
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf

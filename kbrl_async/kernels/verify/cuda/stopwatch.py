@@ -129,6 +129,8 @@ class CudaStopwatch:
         self._candidate: Timed = checker.session
         self._limit_s = checker.one_call_s
         self._batch = batch_for(self._plan, checker.reference.forward_ns, checker.session.forward_ns)
+        if self._candidate.is_kept:
+            self._batch = 1
         self._outside: list[tuple[float, float]] = []
         """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
         self._claims: list[float] = []

@@ -111,7 +111,7 @@ class Host:
     def __init__(self, size: int) -> None:
         raw = torch.zeros(size, dtype=torch.uint8)
         self._arena = SimpleNamespace(raw=raw, size=size, view=self._view)
-        self.work = lambda raw, slot: None
+        self.work: Callable[[torch.Tensor, int], object] = lambda raw, slot: None
         self.orders: list[Any] = []
 
     def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
@@ -139,13 +139,13 @@ class Host:
 
 
 def session(
-    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096
+    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096, **more: bool
 ) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
     forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
     plan = Recording(forwards, list(image), size)
-    made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
+    made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3), **more)  # type: ignore[arg-type]
     return made, host
 
 
@@ -186,6 +186,33 @@ def test_an_output_in_memory_that_lasts_is_overwritten() -> None:
     made, _ = session([1024, 1088, 1152], ((1024, 1040),))
     with pytest.raises(CandidateFault, match="overwritten"):
         made.call(wire.OP_RUN, 0, 1.0)
+
+
+@pytest.mark.parametrize(("outputs", "image"), [([1024, 1024, 1024], ()), ([1024, 1088, 1152], ((1024, 1168),))])
+def test_where_outputs_may_be_kept_one_buffer_serves_all_calls(
+    outputs: list[int], image: Sequence[tuple[int, int]]
+) -> None:
+    made, host = session(outputs, image, may_keep=True)
+    assert made.is_kept
+
+    def work(raw: torch.Tensor, slot: int) -> None:
+        raw[outputs[slot] : outputs[slot] + 16].view(torch.float32)[:] = 2 * made.slots[slot][0]
+
+    host.work = work
+    for slot, value in enumerate((1.0, 2.0, 3.0)):
+        made.slots[slot][0].fill_(value)
+        found = made.read(made.call(wire.OP_RUN, slot, 1.0).tensors[0])
+        assert found.tolist() == [2 * value] * 4
+    host.work = lambda raw, slot: None
+    assert made.read(made.call(wire.OP_RUN, 0, 1.0).tensors[0]).tolist() != [2.0] * 4, "an old result is none"
+    host._arena.raw[1024:1040] = 9
+    made.poison(1)
+    assert not host._arena.raw[1024:1040].eq(9).any()
+
+
+def test_outputs_apart_are_no_kept_ones() -> None:
+    made, _ = session([1024, 1088, 1152], may_keep=True)
+    assert not made.is_kept
 
 
 def doubled(*slots: int) -> Callable[[torch.Tensor, int], None]:

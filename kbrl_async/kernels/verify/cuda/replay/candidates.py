@@ -98,8 +98,9 @@ class Replays:
         deadline_s: float,
         rng: random.Random,
         is_alone: bool,
+        may_keep: bool = False,
     ) -> ReplaySession:
-        """`is_alone`: recorded and replayed by processes that have served nobody else.
+        """`is_alone`: recorded and replayed by processes that have served nobody else. `may_keep`: see `ReplaySession`.
 
         :raises Unreplayable: it has to be judged another way.
         """
@@ -135,7 +136,8 @@ class Replays:
             raise Unreplayable(recording.refused)
         try:
             with span("loaded"):
-                session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
+                given = self._host, recording, built, placed, recorders.arena, rng
+                session = ReplaySession(*given, self.is_shared, may_keep)
         except CudaError as error:
             raise Unreplayable(f"there is no memory to replay it in ({error})") from error
         self._last = msgspec.structs.replace(self._last, image=session.image)

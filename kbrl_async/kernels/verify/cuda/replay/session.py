@@ -92,7 +92,9 @@ class ReplaySession:
         recorded_in: DeviceArena,
         rng: random.Random,
         is_shared: bool = False,
+        may_keep: bool = False,
     ) -> None:
+        """`may_keep`: one buffer may hold the outputs of several calls, each until the next."""
         self.is_shared = is_shared
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
@@ -115,7 +117,9 @@ class ReplaySession:
         self._see()
         self._has_operators = host.load(images, recording)
         self._is_warm = not self._has_operators
-        self.fault: CandidateFault | None = self._shared_outputs()
+        found = self._shared_outputs()
+        self.is_kept = may_keep and found is not None
+        self.fault: CandidateFault | None = None if may_keep else found
         """What is wrong with it before it is called."""
 
     @property
@@ -171,6 +175,8 @@ class ReplaySession:
         """Before a run: nothing of an earlier one is left. `slots`: only those up to this number run, outputs of others
         stay as they are.
         """
+        if self.is_kept:
+            slots = None  # outputs of others are this one's, too
         if slots not in self._poisoned:
             others = [span(meta) for slot in self._outputs[slots:] for meta in slot]
             rest = complement([*self._taken, *others], self._recording.used)
@@ -187,7 +193,7 @@ class ReplaySession:
             return Outcome(0, 0, 0, ["V", None], [])
         elapsed = self.run(slot, deadline_s)
         others = [other for other in range(len(self.slots)) if other != slot]
-        if others:  # a secret one: whoever writes to all is found at once, and there are ten calls
+        if others and not self.is_kept:  # a secret one: whoever writes to all is found at once, and there are ten calls
             self._refuse_writing(slot, self._rng.choice(others), deadline_s)
         return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
