@@ -73,7 +73,7 @@ class Bench:
         self._references = References(zygote, self._options, self._rng, self._device)
         self._surplus = Surplus()
         self._generation = zygote.generation
-        self._device.open()
+        self._device.open(self._options.memory_share)
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
