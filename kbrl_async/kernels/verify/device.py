@@ -55,7 +55,7 @@ class Device:
         """The options with what this kind needs at least."""
         return options
 
-    def open(self, memory_share: float = 1.0) -> None:
+    def open(self, memory_share: float) -> None:
         """`memory_share`: of its own memory, what this process may have at most.
 
         :raises MissingTool: it is not there.

@@ -71,7 +71,7 @@ class CudaDevice(Device):
             limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
         )
 
-    def open(self, memory_share: float = 1.0) -> None:
+    def open(self, memory_share: float) -> None:
         where = torch.device(self.name)
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
