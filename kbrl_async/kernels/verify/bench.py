@@ -9,7 +9,7 @@ import functools
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
-from kbrl_async.kernels.verify.report import verdict_of
+from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
@@ -125,7 +125,7 @@ class Bench:
         self._surplus.check()
         self._notice_restart()
         self._device.enter()
-        with pinned(self._options.cores), _without_gradients():
+        with pinned(self._options.cores), _without_gradients(), self._resting():
             family = self._references.get(problem, tick)
             clock.ends("reference")
             try:
@@ -145,7 +145,16 @@ class Bench:
         plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
         if verified is not None and plan and plan == verified.plan:
             verdict = verified.verdict
+        verdict = placed(verdict, candidate.source)
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports, plan=plan)
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """What others wait for is theirs afterwards."""
+        try:
+            yield
+        finally:
+            self._references.rest()
 
     def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
         is_interpreted = backend(candidate.backend).is_interpreted(self._options.device)

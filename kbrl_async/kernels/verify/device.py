@@ -128,6 +128,14 @@ class Device:
         """Bytes of its own memory that all references together may take."""
         return 0.0
 
+    def may_use(self, size: int) -> bool:
+        """Whether a verification may plan with so many bytes of its memory beside other verifiers' plans, now."""
+        return True
+
+    def rest(self, kept: int) -> bool:
+        """After a candidate, with `kept` bytes in references; false: others have to wait for these."""
+        return True
+
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""
         return None
