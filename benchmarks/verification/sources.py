@@ -1,0 +1,239 @@
+"""Problems of a source on the bench: a lazy honest kernel is accepted, and a copy of the library's answer refused.
+
+Both are made of the problem's own text, so that any problem can be asked without a kernel written for it.
+
+::
+
+    lazy   Model with its largest input brought to memory of its own by an own kernel     ─▶ accepted
+    decoy  Model, and an own kernel that copies what the library computed                 ─▶ decoy_kernel
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import CORES, Result, say
+from kbrl_async.errors import KbrlError, ProblemError
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
+from kbrl_async.kernels.importing import JOURNAL, Row
+from kbrl_async.kernels.problems import load_problems
+from protocols.records import Candidate, Fault, Problem
+
+Backend = Literal["c", "triton", "cuda-nvrtc"]
+State = Literal["as it should", "lazy refused", "decoy accepted", "decoy refused otherwise", "problem", "too large",
+                "no tensor", "host"]  # fmt: skip
+DECOYS = ("decoy_kernel", "no_own_kernel")
+_BODY = """
+
+class {name}(Model):
+    def __init__(self, *args, **words):
+        super().__init__(*args, **words)
+        self.own_kernel = {made}
+
+    def own_copy(self, x):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        {call}
+        return y
+"""
+_LAZY = """
+    def forward(self, *inputs):
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.numel()]
+        chosen = max(tensors, key=lambda x: (x.is_floating_point(), x.numel()))
+        return super().forward(*[self.own_copy(x) if x is chosen else x for x in inputs])
+"""
+_DECOY = """
+    def forward(self, *inputs):
+        found = super().forward(*inputs)
+        if isinstance(found, torch.Tensor):
+            return self.own_copy(found)
+        return type(found)(self.own_copy(x) if isinstance(x, torch.Tensor) else x for x in found)
+"""
+_C = "void own(const char *x, char *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }"
+_TRITON = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def own(x, y, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + place, tl.load(x + place, mask=place < n), mask=place < n)
+
+"""
+_CUDA = (
+    'extern "C" __global__ void own(const unsigned char *x, unsigned char *y, long long n) '
+    "{ long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; if (i < n) y[i] = x[i]; }"
+)
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How a backend copies a tensor: imports, what the constructor keeps, and the call."""
+
+    top: str
+    made: str
+    call: str
+
+
+BYTES = "x.numel() * x.element_size()"
+WAYS: dict[str, Way] = {
+    "c": Way("from kbrl_async.launch import c_kernel\n", f'c_kernel("{_C}", "own")', f"self.own_kernel(x, y, {BYTES})"),
+    "triton": Way(_TRITON, "own", "own[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)"),
+    "cuda-nvrtc": Way(
+        "from kbrl_async.launch import cuda_kernel\n",
+        f"cuda_kernel({_CUDA!r}, \"own\")",
+        f"self.own_kernel((({BYTES} + 255) // 256,), (256,), x, y, {BYTES})",
+    ),
+}  # fmt: skip
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict."""
+
+    problem_id: str
+    state: State
+    why: str = ""
+    seconds: float = 0.0
+    trust: str = ""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """For a process of its own."""
+
+    problems: list[Problem]
+    backend: Backend
+    cores: tuple[int, ...]
+    share: float
+    until: float
+
+
+def sources(
+    *folders: Annotated[str, "folders that kbrl problems import wrote, or any source of problems"],
+    backend: Backend = "c",
+    sample: Annotated[int, "problems of each, drawn; 0: all"] = 150,
+    jobs: Annotated[int, "processes, each with cores of its own"] = 1,
+    seconds: Annotated[float, "for each source; what is left then is not verified"] = 600.0,
+    seed: int = 0,
+    out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
+) -> Result:
+    """`ok` where every problem that could be asked came out as it should."""
+    rows = {}
+    with (out or Path(os.devnull)).open("wb", buffering=0) as lines:
+        for folder in folders:
+            outcomes = []
+            for one in _verified(_drawn(folder, backend, sample, seed), backend, jobs, seconds):
+                outcomes.append(one)
+                lines.write(msgspec.json.encode({"source": folder, **msgspec.to_builtins(one)}) + b"\n")
+                say(f"{one.state:24} {one.problem_id} {one.why[:140]}")
+            rows[folder] = {**_imported(Path(folder)), **_told(outcomes)}
+    _show(rows)
+    return {"ok": not any(row["wrong"] for row in rows.values()), "sources": rows}
+
+
+def made(problem: Problem, backend: Backend, *, lazy: bool) -> Candidate:
+    """Of the problem's own text."""
+    way = WAYS[backend]
+    body = _BODY.format(name="ModelNew", made=way.made, call=way.call)
+    return Candidate(f"import torch\n{way.top}\n{problem.source}{body}{_LAZY if lazy else _DECOY}", backend)
+
+
+def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
+    """Both candidates; whatever a problem is, it is an outcome and no exception."""
+    begun = time.monotonic()
+    try:
+        lazy = verifier.verify(problem, made(problem, backend, lazy=True)).verdict
+        spent = round(time.monotonic() - begun, 2)
+        if lazy.fault is not Fault.OK:
+            state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
+            return Outcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
+        decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
+    except ProblemError as error:
+        return Outcome(problem.problem_id, "too large" if "does not fit" in str(error) else "problem", str(error)[:400])
+    except KbrlError as error:
+        verifier.restart()
+        return Outcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
+    state = "as it should" if decoy.rule in DECOYS else "decoy refused otherwise"
+    why = "" if decoy.rule in DECOYS else f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
+    return Outcome(
+        problem.problem_id, "decoy accepted" if decoy.fault is Fault.OK else state, why, spent, lazy.trust or ""
+    )
+
+
+def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
+    shapes = "cpu" if choose_device(backend, None) == "cpu" else "gpu"
+    problems = load_problems(folder, shapes=shapes)
+    problems = [p for p in problems if "BACKWARD" not in p.source]
+    drawn = random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
+    return sorted(drawn, key=lambda problem: problem.problem_id)
+
+
+def _verified(problems: Sequence[Problem], backend: Backend, jobs: int, seconds: float) -> Iterator[Outcome]:
+    """In processes of their own, since each holds one verifier at a time."""
+    until = time.time() + seconds
+    shares = [Task(list(problems[n::jobs]), backend, tuple(CORES[n::jobs]), 1 / jobs, until) for n in range(jobs)]
+    with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
+        for outcomes in pool.map(_worked, shares):
+            yield from outcomes
+
+
+def _worked(task: Task) -> list[Outcome]:
+    bench = msgspec.structs.replace(default_bench(task.cores), memory_share=task.share, deadline_s=30.0)
+    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes * task.share))
+    options = VerifyOptions(timing=False, cores=task.cores, bench=msgspec.structs.replace(bench, limits=limits))
+    outcomes = []
+    with Verifier(None, options) as verifier:
+        for problem in task.problems:
+            if time.time() > task.until:
+                break
+            outcomes.append(judged(problem, task.backend, verifier))
+    return outcomes
+
+
+def _imported(folder: Path) -> Result:
+    """What its import made of the rows; nothing where it is no imported folder."""
+    journal = folder / JOURNAL
+    if not journal.is_file():
+        return {}
+    rows = [msgspec.json.decode(line, type=Row) for line in journal.read_bytes().splitlines()]
+    counted = Counter(row.outcome for row in rows)
+    return {"read": len(rows), "taken": counted["taken"], "untried": counted["taken, not tried"]}
+
+
+def _told(outcomes: Sequence[Outcome]) -> Result:
+    seconds = sorted(one.seconds for one in outcomes if one.seconds)
+    wrong = [one for one in outcomes if one.state in ("lazy refused", "decoy accepted", "decoy refused otherwise")]
+    return {
+        "verified": sum(one.seconds > 0 for one in outcomes),
+        "as_it_should": sum(one.state == "as it should" for one in outcomes),
+        "median_s": median(seconds) if seconds else 0.0,
+        "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
+        "states": dict(Counter(one.state for one in outcomes)),
+        "wrong": [f"{one.problem_id}: {one.state}: {one.why[:200]}" for one in wrong],
+        "not_asked": [
+            f"{o.problem_id}: {o.why[:120]}" for o in outcomes if o.state in ("problem", "too large", "host")
+        ],
+    }
+
+
+def _show(rows: dict[str, Result]) -> None:
+    columns = ("read", "taken", "untried", "verified", "as_it_should", "median_s", "p90_s")
+    table = Table("source", *columns)
+    for folder, row in rows.items():
+        table.add_row(
+            Path(folder).name, *(f"{row.get(name, ''):.4g}" if row.get(name, "") != "" else "" for name in columns)
+        )
+    Console(stderr=True).print(table)
