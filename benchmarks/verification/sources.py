@@ -10,13 +10,15 @@ Both are made of the problem's own text, so that any problem can be asked withou
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import multiprocessing as mp
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
@@ -31,24 +33,45 @@ from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
 from kbrl_async.kernels.importing import JOURNAL, Row
 from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
 from protocols.records import Candidate, Fault, Problem
 
 Backend = Literal["c", "triton", "cuda-nvrtc"]
-State = Literal["as it should", "lazy refused", "decoy accepted", "decoy refused otherwise", "problem", "too large",
-                "no tensor", "host"]  # fmt: skip
+State = Literal[
+    "as it should", "lazy refused", "decoy accepted", "decoy refused otherwise", "proves nothing", "problem",
+    "too large", "no tensor", "host",
+]  # fmt: skip
+"""`proves nothing`: the verdict itself says that zeros, a constant or an input would be right."""
 DECOYS = ("decoy_kernel", "no_own_kernel")
 _BODY = """
 
-class {name}(Model):
+{top}
+
+def own_copy(x, kernel):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    {call}
+    return y
+
+
+class OwnCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.kernel = kernel
+        return own_copy(x, kernel)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return own_copy(grad, ctx.kernel), None
+
+
+class ModelNew(Model):
     def __init__(self, *args, **words):
         super().__init__(*args, **words)
         self.own_kernel = {made}
 
     def own_copy(self, x):
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        {call}
-        return y
+        return {copy}(x, self.own_kernel)
 """
 _LAZY = """
     def forward(self, *inputs):
@@ -91,12 +114,12 @@ class Way(msgspec.Struct, frozen=True):
 
 BYTES = "x.numel() * x.element_size()"
 WAYS: dict[str, Way] = {
-    "c": Way("from kbrl_async.launch import c_kernel\n", f'c_kernel("{_C}", "own")', f"self.own_kernel(x, y, {BYTES})"),
+    "c": Way("from kbrl_async.launch import c_kernel\n", f'c_kernel("{_C}", "own")', f"kernel(x, y, {BYTES})"),
     "triton": Way(_TRITON, "own", "own[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)"),
     "cuda-nvrtc": Way(
         "from kbrl_async.launch import cuda_kernel\n",
         f"cuda_kernel({_CUDA!r}, \"own\")",
-        f"self.own_kernel((({BYTES} + 255) // 256,), (256,), x, y, {BYTES})",
+        f"kernel[({BYTES} + 255) // 256, 256](x, y, {BYTES})",
     ),
 }  # fmt: skip
 
@@ -111,35 +134,25 @@ class Outcome(msgspec.Struct, frozen=True):
     trust: str = ""
 
 
-class Task(msgspec.Struct, frozen=True):
-    """For a process of its own."""
-
-    problems: list[Problem]
-    backend: Backend
-    cores: tuple[int, ...]
-    share: float
-    until: float
-
-
 def sources(
     *folders: Annotated[str, "folders that kbrl problems import wrote, or any source of problems"],
     backend: Backend = "c",
     sample: Annotated[int, "problems of each, drawn; 0: all"] = 150,
     jobs: Annotated[int, "processes, each with cores of its own"] = 1,
-    seconds: Annotated[float, "for each source; what is left then is not verified"] = 600.0,
+    seconds: Annotated[float, "for all of them; what is left then is not verified"] = 600.0,
     seed: int = 0,
     out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
 ) -> Result:
     """`ok` where every problem that could be asked came out as it should."""
-    rows = {}
+    drawn = [[(folder, problem) for problem in _drawn(folder, backend, sample, seed)] for folder in folders]
+    in_turn = [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
+    found: dict[str, list[Outcome]] = {folder: [] for folder in folders}
     with (out or Path(os.devnull)).open("wb", buffering=0) as lines:
-        for folder in folders:
-            outcomes = []
-            for one in _verified(_drawn(folder, backend, sample, seed), backend, jobs, seconds):
-                outcomes.append(one)
-                lines.write(msgspec.json.encode({"source": folder, **msgspec.to_builtins(one)}) + b"\n")
-                say(f"{one.state:24} {one.problem_id} {one.why[:140]}")
-            rows[folder] = {**_imported(Path(folder)), **_told(outcomes)}
+        for folder, one in _verified(in_turn, backend, jobs, seconds):
+            found[folder].append(one)
+            lines.write(msgspec.json.encode({"source": folder, **msgspec.to_builtins(one)}) + b"\n")
+            say(f"{one.state:24} {Path(folder).name}/{one.problem_id} {one.why[:140]}")
+    rows = {folder: {**_imported(Path(folder)), **_told(outcomes)} for folder, outcomes in found.items()}
     _show(rows)
     return {"ok": not any(row["wrong"] for row in rows.values()), "sources": rows}
 
@@ -147,8 +160,9 @@ def sources(
 def made(problem: Problem, backend: Backend, *, lazy: bool) -> Candidate:
     """Of the problem's own text."""
     way = WAYS[backend]
-    body = _BODY.format(name="ModelNew", made=way.made, call=way.call)
-    return Candidate(f"import torch\n{way.top}\n{problem.source}{body}{_LAZY if lazy else _DECOY}", backend)
+    copy = "OwnCopy.apply" if "BACKWARD" in problem.source else "own_copy"
+    body = _BODY.format(top=way.top, made=way.made, call=way.call, copy=copy)
+    return Candidate(f"{problem.source}{body}{_LAZY if lazy else _DECOY}", backend)
 
 
 def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
@@ -166,41 +180,55 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
     except KbrlError as error:
         verifier.restart()
         return Outcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
-    state = "as it should" if decoy.rule in DECOYS else "decoy refused otherwise"
-    why = "" if decoy.rule in DECOYS else f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
-    return Outcome(
-        problem.problem_id, "decoy accepted" if decoy.fault is Fault.OK else state, why, spent, lazy.trust or ""
-    )
+    trust = f"{lazy.trust} {lazy.trust_reason}".strip()
+    if decoy.rule in DECOYS:
+        return Outcome(problem.problem_id, "as it should", "", spent, trust)
+    why = f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
+    if decoy.fault is not Fault.OK:
+        return Outcome(problem.problem_id, "decoy refused otherwise", why, spent, trust)
+    is_known = DEGENERATE_NOTE in decoy.evidence
+    return Outcome(problem.problem_id, "proves nothing" if is_known else "decoy accepted", why, spent, trust)
 
 
 def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
     shapes = "cpu" if choose_device(backend, None) == "cpu" else "gpu"
     problems = load_problems(folder, shapes=shapes)
-    problems = [p for p in problems if "BACKWARD" not in p.source]
     drawn = random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
     return sorted(drawn, key=lambda problem: problem.problem_id)
 
 
-def _verified(problems: Sequence[Problem], backend: Backend, jobs: int, seconds: float) -> Iterator[Outcome]:
-    """In processes of their own, since each holds one verifier at a time."""
+def _verified(
+    problems: Sequence[tuple[str, Problem]], backend: Backend, jobs: int, seconds: float
+) -> Iterator[tuple[str, Outcome]]:
+    """As they come, from processes of their own, since each holds one verifier."""
     until = time.time() + seconds
-    shares = [Task(list(problems[n::jobs]), backend, tuple(CORES[n::jobs]), 1 / jobs, until) for n in range(jobs)]
-    with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
-        for outcomes in pool.map(_worked, shares):
-            yield from outcomes
+    context = mp.get_context("spawn")
+    cores: mp.Queue[tuple[int, ...]] = context.Queue()
+    for number in range(jobs):
+        cores.put(tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],))
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(cores, 1 / jobs)) as pool:
+        asked = {pool.submit(_within, problem, backend, until): folder for folder, problem in problems}
+        for done in as_completed(asked):
+            if (outcome := done.result()) is not None:
+                yield asked[done], outcome
 
 
-def _worked(task: Task) -> list[Outcome]:
-    bench = msgspec.structs.replace(default_bench(task.cores), memory_share=task.share, deadline_s=30.0)
-    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes * task.share))
-    options = VerifyOptions(timing=False, cores=task.cores, bench=msgspec.structs.replace(bench, limits=limits))
-    outcomes = []
-    with Verifier(None, options) as verifier:
-        for problem in task.problems:
-            if time.time() > task.until:
-                break
-            outcomes.append(judged(problem, task.backend, verifier))
-    return outcomes
+_VERIFIER: list[Verifier] = []
+"""Of a worker process."""
+
+
+def _start(cores: mp.Queue[tuple[int, ...]], share: float) -> None:
+    own = cores.get()
+    bench = msgspec.structs.replace(default_bench(own), memory_share=share, deadline_s=30.0)
+    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes * share))
+    options = VerifyOptions(timing=False, cores=own, bench=msgspec.structs.replace(bench, limits=limits))
+    _VERIFIER.append(Verifier(None, options).__enter__())
+    atexit.register(_VERIFIER[0].close)
+
+
+def _within(problem: Problem, backend: Backend, until: float) -> Outcome | None:
+    """None where the time is over."""
+    return judged(problem, backend, _VERIFIER[0]) if time.time() < until else None
 
 
 def _imported(folder: Path) -> Result:
@@ -222,6 +250,7 @@ def _told(outcomes: Sequence[Outcome]) -> Result:
         "median_s": median(seconds) if seconds else 0.0,
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
         "states": dict(Counter(one.state for one in outcomes)),
+        "trust": dict(Counter(one.trust[:100] for one in outcomes if one.trust)),
         "wrong": [f"{one.problem_id}: {one.state}: {one.why[:200]}" for one in wrong],
         "not_asked": [
             f"{o.problem_id}: {o.why[:120]}" for o in outcomes if o.state in ("problem", "too large", "host")
