@@ -52,7 +52,7 @@ def as_model(source: str, entry: str) -> str:
         raise LeftOut("entry point is no name")
     if entry == "Model" or re.search(r"\bModel\b", source):
         return source
-    return re.sub(rf"\b{entry}\b", "Model", source)
+    return re.sub(rf"(?<![\w.]){entry}\b", "Model", source)  # not the library's own, as nn.Upsample
 
 
 def with_model_of(source: str, function: str, words: str = "", given: str = "*inputs") -> str:

@@ -19,9 +19,19 @@ from kbrl_async.kernels.problems.contract import bound_names
 
 SOURCES = ("python_code", "pytorch_code", "original_python_code", "code", "reward_model.ground_truth", "ground_truth")
 ENTRIES = ("entry_point", "extra_info.entry_point", "module_name")
-HELPER = re.compile(r"^from _paritybench_helpers import _mock_config\n", re.MULTILINE)
-CONFIG = "from types import SimpleNamespace as _mock_config\n"
-"""KernelBook's rows import a helper of the tool that found them: attributes by name."""
+HELPER = re.compile(r"^from _paritybench_helpers import .*\n", re.MULTILINE)
+HELPERS = """
+
+class _mock_config(dict):
+    __getattr__ = dict.get
+
+
+def _mock_layer(rows=None, columns=None, *_, **words):
+    return torch.nn.Linear(rows, columns, **words) if rows and columns else torch.nn.Identity()
+
+
+"""
+"""KernelBook's rows import helpers of the tool that found them: settings by name, and some layer."""
 LICENSES = ("license", "licenses", "extra_info.license")
 ORIGINS = ("repo_link", "repo_name", "extra_info.repo_name")
 NAMES = ("name", "uuid", "extra_info.uuid", "extra_info.index", "id")
@@ -90,7 +100,8 @@ def _source(row: Mapping[str, Any]) -> str:
     if not isinstance(source, str):
         raise LeftOut("no source in it")
     entry = _first(row, ENTRIES)
-    source = HELPER.sub(CONFIG, source)
+    source = HELPER.sub(HELPERS, source, count=1)
+    source = HELPER.sub("", source)
     body = parsed(source)
     source = as_model(source, entry) if isinstance(entry, str) and entry else source
     if "get_init_inputs" not in bound_names(body):

@@ -240,3 +240,9 @@ def test_what_is_no_number_or_infinite_on_both_sides_is_the_same() -> None:
 def test_an_infinite_error_can_be_written_down() -> None:
     found = trials.trial("zeros", "ours", [trials.Fit(False, float("inf"), 1.0)])
     assert msgspec.json.decode(msgspec.json.encode(found), type=Trial).worst_error > 1e200
+
+
+def test_a_problem_that_compiles_its_own_functions_finds_their_text(auditor: Auditor) -> None:
+    found = problem("twice(x)")
+    scripted = "\n\n@torch.jit.script\ndef twice(x):\n    return torch.tanh(x) * 2\n"
+    assert auditor.audit(msgspec.structs.replace(found, source=found.source + scripted)).status == "clean"

@@ -127,6 +127,16 @@ def test_rows_of_data_sets_are_read_by_their_columns(tmp_path: Path, row: dict[s
     assert one.level == row.get("level", 1)
 
 
+def test_only_the_rows_own_class_is_renamed_and_the_helpers_of_its_finder_are_there(tmp_path: Path) -> None:
+    text = model("Upsample", init=", config").replace("super().__init__()", "super().__init__(); assert config.a == 1")
+    text = text.replace("torch.relu(x)", "nn.Upsample(scale_factor=1)(x[None])[0]")
+    text = "from _paritybench_helpers import _mock_config\n" + text.replace("x[None]", "x[None, :]")
+    text = text.replace("return []", "return [[], {'config': _mock_config(a=1)}]")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"python_code": text, "entry_point": "Upsample"}) + "\n")
+    (one,) = read(str(tmp_path))[1]
+    assert outputs_of(one).shape == (4, 8)
+
+
 def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     import pyarrow
