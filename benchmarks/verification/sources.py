@@ -84,6 +84,8 @@ _DECOY = """
         found = super().forward(*inputs)
         if isinstance(found, torch.Tensor):
             return self.own_copy(found)
+        if isinstance(found, dict):
+            return {name: self.own_copy(x) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
         return type(found)(self.own_copy(x) if isinstance(x, torch.Tensor) else x for x in found)
 """
 _C = "void own(const char *x, char *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }"
@@ -192,7 +194,11 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
 
 def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
     shapes = "cpu" if choose_device(backend, None) == "cpu" else "gpu"
-    problems = load_problems(folder, shapes=shapes)
+    try:
+        problems = load_problems(folder, shapes=shapes)
+    except ProblemError as error:
+        say(f"left out: {error}")
+        return []
     drawn = random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
     return sorted(drawn, key=lambda problem: problem.problem_id)
 

@@ -62,6 +62,7 @@ def test_an_honest_problem_is_clean(auditor: Auditor) -> None:
         ("x * 0 + 3", "torch.randn(8, 64)", "constant@ours"),
         ("x * 1e-3 + torch.arange(64.)", "torch.randn(8, 64)", "input_independent@kernelbench_half"),
         ("torch.cat([x, x * 0])", "torch.randn(8, 64)", "half_rows@ours"),
+        ("x.clone()", "torch.randn(8, 64)", "unchanged_input@ours"),
         ("torch.mean(x * x)", "torch.rand(8192, 256) * 0.01 + 1", "half_batch@kernelbench"),
         ("x + torch.rand_like(x)", "torch.randn(8, 64)", "random"),
         ("nn.functional.dropout(x)", "torch.randn(8, 64)", "random"),
