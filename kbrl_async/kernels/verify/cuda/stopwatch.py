@@ -45,6 +45,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, Plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.session import CudaSession, Sample, Timed
+from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import clean, timing_of
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Session
@@ -280,6 +281,8 @@ class CudaStopwatch:
     def _is_one(self, got: torch.Tensor, expected: list[torch.Tensor]) -> bool:
         """Whether a tensor holds all values of an output, in whatever order and shape."""
         for wanted, tolerance in zip(expected, self._nominal.tolerances, strict=True):
+            if got.numel() == wanted.numel() == 1 and is_answer(got, wanted.to(got.device)):
+                return True
             if got.numel() == wanted.numel() > 1 and wanted.is_floating_point() and got.is_floating_point():
                 pairs = (got.flatten(), wanted.flatten()), (got.flatten().sort()[0], wanted.flatten().sort()[0])
                 if any(compare.difference(a.to(b.dtype), b, tolerance).wrong == 0 for a, b in pairs):
