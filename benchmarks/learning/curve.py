@@ -58,7 +58,7 @@ def curve(
 def outcome(run: Path) -> Result:
     """Of a run: held-out correct by updates, what of it is faster than the reference, and what was trained on."""
     summary = summary_of(run)
-    rounds = {version: figures["correct_rate"] for version, figures in summary["heldout_by_version"].items()}
+    rounds = {version: figures["eval/correct_rate"] for version, figures in summary["heldout_by_version"].items()}
     right = summary["heldout_correct_rate_after"]
     groups = {row.group_id: row.problem_id for row in rows_of(run) if row.purpose == "train" and row.role != VERIFIER}
     met = Counter(groups.values())
