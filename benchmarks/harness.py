@@ -118,7 +118,7 @@ class Commands:
         below = parser.add_subparsers(dest="command", required=True, metavar="command")
         for name, function in self.functions.items():
             text = inspect.getdoc(function) or ""
-            shown = {} if name in self._inner else {"help": text.partition("\n")[0]}
+            shown: dict[str, Any] = {} if name in self._inner else {"help": text.partition("\n")[0]}
             added = below.add_parser(name, description=text, formatter_class=plain, **shown)
             for parameter in inspect.signature(function, eval_str=True).parameters.values():
                 _add_option(added, parameter)
@@ -146,7 +146,9 @@ def _add_option(parser: argparse.ArgumentParser, given: inspect.Parameter) -> No
     else:
         more["type"] = hint
     if given.kind is given.POSITIONAL_ONLY:
-        parser.add_argument(given.name, **more, **({} if is_required else {"nargs": "?"}))
+        if not is_required:
+            more["nargs"] = "?"
+        parser.add_argument(given.name, **more)
     else:
         parser.add_argument(f"--{given.name.replace('_', '-')}", required=is_required, **more)
 

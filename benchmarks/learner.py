@@ -261,7 +261,7 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
 
 def strict(trainer: Trainer) -> None:
     """From now on a host sync between microbatches is an error."""
-    gradients = trainer._gradients
+    gradients = trainer.gradients
 
     @functools.wraps(gradients)
     def guarded(*arguments: Any) -> list[torch.Tensor]:
@@ -272,7 +272,7 @@ def strict(trainer: Trainer) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer._gradients = guarded  # type: ignore[method-assign]
+    trainer.gradients = guarded  # type: ignore[method-assign, assignment]
 
 
 def profiled(step: Callable[[], object]) -> None:

@@ -95,7 +95,7 @@ def _tf_idf(sources: list[str], weights: dict[str, float], dimension: int = 512)
             weight = weights.get(word, 0.0) * (1 + math.log(count))
             rows[row, hashed % dimension] += weight if hashed >> 31 else -weight
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.maximum(norms, 1e-9)
+    return np.asarray(rows / np.maximum(norms, 1e-9), np.float32)
 
 
 def _anchor_recall(store: Store, rows: list[int], queries: list[str]) -> float:

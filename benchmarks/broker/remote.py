@@ -50,7 +50,7 @@ from tests.links import Host
 
 IN_FLIGHT = 48
 STAGES = ("compile", "bench")
-SLOPPY = Habits(*(0.06,) * 8, fast=0.5)  # type: ignore[misc]
+SLOPPY = Habits(*(0.06,) * 8, fast=0.5)
 """About four answers in ten carry a slip, as those of a policy in training."""
 
 

@@ -168,7 +168,7 @@ def funnel(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, f
         steps = FUNNEL[: FUNNEL.index(last) + 1]
         entered.update(steps)
         failed[last] += not answer.correct
-        cost = Counter(dict.fromkeys(steps, 0.0))
+        cost = dict.fromkeys(steps, 0.0)
         for name, _, seconds in record.stages:
             if name in FUNNEL:
                 cost[name if name in steps else last] += seconds

@@ -74,7 +74,7 @@ class Archive:
             f"r.compiled, r.correct, r.speedup, r.lo, r.hi, {self._disturbed} {IN_TIME} "
             f"AND r.status = 'ok' AND r.reward IS NOT NULL AND r.role <> 'verifier' AND {where} ORDER BY r.id"
         )
-        return [Answer(*row[:8], *map(bool, row[8:10]), *row[10:13], bool(row[13])) for row in found]  # type: ignore[arg-type] # columns
+        return [Answer(*row[:8], *map(bool, row[8:10]), *row[10:13], bool(row[13])) for row in found]  # type: ignore[call-arg] # columns
 
 
 def _recorded(packed: bytes) -> Recorded:

@@ -32,9 +32,8 @@ class Study:
             self._free.put(CORES[job * self.cores_each : (job + 1) * self.cores_each] or CORES)
 
     def make_policy(self, *sources: Path, settings: Sequence[str] = ()) -> Path:
-        return origins.base_model(
-            load(sources, [*self.where, *settings]), lambda what, share: say(f"{what} {share:.0%}")
-        )
+        config = load(sources, [*self.where, *settings])
+        return Path(origins.base_model(config, lambda what, share: say(f"{what} {share:.0%}")))
 
     def train(self, name: str, config: Path, *settings: str) -> Path:
         if not summary_of(self.folder / name):

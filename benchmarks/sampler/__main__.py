@@ -176,7 +176,7 @@ class Bench:
         served = self.engine._live.acquire()
         sizes = self.vocabulary, self.sizes.prompt_tokens, self.sizes.max_tokens
         source = work(*sizes, seed=next(self._legs) + 1000)
-        encode = self.engine._tokenizer.encode
+        encode = self.engine.tokenizer.encode
 
         async def caller(name: int) -> None:
             for turn in itertools.count():

@@ -138,8 +138,8 @@ class Crew:
     def _employ(self, core: int) -> bool:
         """Whether the worker lived to the end."""
         words = command("staleness", "work", core, self._policy, self._cache)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(words, env=environment(**ONE_THREAD), **pipes) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, env=environment(**ONE_THREAD), stdin=pipe, stdout=pipe) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             while (arm := self._next()) is not None:

@@ -65,7 +65,8 @@ class OneOfEach(Simulation):
         generate_s, compile_s, bench_s = self.scenario.mean_s
         if stage == Stage.GENERATE:
             return generate_s * self.rng.lognormvariate(-(self.tail**2) / 2, self.tail)
-        return {Stage.COMPILE: compile_s, Stage.BENCH: bench_s, Stage.TRAIN: self.scenario.train_s}.get(stage, 0.0)
+        costs: dict[str, float] = {Stage.COMPILE: compile_s, Stage.BENCH: bench_s, Stage.TRAIN: self.scenario.train_s}
+        return costs.get(stage, 0.0)
 
 
 def _updates_per_hour(costs: tuple[float, float, float], lag: int, updates: int, tail: float) -> float:

@@ -102,9 +102,9 @@ def _alone(halves: Halves, case: Case) -> Result:
         for span, begin, end in zip(spans.values(), marks, marks[1:], strict=False):
             span.append(end - begin)
         whole.append(spans["build_s"][-1] + spans["verify_and_time_s"][-1])
-    halves = {name: median(seconds[1:]) for name, seconds in spans.items()}
+    medians = {name: median(seconds[1:]) for name, seconds in spans.items()}
     first = spans["build_s"][0] + spans["verify_s"][0]
-    return {"alone_first_s": first, "alone_s": median(whole[1:]), **halves, "isolation": report.verdict.isolation}
+    return {"alone_first_s": first, "alone_s": median(whole[1:]), **medians, "isolation": report.verdict.isolation}
 
 
 def _sustained(halves: Halves, cases: list[Case], count: int, builders: int, timing: bool) -> Result:

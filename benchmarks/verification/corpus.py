@@ -90,7 +90,7 @@ def hostile(
 
 
 def adapt(
-    source: Annotated[Literal[tuple(adapters.ADAPTERS)], "of what"],
+    source: Annotated[Literal[tuple(adapters.ADAPTERS)], "of what"],  # type: ignore[valid-type] # read by the harness
     /,
     *,
     checkout: Annotated[Path, "its checkout; for files, a folder of candidates; for cheats, nothing"] = Path(),
@@ -142,6 +142,7 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
 
 def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float, str]:
     """The verdict, what an accepted one is called, seconds, and the compilers."""
+    state: State
     device = choose_device(candidate.backend, None)
     try:
         check_device(device)
@@ -150,13 +151,13 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
         is_here = False
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate)
-        verdict, state = _refused(result.verdict) if not result.ok else (result.verdict, "accepted")
+        verdict, state = (result.verdict, "accepted") if result.ok else _refused(result.verdict)
         return verdict, state, sum(result.seconds.values()), result.toolchain
     build = verifier.build(candidate, problem)
     seconds = build.finished_at - build.started_at
     if build.fault is Fault.OK:
         is_cut = build.hint.startswith("not all was compiled ahead")
-        state: State = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
+        state = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
         return early(Fault.OK, build.hint), state, seconds, build.toolchain
     return *_refused(unbuilt(build)), seconds, build.toolchain
 

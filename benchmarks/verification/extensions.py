@@ -83,12 +83,12 @@ def _speed(builder: Builder, cases: list[Case], count: int, pool: ThreadPoolExec
 def _equality(builder: Builder, cases: list[Case], pool: ThreadPoolExecutor) -> Result:
     """Each case both ways. The full build is made even where the fast one was enough."""
     begin = time.perf_counter()
-    workshop = builder._context
+    workshop = builder.context
 
     def both(case: Case) -> tuple[str, str, str]:
         extensions = read(ast.parse(case.candidate.source))
         assert extensions is not None, "the corpus is written to be read"
-        flags = chosen(extensions[0], workshop.options.arch)
+        flags = chosen(extensions[0], workshop.farm.arch)
         build = Build(extensions[0], flags, toolchain(), workshop)
         fast = build.fast()
         try:

@@ -124,7 +124,7 @@ def test_the_host_waits_for_nothing_between_microbatches(groups: list[TrainGroup
     options = update_settings(dtype="bfloat16", kernels="fused", share_prompts=share, token_budget=1100)
     trainer = Trainer(policy(torch.bfloat16), options, "cuda")
     trainer.step(groups, 1.0)  # plans and compilations may wait
-    gradients_of = trainer._gradients
+    gradients_of = trainer.gradients
 
     def strict(*arguments: object) -> list[torch.Tensor]:
         with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
@@ -134,5 +134,5 @@ def test_the_host_waits_for_nothing_between_microbatches(groups: list[TrainGroup
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer._gradients = strict  # type: ignore[method-assign, assignment]
+    trainer.gradients = strict  # type: ignore[method-assign, assignment]
     trainer.step(groups, 1.0)

@@ -14,6 +14,7 @@ from kbrl_async.kernels.verify import bench_options, compare, fused
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.device import device_of
+from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from protocols.records import Problem
@@ -105,10 +106,15 @@ def test_references_follow_each_other_in_one_process() -> None:
         device.enter()
         references = References(zygote, options, random.Random(1), device)
         with contextlib.closing(references):
-            pids = [references.get(problem).session.host_pid for problem in problems]
+
+            def of(problem: Problem) -> Reference:
+                (reference,) = references.get(problem).references
+                return reference
+
+            pids = [of(problem).session.host_pid for problem in problems]
             assert pids[2] == pids[0] != pids[1]
-            of_settings = references.get(setting).session.host_pid
+            of_settings = of(setting).session.host_pid
             assert of_settings == pids[1], "that one waits"
-            later = [references.get(Problem(f"L1/1{i}_x", 1, "x", f"{TWICE}\n# {i}")) for i in range(3)]
+            later = [of(Problem(f"L1/1{i}_x", 1, "x", f"{TWICE}\n# {i}")) for i in range(3)]
             assert of_settings not in [reference.session.host_pid for reference in later]
             assert len(later[-1].sets) >= 7

@@ -42,22 +42,29 @@ def _by_nsight(
     if not program:
         return (), "occupancy and stalls: Nsight Compute (ncu) is not installed"
     command = nsight.command(program, _MODULE, "task.json")
-    output = _run(context, command, task, folder, environment, str(Path(program).resolve().parent))
+    output = _run(context, command, task, folder, environment, *nsight.folders(program))
     if nsight.FORBIDDEN in output:
         return (), "occupancy and stalls: this host lets only administrators read the GPU's counters"
     found = nsight.read(output)
-    return found, "" if found else "occupancy and stalls: Nsight Compute gave no table"
+    return found, "" if found else f"occupancy and stalls: Nsight Compute gave no table{_last_words(output)}"
+
+
+def _last_words(output: str) -> str:
+    """What it said at the end, in brackets: most often the reason."""
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    plain = "".join(letter for letter in last.strip()[:120] if letter.isprintable())
+    return f" ({plain})" if plain else ""
 
 
 def _timeline(
     context: BuildContext, task: Task, folder: Path, environment: dict[str, str], why: str
 ) -> tuple[tuple[KernelFacts, ...], str]:
-    _run(context, [sys.executable, "-m", _MODULE, "task.json", "--timeline"], task, folder, environment)
+    output = _run(context, [sys.executable, "-m", _MODULE, "task.json", "--timeline"], task, folder, environment)
     try:
         data = read_output(folder, TIMELINE_FILE, _MAX_TIMELINE)
         return tuple(map(_plain, msgspec.json.decode(data, type=list[KernelFacts]))), why
     except (BadOutput, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):  # written where the candidate ran
-        return (), f"{why}; no timeline either" if why else "no timeline"
+        return (), (f"{why}; no timeline either" if why else "no timeline") + _last_words(output)
 
 
 def _plain(kernel: KernelFacts) -> KernelFacts:

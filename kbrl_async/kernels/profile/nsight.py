@@ -8,10 +8,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kbrl_async.kernels.profile.facts import KernelFacts
 
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+_BEHIND = "/opt/nvidia/nsight-compute"
+"""The toolkit's `ncu` is a script that looks here for the program."""
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 """What it says where users may not read the GPU's counters."""
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -47,11 +50,20 @@ def program() -> str:
     return found or next((path for path in _PLACES if os.access(path, os.X_OK)), "")
 
 
+def folders(path: str) -> list[str]:
+    """What the program at `path` reads of itself."""
+    own = Path(path).resolve().parent
+    return [str(place) for place in (own, *own.parent.glob("nsight-compute*"), Path(_BEHIND)) if place.is_dir()]
+
+
 def command(path: str, module: str, task_file: str) -> list[str]:
-    """Profile what `module` launches after it called `cudaProfilerStart`: one forward of the candidate."""
+    """Profile what `module` launches after it called `cudaProfilerStart`: one forward of the candidate.
+
+    Clocks stay as they are: Nsight would lock them, also for a bench that times on the same GPU.
+    """
     shown = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS)]
     what = ["--profile-from-start", "off", "--launch-count", str(_LAUNCHES), "--target-processes", "all"]
-    return [path, *shown, *what, sys.executable, "-m", module, task_file]
+    return [path, *shown, *what, "--clock-control", "none", sys.executable, "-m", module, task_file]
 
 
 def read(output: str) -> tuple[KernelFacts, ...]:

@@ -7,43 +7,48 @@ profiler writes what ran and for how long. What is written here is the candidate
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kbrl_async.kernels.backends.sanitize.parts import Task
-from kbrl_async.kernels.backends.sanitize.recording import run_once
+from kbrl_async.kernels.backends.sanitize.recording import loaded
 from kbrl_async.kernels.profile.facts import KernelFacts
 
 TIMELINE_FILE = "timeline.json"
 _MOST = 16
 _NAME = 80
+_INPUTS = "Memcpy HtoD"
+"""Inputs and weights on their way to the GPU, which are no part of a forward."""
 
 
 def main(task_file: str, *, timeline: bool) -> None:
     task = msgspec.json.decode(Path(task_file).read_bytes(), type=Task)
-    run_once(task)  # what is made at the first call is not the kernel's
+    forward = loaded(task)
+    forward()  # what is made at the first call is not the kernel's
     if timeline:
-        (Path(task.folder) / TIMELINE_FILE).write_bytes(msgspec.json.encode(_timeline(task)))
+        found = _timeline(forward, on_gpu=task.device.startswith("cuda"))
+        (Path(task.folder) / TIMELINE_FILE).write_bytes(msgspec.json.encode(found))
     else:
-        _between_marks(task)
+        _between_marks(forward)
 
 
-def _between_marks(task: Task) -> None:
+def _between_marks(forward: Callable[[], None]) -> None:
     import torch
 
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    run_once(task)
+    forward()
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
-def _timeline(task: Task) -> list[KernelFacts]:
+def _timeline(forward: Callable[[], None], *, on_gpu: bool) -> list[KernelFacts]:
     from torch.profiler import ProfilerActivity, profile
 
-    on_gpu = task.device.startswith("cuda")
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        run_once(task)
-    times = [(e.key[:_NAME], _us(e, on_gpu), e.count) for e in seen.key_averages()]
+        forward()
+    events = [event for event in seen.key_averages() if not event.key.startswith(_INPUTS)]
+    times = [(e.key[:_NAME], _us(e, on_gpu), e.count) for e in events]
     longest = sorted((item for item in times if item[1] > 0), key=lambda item: -item[1])[:_MOST]
     return [KernelFacts(name, us, count) for name, us, count in longest]
 

@@ -16,6 +16,7 @@ import functools
 import socket
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,15 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
 
 def run_once(task: Task) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate on each workload."""
+    loaded(task)()
+
+
+def loaded(task: Task) -> Callable[[], None]:
+    """`run_once` for several times: a second load would forget our own modules, which lie in the candidate's folder."""
     torch.set_grad_enabled(False)
     prepare(task.backend, task.artifacts, task.device.partition(":")[0])
     candidate = contract.load("candidate", task.candidate, folder=task.folder)
-    cases.each(task.problem, functools.partial(_run, task, candidate))
+    return functools.partial(cases.each, task.problem, functools.partial(_run, task, candidate))
 
 
 def _run(task: Task, candidate: types.ModuleType, problem: types.ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.kernels.backends.building import remarks
-from kbrl_async.kernels.backends.building.context import ToolRun
+from kbrl_async.kernels.backends.building import ArtifactStore, remarks
+from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.funnel import Verifier
 from kbrl_async.kernels.funnel.profiling import profile
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, counters, gpu, nsight, watched
 from kbrl_async.kernels.profile.facts import CHARACTERS
+from kbrl_async.kernels.settings import CompileFarm
 from kbrl_async.kernels.timing.roofline import Peaks, Work
 from protocols.records import Candidate, Timing
 from tests.candidates import affine, elementwise
@@ -189,3 +191,33 @@ def test_what_is_no_timeline_is_said_and_not_believed(
     kernels, why = profiled(FakeContext(tmp_path, "", left))
     assert kernels == ()
     assert "no timeline either" in why
+
+
+def test_why_there_is_neither_is_what_the_tools_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsight, "program", lambda: "/opt/ncu")
+    _, why = profiled(FakeContext(tmp_path, "==PROF== began\nno room\x1b[2J\n\n"))
+    assert why.count("(no room[2J)") == 2
+
+
+def test_nsight_reads_its_folder_and_what_its_script_looks_for(tmp_path: Path) -> None:
+    script, behind = tmp_path / "bin" / "ncu", tmp_path / "nsight-compute-2025.3"
+    behind.mkdir()
+    script.parent.mkdir()
+    script.touch()
+    assert [str(script.parent), str(behind)] == nsight.folders(str(script))[:2]
+
+
+def test_clocks_stay_as_they_are() -> None:
+    words = nsight.command("ncu", "module", "task.json")
+    assert words[words.index("--clock-control") + 1] == "none"
+
+
+def test_a_timeline_is_made_in_a_confined_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsight, "program", lambda: "")
+    source = (
+        "import torch\n\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return torch.cos(x)\n"
+    )
+    problem = parse_problem(affine(), "L1/01_double")
+    with contextlib.closing(BuildContext(ArtifactStore(tmp_path), CompileFarm())) as context:
+        kernels, why = gpu.kernels(context, problem, Candidate(source, "c"), {}, "cpu")
+    assert "aten::cos" in [kernel.name for kernel in kernels], why
