@@ -13,11 +13,13 @@ from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, rows
 from benchmarks.learning.curve import curve
 from benchmarks.learning.raicl import raicl
 from benchmarks.learning.study import Answers, Study, gain, share, splits
+from benchmarks.learning.wrong import wrong
 from kbrl_async.lab.report import plots
 
 commands = Commands("learning", __doc__)
 commands(curve)
 commands(raicl)
+commands(wrong)
 
 
 # ── methods ───────────────────────────────────────────────────────────────────────────────────────────────────────
