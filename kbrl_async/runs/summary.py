@@ -132,7 +132,7 @@ def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summ
         problems[answer.problem_id].append(answer)
     intervals["speedup_mean"] = speed_interval(problems.values())
     rates: dict[str, float | None] = {**outcome_rates(answers)}
-    if several := [[sample_of(answer) for answer in of] for of in problems.values() if len(of) >= TRIES]:
+    if several := [[sample_of(answer) for answer in of] for _, of in sorted(problems.items()) if len(of) >= TRIES]:
         solved = mean_over_problems(several, lambda of: pass_at_k(len(of), sum(s.correct for s in of), TRIES))
         rates[f"pass_at_{TRIES}"], intervals[f"pass_at_{TRIES}"] = solved.value, (solved.lo, solved.hi)
     return {
