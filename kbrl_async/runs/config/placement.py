@@ -39,7 +39,9 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    apart = config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
+    apart = (
+        config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
+    )
     return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
 
 
