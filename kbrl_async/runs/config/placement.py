@@ -4,7 +4,7 @@
 |---|---|---|---|---|---|
 | `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns | 0 |
 | `two_gpus` | 2 | 0 | 0 | 1, alone or in turns | 0 |
-| `split` | all of these | one each of its processes | tensor_parallel × data_parallel each | one each, alone | the last |
+| `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each, alone | the last |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
