@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -175,6 +176,13 @@ def test_a_family_with_an_odd_config_says_what_is_odd() -> None:
     assert why_not(model_of("mistral", sliding_window=4096)) == ""
     assert why_not(model_of("llama", mlp_bias=True)) == "its MLP has biases"
     assert why_not(model_of("qwen3", head_dim=12)) == "its heads are 12 wide, no power of two"
+
+
+def test_on_a_gpu_another_family_is_computed_plainly_and_the_log_says_why() -> None:
+    with structlog.testing.capture_logs() as logs:
+        passes = forward_backward(model_of("gpt2"), Learner(memory_gb=1.0), torch.device("cuda"))
+    assert passes.name == "plain"
+    assert [line["because"] for line in logs] == ["its family is gpt2"]
 
 
 def test_rows_on_several_ranks_need_ranks_and_a_family_that_fits() -> None:
