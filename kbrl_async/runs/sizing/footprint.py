@@ -28,6 +28,7 @@ CONTEXT = 0.6e9
 """Of CUDA and its libraries in one process (0.5 to 0.7 on H100 and H200)."""
 GPU_LOGITS, CPU_LOGITS = 1 << 27, 1 << 24
 """Logits that exist at once, as `learning.forward_backward` bounds them."""
+EIGHT_BIT = 1.02
 HELD = {"bf16": 2.0, "fp32": 4.0, "int8": 1.03, "nf4": 0.53}
 """Of a frozen weight, with the scales of its blocks (Dettmers et al. 2023, "QLoRA")."""
 
@@ -37,9 +38,11 @@ class Recomputed(enum.StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"
-    """Gate and up, the widest of it."""
+    """Each gated block, the widest of a layer."""
     FULL = "full"
     """Every layer from its input."""
+    AUTO = "auto"
+    """As little as there is room for."""
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -69,7 +72,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int = 0
     adapters: int = 1
     held: str = "fp32"
-    """How the base's weights stand in memory, a key of `HELD`; trained ones in bf16 have masters in fp32."""
+    """How weights stand in memory, a key of `HELD`; gradients and moments of all weights stand like them."""
     bf16: bool = True
     """Forward and backward pass compute in bf16."""
     fused: bool = False
@@ -82,7 +85,11 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool = False
     """A frozen copy of the policy, for a KL penalty."""
     room: float = math.inf
-    """Fused: most bytes that the process may hold; as much is computed again as it takes."""
+    """Most bytes that the process may hold, where as much is computed again as that takes."""
+    offload: bool = False
+    """Shares wait on the host, where the optimizer computes."""
+    eight_bit: bool = False
+    """The moments are numbers of 8 bits with a scale for each block (Dettmers et al. 2022)."""
     on_gpu: bool = True
 
     @property
@@ -105,14 +112,16 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
     """Of one rank, at the peak of an update."""
     split = how.ranks if how.sharded else 1
     parts = {"weights": HELD[how.held] * shape.parameters / split}
+    item = float(FP32)
     if how.lora_rank:
         trained = how.adapters * shape.adapter(how.lora_rank) / split
-        parts["adapter"] = FP32 * trained
+        parts["adapter"] = item * trained
     else:
-        trained = shape.parameters / split
-        parts["masters"] = FP32 * trained if how.held == "bf16" else 0.0
-    parts |= {"gradients": FP32 * trained, "moments": 2 * FP32 * trained}
-    parts["reference"] = float(FP32 * shape.parameters) if how.reference else 0.0
+        trained, item = shape.parameters / split, HELD[how.held]
+    parts |= {"gradients": item * trained, "moments": 2 * (EIGHT_BIT if how.eight_bit else item) * trained}
+    parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
+    if how.offload:
+        parts = {}
     parts["gathered layers"] = _gathered(shape, how) if split > 1 else 0.0
     parts |= _passes(shape, how, held=math.fsum(parts.values()))
     parts["CUDA"] = CONTEXT if how.on_gpu else 0.0
@@ -130,10 +139,15 @@ def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     loss = loss_bytes(shape, how)
     if how.fused:
         return {"activations": _fused(shape, how, how.room - held - loss), "loss": loss}
+    if how.recomputed is Recomputed.AUTO:
+        return _as_fits(shape, how, held)
     everything = layer_bytes(shape, how)
     kept, again = everything, 0.0
-    if how.recomputed is not Recomputed.NONE:
+    if how.recomputed is Recomputed.FULL:
         kept, again = shape.hidden * (BF16 if how.computes_held_bf16 else FP32), everything
+    if how.recomputed is Recomputed.SELECTIVE:
+        again = 4.0 * how.item * shape.width
+        kept -= again
     last = shape.hidden * (FP32 + _scaled(how) + how.item)
     wide, narrow = (3, 4) if how.bf16 else (1, 2)  # gradients of one layer's products, and their copies
     gradients = how.tokens * (wide * shape.width + narrow * shape.hidden) * how.item
@@ -142,6 +156,19 @@ def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
         "bf16 copies of weights": _copies(shape, how),
         "loss": max(loss - how.tokens * again, gradients),  # it is over before the first layer is computed again
     }
+
+
+def _as_fits(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
+    """Layer by layer between nothing and all computed again."""
+    most, least = (
+        _passes(shape, msgspec.structs.replace(how, recomputed=which), held)
+        for which in (Recomputed.NONE, Recomputed.FULL)
+    )
+    over = held + math.fsum(most.values()) - how.room
+    if over <= 0:
+        return most
+    room = most["activations"] - over
+    return {**least, "activations": max(least["activations"], min(room, most["activations"]))}
 
 
 def layer_bytes(shape: ModelShape, how: Learning) -> float:

@@ -87,19 +87,25 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
     is_fusible = (
         shape.family in FUSED_FAMILIES and bool(config.lora_rank) and not is_sharded and not config.agents.adapters
     )
+    if not config.lora_rank and getattr(settings, "master_dtype", "float32") == "bfloat16":
+        held = "bf16"
     wants_fused = settings.kernels == "fused" or (settings.kernels == "auto" and on_gpu)
-    tokens = max(settings.microbatch_tokens, longest(config, shape))
+    parts = getattr(settings, "context_parallel", 1)  # ranks that share a sequence's tokens
+    tokens = -(-max(settings.microbatch_tokens, longest(config, shape)) // parts)
     return Learning(
         tokens=tokens,
-        scored=max(1, tokens * config.max_tokens // longest(config, shape)),
+        scored=max(1, tokens * config.max_tokens // (PROMPT_TOKENS + config.max_tokens)),
         lora_rank=config.lora_rank,
         adapters=3 if config.agents.adapters else 1,
         held=held,
         bf16=bf16,
         fused=wants_fused and is_fusible and held == ("bf16" if bf16 else "fp32"),
-        recomputed=Recomputed.FULL if is_sharded else Recomputed.NONE,
+        recomputed=Recomputed(getattr(settings, "activation_checkpointing", "full" if is_sharded else "none")),
         ranks=settings.processes,
         sharded=is_sharded,
+        autocast=config.sampler.engine == "transformers",
+        offload=is_sharded and getattr(settings, "offload", False),
+        eight_bit=getattr(settings, "optimizer", "adamw") == "adamw_8bit",
         reference=settings.kl != "none" and settings.kl_weight > 0 and not config.lora_rank,
         room=settings.memory_gb * GB or 0.9 * (capacity or float("inf")),
         on_gpu=on_gpu,
@@ -110,14 +116,15 @@ def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[T
     """All that holds the policy, and the benches beside it; on a CPU all share its memory, as one GPU."""
     on_one = config.placement != "split"
     ranks, samplers = config.learner.processes, config.processes.sampler
+    each = getattr(config.sampler, "gpus", 1)  # tensor and data parallel
     found = [] if config.learner.engine != "torch" else [_learner(config, shape, capacity)]
     for number in range(samplers):
         held = _sampler(config, shape, capacity)
         if held is not None:
-            at = 0 if on_one else ranks + number
-            found.append(Tenant(f"sampler.{number + 1}", range(at, at + 1), held))
+            at = 0 if on_one else ranks + number * each
+            found.append(Tenant(f"sampler.{number + 1}", range(at, at + each), held))
     if capacity is not None and runs_on_gpu(config.backend):
-        first = {"two_gpus": 1, "split": ranks + samplers}.get(config.placement or "", 0)
+        first = {"two_gpus": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
         for number in range(config.processes.timing_bench):
             at = first if on_one else first + number
             found.append(Tenant(f"timing_bench.{number + 1}", range(at, at + 1), Footprint({"problems": BENCH})))
@@ -147,11 +154,12 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     if settings.engine != "vllm" or capacity is None:
         return None
     share = settings.memory_share * capacity
-    weights = served_weights(shape)
-    cache = shape.kv_bytes(BF16) * settings.slots * longest(config, shape)
+    parts, copies = getattr(settings, "tensor_parallel", 1), getattr(settings, "data_parallel", 1)
+    weights = served_weights(shape, parts)
+    cache = shape.kv_bytes(BF16) * settings.slots * longest(config, shape) / (parts * copies)
     # New full weights are read beside the old ones; the cache takes what is left, down to one sequence.
     needed = {"weights": weights * (1 if config.lora_rank else 2), "vLLM": VLLM_BESIDE}
-    least = float(shape.kv_bytes(BF16) * longest(config, shape))
+    least = float(shape.kv_bytes(BF16) * longest(config, shape) / parts)
     return Footprint({**needed, "KV cache": max(least, min(cache, share - sum(needed.values())))})
 
 
@@ -291,7 +299,10 @@ def _powers(most: int) -> Iterator[int]:
         count *= 2
 
 
-def _learning(shape: ModelShape, wish: Wish, ranks: int, recomputed: Recomputed, room: float) -> Learning:
+def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learning:
+    recomputed = Recomputed.FULL if ranks > 1 else Recomputed.NONE
+    if "learner.activation_checkpointing" in KEYS:
+        recomputed = Recomputed.AUTO
     return Learning(
         tokens=wish.length,
         lora_rank=wish.lora_rank,
@@ -300,6 +311,7 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, recomputed: Recomputed,
         recomputed=recomputed,
         ranks=ranks,
         sharded=ranks > 1,
+        autocast=False,
         room=room,
     )
 
@@ -307,10 +319,8 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, recomputed: Recomputed,
 def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[Row]:
     room = (1 - RESERVE) * wish.capacity
     how = f"LoRA {wish.lora_rank}" if wish.lora_rank else "full weights"
-    recomputed = Recomputed.FULL if ranks > 1 else Recomputed.NONE
-    held = learner(shape, _learning(shape, wish, ranks, recomputed, 0.9 * room))
-    name = f"learner, {how}" + (", layers again" if recomputed is Recomputed.FULL else "")
-    yield Row(name, ranks, held, held.total <= room)
+    held = learner(shape, _learning(shape, wish, ranks, 0.9 * room))
+    yield Row(f"learner, {how}", ranks, held, held.total <= room)
 
 
 def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> Row:
@@ -346,7 +356,7 @@ def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     weights = served_weights(shape) * (1 if wish.lora_rank else 2)
     for slots in SLOTS:
         sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
-        held = learner(shape, _learning(shape, wish, 1, Recomputed.NONE, room - sampler - CONTEXT))
+        held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
         if held.total + sampler <= room:
             found = {**_base_settings(wish), "placement": "one_gpu" if wish.gpus == 1 else "two_gpus"}
             found |= {"sampler.slots": slots, "sampler.memory_share": round(sampler / wish.capacity + 0.005, 2)}
@@ -379,7 +389,7 @@ def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[Row]) -> str:
         return (
             f"learner and sampler each fit, but not beside each other; {max(3, needed)} GPUs would do (placement=split)"
         )
-    least = learner(shape, _learning(shape, wish, wish.gpus, Recomputed.FULL, 0.0))
+    least = learner(shape, _learning(shape, wish, wish.gpus, 0.0))
     what = f"{least.gb(least.largest):.0f} GB of {least.largest}"
     cure = "a shorter --length" if wish.lora_rank else "--lora-rank 32"
     return f"{wish.gpus} × {wish.capacity / GB:.0f} GB are too little for {what}; more or larger GPUs, or {cure}"

@@ -12,7 +12,7 @@ from kbrl_async.learning.logprobs import batch_logprobs
 from kbrl_async.learning.optimizer import make_adamw
 from kbrl_async.learning.packing import pack
 from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
-from kbrl_async.runs.sizing.footprint import Learning, Recomputed, Sampling, learner, transformers_sampler
+from kbrl_async.runs.sizing.footprint import GB, Learning, Recomputed, Sampling, learner, transformers_sampler
 from kbrl_async.shapes import KNOWN, shape_of
 from protocols.records import TrainSample
 from tests.memory import PeakMemory
@@ -89,6 +89,55 @@ def test_shards_split_what_is_held_and_add_what_is_gathered() -> None:
     for part in ("weights", "gradients", "moments"):
         assert shard[part] == whole[part] / 4
     assert 0 < shard["gathered layers"] < whole["weights"] / 4
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "tokens", "measured"),
+    [
+        ("Qwen2.5-1.5B", 0, 8192, 15.88),
+        ("Qwen2.5-7B", 0, 8192, 70.38),
+        ("Qwen2.5-7B", 0, 16384, 74.50),
+        ("Qwen3-32B", 32, 16384, 57.7),
+    ],
+)
+def test_what_two_h200_measured_is_predicted_within_a_tenth(
+    model: str, rank: int, tokens: int, measured: float
+) -> None:
+    """`benchmarks.sharded updates`: peaks of PyTorch's allocator on a rank, which has no CUDA context in it."""
+    how = Learning(
+        tokens=tokens,
+        scored=tokens * 3 // 4,
+        lora_rank=rank,
+        held="bf16" if rank else "fp32",
+        autocast=False,
+        recomputed=Recomputed.FULL,
+        ranks=2,
+        sharded=True,
+    )
+    predicted = learner(KNOWN[model], how)
+    assert (predicted.total - predicted.parts["CUDA"]) / GB == pytest.approx(measured, rel=0.1)
+
+
+def test_as_little_is_computed_again_as_there_is_room_for() -> None:
+    def activations(room: float, **given: Any) -> float:
+        how = plan(tokens=8192, bf16=True, on_gpu=True, room=room, **{"recomputed": Recomputed.AUTO, **given})
+        return learner(KNOWN["Qwen2.5-0.5B"], how).parts["activations"]
+
+    none = activations(1e12, recomputed=Recomputed.NONE)
+    full = activations(1e12, recomputed=Recomputed.FULL)
+    assert activations(1e12) == none
+    assert activations(0.0) == full
+    assert full < activations(12e9) < none
+    assert full < activations(1e12, recomputed=Recomputed.SELECTIVE) < none
+
+
+def test_weights_in_bf16_halve_what_is_held_and_moments_in_8_bits_quarter_theirs() -> None:
+    whole, half = (learner(KNOWN["Qwen3-4B"], plan(bf16=True, held=held)).parts for held in ("fp32", "bf16"))
+    for part in ("weights", "gradients", "moments"):
+        assert half[part] == whole[part] / 2
+    eight = learner(KNOWN["Qwen3-4B"], plan(bf16=True, eight_bit=True)).parts
+    assert eight["moments"] == pytest.approx(whole["moments"] / 4, rel=0.05)
+    assert "moments" not in learner(KNOWN["Qwen3-4B"], plan(offload=True, ranks=2, sharded=True)).parts
 
 
 def test_the_fused_learner_takes_no_more_than_its_room() -> None:
