@@ -96,19 +96,23 @@ def critical(
     """Seconds for which a version keeps the learner from its next update: written at once, and beside it."""
     model, canaries = make_model(shape, device, torch.float32, 0), Canaries(CANARY, [])
     copy = HostCopy(DTYPES[dtype])
-    at_once, beside, written = [], [], []
+    at_once, beside, written, parts = [], [], [], {"snapshot_s": 0.0, "canary_s": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for version in range(versions_made):
             begun = finished(device)
             versions.publish(Path(folder), model, version, None, version, CANARY, rounded_to=dtype)
             at_once.append(time.time() - begun)
             publisher, begun = Publisher(Path(folder)), finished(device)
-            pending = versions.prepare(Path(folder), model, version, None, version, canaries, copied=copy.of)
+            pending = versions.prepare(
+                Path(folder), model, version, None, version, canaries,
+                copied=_timed("snapshot_s", parts, copy.of),
+                logprobs_of=_timed("canary_s", parts, lambda ids: sequence_logprobs(model, ids)),
+            )  # fmt: skip
             publisher.begin(pending, lambda: None)
             beside.append(time.time() - begun)
             publisher.close()
             written.append(time.time() - begun)
-            say(f"at once {at_once[-1]:.2f} s, beside {beside[-1]:.2f} s (on disk after {written[-1]:.2f} s)")
+            say(f"{parts} at once {at_once[-1]:.2f} s, beside {beside[-1]:.2f} s (on disk after {written[-1]:.2f} s)")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": dtype,
@@ -116,6 +120,7 @@ def critical(
         "critical_s": median(beside[1:] or beside),
         "first_critical_s": beside[0],
         "on_disk_s": median(written),
+        **parts,
     }
 
 
@@ -168,16 +173,15 @@ def sample(folder: Path, ways: Sequence[str], name: str, shape: str, device: str
 
 @commands
 def flight(
-    ways: Annotated[str, "how versions travel, one after the other"] = "direct,files",
+    ways: Annotated[str, "of each version; the first of several is a warm-up"] = "direct,direct,files,files",
     shape: Shape = "300m",
     device: Annotated[str, "cuda: the learner's GPU is 0, samplers' are 1, 2, …"] = "cpu",
     dtype: Annotated[Literal["fp32", "bf16"], "of the published weights"] = "bf16",
     samplers: int = 1,
-    versions_made: Annotated[int, "by each way, beside a first one that does not count"] = 3,
     write: Annotated[bool, "files are written beside direct transfers, as in a run"] = False,
 ) -> Result:
     """From the last optimiser step to all samplers' first answers by the new version, whose canaries are proven."""
-    chosen = [way for way in ways.split(",") for _ in range(1 + versions_made)]
+    chosen = ways.split(",")
     context, root = mp.get_context("spawn"), Path(tempfile.mkdtemp())
     learner = f"{device}:0" if device == "cuda" else device
     publishers = {"files": Publisher(root)}
@@ -191,9 +195,10 @@ def flight(
         context.Process(target=sample, args=args, daemon=True).start()
         pipes.append(ours)
     model, copy = make_model(shape, learner, torch.float32, 0), HostCopy(DTYPES[dtype])
+    say(f"the learner has {sum(p.numel() for p in model.parameters()):,} parameters")
     assert all(pipe.recv()[0] == "ready" for pipe in pipes)
     say("samplers are ready")
-    rows: dict[str, list[dict[str, float]]] = {way: [] for way in publishers}
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in dict.fromkeys(chosen)}
     before: list[float] = []
     try:
         for version, way in enumerate(chosen):
@@ -227,7 +232,8 @@ def flight(
         for publisher in publishers.values():
             publisher.close()
         shutil.rmtree(root, ignore_errors=True)
-    figures = {way: {name: median(row[name] for row in found[1:]) for name in found[1]} for way, found in rows.items()}
+    counted = {way: found[1:] or found for way, found in rows.items()}
+    figures = {way: {name: median(row[name] for row in found) for name in found[0]} for way, found in counted.items()}
     for found in figures.values():
         found["gb_per_s"] = size / 1e9 / found["received_s"]
     proven = all(row["canary_error"] < row["canary_distance"] / 2 for found in rows.values() for row in found)

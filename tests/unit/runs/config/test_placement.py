@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError, HostError
 from kbrl_async.runs.config import load
-from kbrl_async.runs.config.placement import Gpu, allowed, check_fit, misfit, visible_to
+from kbrl_async.runs.config.placement import Gpu, allowed, check_fit, misfit, ranges, visible_to
 from services.runtime.placing import place
 
 H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
@@ -132,3 +132,53 @@ def test_every_preset_has_a_config_that_fits_exactly_so_many_gpus(file: str, gpu
     config = load([CONFIGS / file])
     assert misfit(config, H100[:gpus]) == ""
     assert misfit(config, H100[: gpus - 1]) != ""
+
+
+def test_a_sampler_of_several_gpus_gets_a_range_of_its_own() -> None:
+    words = ["placement=split", "sampler.engine=vllm", "sampler.tensor_parallel=2", "sampler.data_parallel=1"]
+    words += ["processes.sampler=2", "processes.timing_bench=2", "learner.processes=2"]
+    got = seen(*words)
+    assert [got[name] for name in PLACED] == ["0,1", "2,3", "4,5", "6", "7"]
+    config = load(overrides=words)
+    assert ranges(config)["sampler.2"] == "4-5"
+    assert ranges(config)["timing_bench.1"] == "6"
+    assert misfit(config, H100) == ""
+    assert "processes.sampler=2 × 2 GPUs" in misfit(config, H100[:7])
+    assert ranges(load()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["sampler.tensor_parallel=2"], r"sampler\.tensor_parallel=2 needs sampler\.engine=vllm"),
+        (["sampler.data_parallel=2", "sampler.engine=vllm", "placement=one_gpu"], "gives the sampler a single GPU"),
+        (["sampler.tensor_parallel=2", "sampler.engine=vllm", "device=cpu"], "needs GPUs, and device=cpu"),
+        (["sampler.data_parallel=4", "sampler.engine=vllm", "sampler.slots=2"], r"more than sampler\.slots=2"),
+        (["weights.transport=direct", "lora_rank=8"], "an adapter is small"),
+        (
+            ["weights.transport=direct", "sampler.engine=openai", "sampler.base_url=http://x/v1", "model_name=m"],
+            "take no",
+        ),
+        (["weights.transport=direct", "placement=two_gpus"], "GPUs of their own"),
+        (["weights.dtype=bfloat16", "lora_rank=8"], "is of full weights"),
+    ],
+)
+def test_what_contradicts_is_refused_by_name(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(overrides=words)
+
+
+@pytest.mark.parametrize(
+    ("words", "sends"),
+    [
+        ([], False),
+        (["weights.transport=direct"], True),
+        (["placement=split"], True),
+        (["placement=split", "weights.transport=files"], False),
+        (["placement=split", "device=cpu"], False),
+        (["placement=split", "lora_rank=8"], False),
+        (["placement=one_gpu"], False),
+    ],
+)
+def test_weights_are_sent_where_learner_and_samplers_have_gpus_of_their_own(words: list[str], sends: bool) -> None:
+    assert load(overrides=words).sends_weights is sends
