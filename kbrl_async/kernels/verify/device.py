@@ -55,8 +55,11 @@ class Device:
         """The options with what this kind needs at least."""
         return options
 
-    def open(self) -> None:
-        """:raises MissingTool: it is not there."""
+    def open(self, memory_share: float) -> None:
+        """`memory_share`: of its own memory, what this process may have at most.
+
+        :raises MissingTool: it is not there.
+        """
 
     def enter(self) -> None:
         """The calling thread uses it from now on.

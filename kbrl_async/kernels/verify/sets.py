@@ -354,8 +354,12 @@ def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], toler
 
 
 def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: compare.Tolerance) -> bool:
-    """Whether zeros, its first value everywhere, and each of these are all no right answer."""
-    guesses = (torch.zeros_like(expected), torch.full_like(expected, expected[0].item()), *inputs)
+    """Whether zeros, its first value everywhere, and each of these are all no right answer.
+
+    The first value of a single one is that one: it says nothing of a loss.
+    """
+    constant = [torch.full_like(expected, expected[0].item())] if expected.numel() > 1 else []
+    guesses = (torch.zeros_like(expected), *constant, *inputs)
     return all(compare.difference(guess, expected, tolerance).wrong for guess in guesses)
 
 

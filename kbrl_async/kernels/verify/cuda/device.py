@@ -100,11 +100,12 @@ class CudaDevice(Device):
             limits=msgspec.structs.replace(limits, memory_bytes=memory, scratch_bytes=scratch),
         )
 
-    def open(self) -> None:
+    def open(self, memory_share: float) -> None:
         where = torch.device(self.name)
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
         where = torch.device("cuda", where.index or 0)
+        torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
         self._health = GpuHealth(where)
         with contextlib.suppress(OSError):
             self._reservations = reservations_on(where)
@@ -211,7 +212,7 @@ class CudaDevice(Device):
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
         try:
-            return replays.open(reference, code, options.deadline_s, rng, is_alone)
+            return replays.open(reference, code, options.deadline_s, rng, is_alone, options.outputs == "kept")
         except Unreplayable as refusal:
             watched = super().judged(reference, zygote, code, options, rng, is_alone)
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
