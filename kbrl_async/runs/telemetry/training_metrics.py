@@ -76,9 +76,15 @@ def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
     return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
 
 
+ALIASED = ("format_rate", "compile_rate", "correct_rate", "cheat_rate")
+"""Of a version, also written as `rate/format` and so on, for those who come with dashboards of other programs."""
+
+
 def version_scalars(answers: Sequence[RolloutStats], *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value for all answers that a policy version wrote."""
-    values = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
+    rates = outcome_rates(answers)
+    values = {f"version/{name}": value for name, value in rates.items()}
+    values |= {f"rate/{name.removesuffix('_rate')}": rates[name] for name in ALIASED if name in rates}
     if per_level:
         values |= _broken_down(answers, "level", lambda r: r.level)
     if any(r.turn for r in answers):
