@@ -39,9 +39,12 @@ from protocols.records import Candidate, Fault, Problem
 Backend = Literal["c", "triton", "cuda-nvrtc"]
 State = Literal[
     "as it should", "lazy refused", "decoy accepted", "decoy refused otherwise", "proves nothing", "problem",
-    "too large", "no tensor", "host",
+    "too large", "too lazy", "no tensor", "host",
 ]  # fmt: skip
-"""`proves nothing`: the verdict itself says that zeros, a constant or an input would be right."""
+"""`too lazy`: the own kernel's share of a long computation is below what counts. `proves nothing`: the verdict itself
+says that zeros, a constant or an input would be right.
+"""
+TOO_LAZY = "of the computing time"
 DECOYS = ("decoy_kernel", "no_own_kernel")
 _BODY = """
 
@@ -175,6 +178,7 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
         spent = round(time.monotonic() - begun, 2)
         if lazy.fault is not Fault.OK:
             state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
+            state = "too lazy" if TOO_LAZY in lazy.message else state
             return Outcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
         decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
     except ProblemError as error:
