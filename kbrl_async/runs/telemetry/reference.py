@@ -29,6 +29,7 @@ _RATES = {
     "fast_1": "share that was correct and more than once as fast by the point estimate",
     "fast_1_proven": "share that was correct and whose whole interval lies above 1",
     "speedup_mean": "geometric mean of the speedups of correct kernels",
+    "workload_rate": "share of workloads that kernels were right on, of problems with several",
 }
 _BY_UPDATE = {
     **{f"batch/{name}": words for name, words in _RATES.items()},

@@ -43,8 +43,8 @@ def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
 
 
 def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, fast_1_proven, and speedup_mean where
-    there is one, of the rollouts that wrote a kernel.
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, fast_1_proven, and speedup_mean and
+    workload_rate where there is one, of the rollouts that wrote a kernel.
 
     `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
     """
@@ -58,6 +58,7 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
         "fast_1": mean(r.fast_1 for r in rollouts),
         "fast_1_proven": mean(r.fast_1_proven for r in rollouts),
         "speedup_mean": geometric_mean(speedups(rollouts)),
+        "workload_rate": mean(r.workload_share for r in rollouts if r.workload_share is not None),
     }
     return _present(values)
 
