@@ -140,9 +140,9 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     config: Any = trainer.model.config
     layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
     trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
-    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    head: float = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
-    return 6.0 * trained + 4.0 * frozen + 6.0 * config.num_hidden_layers * query * length + head
+    query = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
+    head = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
+    return float(6.0 * trained + 4.0 * frozen + 6.0 * config.num_hidden_layers * query * length + head)
 
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
