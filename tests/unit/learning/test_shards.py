@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kbrl_async.errors import CheckpointError, DiskFull
+from kbrl_async.errors import CheckpointError, ConfigError, DiskFull
 from kbrl_async.learning import checkpoints, shards
 from kbrl_async.learning.checkpoints import Progress
 from kbrl_async.learning.distributed import ProcessGroup
@@ -176,6 +176,11 @@ def test_layers_get_the_weights_and_adapters_that_the_whole_model_has(base: Path
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.state_dict().items())
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(model(ids).logits, expected(ids).logits), "buffers, too"
+
+
+def test_a_base_that_is_not_there_is_said_as_for_a_whole_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        unfilled(str(tmp_path / "nothing"), "fp32", 0)
 
 
 def test_a_shape_is_enough_for_random_weights(base: Path) -> None:
