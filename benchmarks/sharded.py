@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.harness import Commands, Result, say
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
-from kbrl_async.learning.policies.models import enable_checkpointing, wrap_lora
+from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.policies.streaming import Drawn, skeleton
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
@@ -81,7 +82,7 @@ def updates(
         found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
         _say(str(length), one)
     if publish:
-        found["gather_s"] = _timed(trainer.gathered_weights)
+        found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
         _say("gathered", {"s": found["gather_s"]})
     if checkpoint:
         found |= _checkpointed(trainer, Path(checkpoint))
@@ -98,13 +99,11 @@ def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: boo
         config = {**SHAPES[shape], "max_position_embeddings": 40960, "rope_theta": 1e6}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = skeleton(folder, held)
-    enable_checkpointing(model)
-    model.train()
     if lora_rank:
         model = wrap_lora(model, lora_rank)
     sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=Drawn())
     learner = Learner(
-        epochs=1, minibatches=1, negative_scale=1.0, kernels="plain", token_budget=budget, shard=True,
+        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=budget, shard=True,
         processes=max(2, ranks.size),
     )  # fmt: skip
     settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)
@@ -140,9 +139,10 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     config: Any = trainer.model.config
     layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
     trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
-    query = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    head = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
-    return float(6.0 * trained + 4.0 * frozen + 6.0 * config.num_hidden_layers * query * length + head)
+    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
+    vocabulary: int = config.vocab_size * config.hidden_size
+    head = (4 if frozen else 6) * 0.75 * vocabulary
+    return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
 
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:

@@ -123,16 +123,20 @@ class ProcessGroup:
         while not isinstance(order := decoder.decode(self._receive()), End):
             yield order
 
-    def part(self, tokens: Sequence[int]) -> list[int]:
-        """Indices of this rank's sequences: neighbours, about an equal share of `tokens`; rank 0 always has some."""
-        if len(tokens) <= self.size:
-            return [self.rank] if self.rank < len(tokens) else []
+    def part(self, tokens: Sequence[int], together: int = 1) -> list[int]:
+        """Indices of this rank's sequences: neighbours, about an equal share of `tokens`; rank 0 always has some.
+
+        `together` ranks, neighbours, have the same ones.
+        """
+        rank, size = self.rank // together, self.size // together
+        if len(tokens) <= size:
+            return [rank] if rank < len(tokens) else []
         ends = list(itertools.accumulate(tokens))
         middles = [end - count / 2 for end, count in zip(ends, tokens, strict=True)]
-        share = ends[-1] / self.size
-        owners = [min(self.size - 1, int(middle // share)) for middle in middles]
+        share = ends[-1] / size
+        owners = [min(size - 1, int(middle // share)) for middle in middles]
         owners[0] = 0
-        return [i for i, owner in enumerate(owners) if owner == self.rank]
+        return [i for i, owner in enumerate(owners) if owner == rank]
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         sums = []

@@ -7,9 +7,10 @@ Invariants
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFinit
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning import shards, training_state
 from kbrl_async.learning.distributed import Gather, Load, Order, Probe, ProcessGroup, Save, Train
-from kbrl_async.learning.forward_backward import Plain, Tick, computes_bf16, forward_backward
+from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
 from kbrl_async.learning.policies.models import causal_lm
@@ -61,7 +62,7 @@ class Trainer(Updates):
         super().__init__(forward_backward(model, learner, place, self._sharded), settings, place, clock)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
-        self._reference = None if reference is None else Plain(reference, learner, place, sharded_reference)
+        self._reference = None if reference is None else forward_backward(reference, learner, place, sharded_reference)
 
     @property
     def bf16(self) -> bool:
@@ -112,7 +113,7 @@ class Trainer(Updates):
                 self._settle_quietly()
                 self.load(Path(order.folder), order.files)
             case Gather():
-                self.gathered_weights()
+                collections.deque(self.gathered_weights() or (), maxlen=0)
 
     def _join_update(self, order: Train) -> None:
         assert self.process_group is not None
@@ -185,8 +186,9 @@ class Trainer(Updates):
         shards.read(folder, {**training_state.to_read_into(self, stored), **random}, group.background)
         training_state.set_random_state(self, random)
 
-    def gathered_weights(self) -> dict[str, torch.Tensor] | None:
-        """All trained weights on the host, by name; empty at other ranks than 0. None where the model has them."""
+    def gathered_weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """All trained weights by name, one whole tensor after the other, to be gone through at once: other ranks do.
+        None where the model has them."""
         if self._sharded is None:
             return None
         self._tell(Gather())
@@ -207,7 +209,8 @@ class Trainer(Updates):
     def share(self, samples: list[TrainSample], chosen: Sequence[int]) -> list[int]:
         if self.process_group is None:
             return super().share(samples, chosen)
-        return self.process_group.part([len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen])
+        lengths = [len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen]
+        return self.process_group.part(lengths, self.settings.learner.context_parallel)
 
     def gathered(self, value_T: torch.Tensor) -> torch.Tensor:  # noqa: N803 - its shape
         return value_T if self.process_group is None else self.process_group.total(value_T)

@@ -11,13 +11,14 @@ from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LearnerSetup
 from kbrl_async.learning.forward_backward import computes_bf16
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import DTYPES, enable_checkpointing, load_model, load_tokenizer, wrap_lora
+from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer, wrap_lora
 from kbrl_async.learning.policies.streaming import Folder, Source, skeleton
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, learner_threads
 from kbrl_async.runs.telemetry.progress import MAKING, Reporter
+from kbrl_async.weights.direct import Sender
 from protocols.records import CORRECTOR, VERIFIER
 from services.learner import ranks
 from services.runtime.service import Service
@@ -55,7 +56,32 @@ def setup_of(service: Service, is_stopped: Callable[[], bool]) -> LearnerSetup:
         base=base,
         canaries=lambda base: origins.canaries(config, load_tokenizer(base)),
         make_trainer=trainer,
+        published_dtype=published_dtype(config, service.device),
     )
+
+
+def published_dtype(config: Config, device: str) -> str:
+    """Of full weights: rounded as each forward pass rounds them, so that the policy is the same, in half the bytes.
+
+    The transformers engine computes in fp32, and proves versions to 1e-3 by log-probs: for it nothing is rounded.
+    """
+    if config.weights.dtype != "auto":
+        return "bf16" if config.weights.dtype == "bfloat16" else "fp32"
+    rounds = computes_bf16(config.learner, torch.device(device)) and config.sampler.engine != "transformers"
+    return "bf16" if rounds else "fp32"
+
+
+def sender_of(service: Service) -> Sender | None:
+    """What sends weights straight to samplers, where the run does."""
+    config = service.config
+    if not config.sends_weights:
+        return None
+    device = torch.device(service.device, 0) if service.device == "cuda" else torch.device(service.device)
+
+    def told(line: str) -> None:
+        service.log.warning("weights not sent", reason=line)
+
+    return Sender(config.weights.address, device, config.weights.stalled_s, told)
 
 
 def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:
@@ -109,9 +135,7 @@ def unfilled(base: str, dtype: str, lora_rank: int) -> tuple[torch.nn.Module, So
     except (OSError, ValueError):  # `load_model` says what is wrong with it
         source = None
     if source is None:
-        return load_model(base, dtype=dtype, lora_rank=lora_rank, gradient_checkpointing=True), None
-    enable_checkpointing(model)
-    model.train()  # as `load_model` does for checkpointing
+        return load_model(base, dtype=dtype, lora_rank=lora_rank), None
     with torch.random.fork_rng(devices=[]):  # the adapter is drawn when it is given memory
         return (wrap_lora(model, lora_rank) if lora_rank else model), source
 

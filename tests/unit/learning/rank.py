@@ -43,7 +43,8 @@ def settings(how: str) -> Config:
         warmup_steps=0,
         token_budget=24,  # so little that the ranks have different numbers of microbatches
         lora_rank=0 if how == "full" else LORA_RANK,
-        kernels="plain",
+        kernels="fused" if how == "lora" else "plain",
+        activation_checkpointing="full" if how == "full" else "selective",
         shard=how != "replicated",
         processes=2,
         **penalty,
@@ -51,7 +52,7 @@ def settings(how: str) -> Config:
 
 
 def digest(trainer: Trainer) -> list[float]:
-    weights = trainer.gathered_weights() or dict(trainer.parameters)
+    weights = dict(trainer.gathered_weights() or trainer.parameters)
     return [float(p.detach().double().square().sum()) for p in weights.values()]
 
 

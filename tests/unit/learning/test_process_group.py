@@ -93,15 +93,16 @@ def test_several_ranks_make_the_update_of_one(
         agree(expected[0], metrics[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("ranks", "together"), [(1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (2, 2)])
 @pytest.mark.parametrize("tokens", [[5], [100, 1, 1], [1, 1, 100], [7] * 16, list(range(1, 12))])
-def test_every_sequence_belongs_to_one_rank_and_rank_0_has_some(tokens: list[int], size: int) -> None:
+def test_every_sequence_belongs_to_one_rank_and_rank_0_has_some(tokens: list[int], ranks: int, together: int) -> None:
     parts = []
-    for rank in range(size):
+    for rank in range(ranks):
         group = object.__new__(ProcessGroup)
-        group.rank, group.size = rank, size
-        parts.append(group.part(tokens))
-    assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
+        group.rank, group.size = rank, ranks
+        parts.append(group.part(tokens, together))
+    assert sorted(i for part in parts for i in part) == sorted(list(range(len(tokens))) * together)
+    assert all(part == parts[rank // together * together] for rank, part in enumerate(parts))
     assert parts[0]
 
 
