@@ -129,8 +129,11 @@ def _sharded_trainer(config: Config, base: str, ranks: ProcessGroup) -> Trainer:
 
 def unfilled(base: str, dtype: str, lora_rank: int) -> tuple[torch.nn.Module, Source | None]:
     """A model without weights, and where they come from; a whole one on the host, where they can't come in parts."""
-    model = skeleton(base, DTYPES[dtype])
-    source = Folder.of(base, model)
+    try:
+        model = skeleton(base, DTYPES[dtype])
+        source = Folder.of(base, model)
+    except (OSError, ValueError):  # `load_model` says what is wrong with it
+        source = None
     if source is None:
         return load_model(base, dtype=dtype, lora_rank=lora_rank), None
     with torch.random.fork_rng(devices=[]):  # the adapter is drawn when it is given memory

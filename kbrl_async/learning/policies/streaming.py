@@ -45,7 +45,12 @@ class Folder:
 
     @classmethod
     def of(cls, path: str, lm: Any) -> Folder | None:
-        """None where the folder does not hold every weight of `lm` under its own name."""
+        """None where the folder does not hold every weight of `lm` under its own name, or where buffers can't be made
+        again: before transformers 5."""
+        import transformers
+
+        if int(transformers.__version__.partition(".")[0]) < 5:
+            return None
         folder = _folder(path)
         files = None if folder is None else _files(folder)
         if folder is None or files is None:
@@ -97,13 +102,13 @@ def materialise(lm: Any, unit: torch.nn.Module, device: torch.device, source: So
                 made[parameter] = torch.nn.Parameter(fresh, requires_grad=parameter.requires_grad)
                 names.append(name)
             module._parameters[name] = made[parameter]
-        if names and not is_adapter:
-            assert source is not None, "a model without weights needs a source of them"
-            source.fill(lm, module, prefixes[module], names)
         if buffers := list(_on_meta(module._buffers)):
             for name, buffer in buffers:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-            lm._init_weights(module)
+            lm._init_weights(module)  # before its weights: it draws those, too
+        if names and not is_adapter:
+            assert source is not None, "a model without weights needs a source of them"
+            source.fill(lm, module, prefixes[module], names)
     drawn = set(made.values())
     for module in unit.modules():
         if hasattr(module, "reset_lora_parameters") and any(p in drawn for p in module.parameters()):

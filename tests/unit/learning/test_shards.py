@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kbrl_async.errors import CheckpointError, DiskFull
+from kbrl_async.errors import CheckpointError, ConfigError, DiskFull
 from kbrl_async.learning import checkpoints, shards
 from kbrl_async.learning.checkpoints import Progress
 from kbrl_async.learning.distributed import ProcessGroup
@@ -136,6 +137,27 @@ def test_a_full_disk_is_said_at_the_next_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
 
 
+@pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
+def test_bf16_is_computed_in_and_masters_are_as_set(
+    tmp_path: Path, base: Path, alone: ProcessGroup, groups: list[TrainGroup], master_dtype: str
+) -> None:
+    exact = settings("full")
+    learner = msgspec.structs.replace(exact.learner, dtype="bfloat16", master_dtype=master_dtype)
+    sampler = msgspec.structs.replace(exact.sampler, engine="vllm")
+    rounded = msgspec.structs.replace(exact, learner=learner, sampler=sampler)
+    trainer = make_trainer(rounded, base, "cpu", alone)
+    held = {p.dtype for p in trainer.parameters.values()}
+    assert held == {getattr(torch, master_dtype)}
+    expected = make_trainer(exact, base, "cpu").step(groups, 1.0)
+    found = trainer.step(groups, 1.0)
+    assert found["loss"] != expected["loss"], "bf16 rounds"
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    save(tmp_path, trainer, 1)
+    again = make_trainer(rounded, base, "cpu", alone)
+    checkpoints.restore(tmp_path / "step-000001", again)
+    assert again.step(groups, 1.0)["loss"] == trainer.step(groups, 1.0)["loss"]
+
+
 # ── weights layer by layer ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -153,6 +175,11 @@ def test_layers_get_the_weights_and_adapters_that_the_whole_model_has(base: Path
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.state_dict().items())
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(model(ids).logits, expected(ids).logits), "buffers, too"
+
+
+def test_a_base_that_is_not_there_is_said_as_for_a_whole_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        unfilled(str(tmp_path / "nothing"), "fp32", 0)
 
 
 def test_a_shape_is_enough_for_random_weights(base: Path) -> None:
