@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -81,7 +82,7 @@ def updates(
         found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
         _say(str(length), one)
     if publish:
-        found["gather_s"] = _timed(trainer.gathered_weights)
+        found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
         _say("gathered", {"s": found["gather_s"]})
     if checkpoint:
         found |= _checkpointed(trainer, Path(checkpoint))
@@ -139,8 +140,9 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
     trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
     query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    head: float = (4 if frozen else 6) * 0.75 * config.vocab_size * config.hidden_size
-    return 6.0 * trained + 4.0 * frozen + 6.0 * config.num_hidden_layers * query * length + head
+    vocabulary: int = config.vocab_size * config.hidden_size
+    head = (4 if frozen else 6) * 0.75 * vocabulary
+    return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
 
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:

@@ -54,6 +54,7 @@ CORRECTIONS = Door(
         "veto": "kbrl_async.learning.corrections:veto",
         "opsm": "kbrl_async.learning.corrections:opsm",
         "m2po": "kbrl_async.learning.corrections:m2po",
+        "clip_cov": "kbrl_async.learning.corrections:clip_cov",
     },
 )
 """`ratios -> multiplier [T]`, see `corrections`."""

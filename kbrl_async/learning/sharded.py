@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -77,17 +77,12 @@ class ShardedModel:
         """How many passes this rank has to make, if it needs `mine`."""
         return self._ranks.most(mine)
 
-    @torch.no_grad()
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """All trained weights, whole, on the host, by their names in the model: at rank 0, nothing at the others."""
-        out = {}
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All trained weights by their names in the model, one whole tensor after the other: all ranks go through them
+        together."""
         for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            whole = _on(self._ranks.device, parameter).full_tensor()
-            if self._ranks.rank == 0:
-                out[name] = whole.cpu()
-        return out
+            if parameter.requires_grad:
+                yield name, _on(self._ranks.device, parameter).full_tensor()
 
 
 class _Whole(torch.nn.Module):

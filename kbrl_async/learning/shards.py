@@ -39,9 +39,8 @@ def write(state: Mapping[str, torch.Tensor], folder: Path, group: Any, ranks: in
 
     All ranks call it, `group` is theirs and used for nothing else meanwhile. Plain tensors are those of rank 0.
     """
-    copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
     writer = _Writer(folder, _file_numbers(state, ranks), commit)
-    pending = async_save(copied, storage_writer=writer, process_group=group)
+    pending = async_save(dict(state), storage_writer=writer, process_group=group)
     assert isinstance(pending, Future)
     return pending
 

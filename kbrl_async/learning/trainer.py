@@ -7,9 +7,10 @@ Invariants
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class Trainer(Updates):
                 self._settle_quietly()
                 self.load(Path(order.folder), order.files)
             case Gather():
-                self.gathered_weights()
+                collections.deque(self.gathered_weights() or (), maxlen=0)
 
     def _join_update(self, order: Train) -> None:
         assert self.process_group is not None
@@ -185,8 +186,9 @@ class Trainer(Updates):
         shards.read(folder, {**training_state.to_read_into(self, stored), **random}, group.background)
         training_state.set_random_state(self, random)
 
-    def gathered_weights(self) -> dict[str, torch.Tensor] | None:
-        """All trained weights on the host, by name; empty at other ranks than 0. None where the model has them."""
+    def gathered_weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """All trained weights by name, one whole tensor after the other, to be gone through at once: other ranks do.
+        None where the model has them."""
         if self._sharded is None:
             return None
         self._tell(Gather())

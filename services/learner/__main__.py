@@ -26,6 +26,7 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
     from protocols.records import TrainBatch, TrainGroup
     from services.learner.actor import Learning
+    from services.runtime.pumping import watched
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
@@ -64,9 +65,11 @@ async def main(stop: asyncio.Event) -> None:
     )
     service.watch(worker.meter)
     service.log.info("ready", policy_version=learning.version)
-    await worker.run(stop)
-    if not launched:
-        watching.cancel()
+    try:
+        await watched(asyncio.create_task(worker.run(stop)), [asyncio.create_task(learning.failed())])
+    finally:
+        if not launched:
+            watching.cancel()
     await loop.run_in_executor(pool, learning.close)
     ranks.end(others)
 

@@ -18,6 +18,7 @@ from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, learner_threads
 from kbrl_async.runs.telemetry.progress import MAKING, Reporter
+from kbrl_async.weights.direct import Sender
 from protocols.records import CORRECTOR, VERIFIER
 from services.learner import ranks
 from services.runtime.service import Service
@@ -55,7 +56,32 @@ def setup_of(service: Service, is_stopped: Callable[[], bool]) -> LearnerSetup:
         base=base,
         canaries=lambda base: origins.canaries(config, load_tokenizer(base)),
         make_trainer=trainer,
+        published_dtype=published_dtype(config, service.device),
     )
+
+
+def published_dtype(config: Config, device: str) -> str:
+    """Of full weights: rounded as each forward pass rounds them, so that the policy is the same, in half the bytes.
+
+    The transformers engine computes in fp32, and proves versions to 1e-3 by log-probs: for it nothing is rounded.
+    """
+    if config.weights.dtype != "auto":
+        return "bf16" if config.weights.dtype == "bfloat16" else "fp32"
+    rounds = computes_bf16(config.learner, torch.device(device)) and config.sampler.engine != "transformers"
+    return "bf16" if rounds else "fp32"
+
+
+def sender_of(service: Service) -> Sender | None:
+    """What sends weights straight to samplers, where the run does."""
+    config = service.config
+    if not config.sends_weights:
+        return None
+    device = torch.device(service.device, 0) if service.device == "cuda" else torch.device(service.device)
+
+    def told(line: str) -> None:
+        service.log.warning("weights not sent", reason=line)
+
+    return Sender(config.weights.address, device, config.weights.stalled_s, told)
 
 
 def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:

@@ -14,6 +14,7 @@ from kbrl_async.rollouts.settings import Reward
 from kbrl_async.runs.config.presets import METHODS, PRESETS
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.settings import prices_of
+from kbrl_async.sampling.settings import DIRECT_ENGINES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):\d+")
@@ -33,6 +34,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _examples(config)
     yield from _endpoint(config)
     yield from _vllm(config)
+    yield from _weights(config)
     if config.evaluation.policy is None:  # an evaluation inherits how its run learned, and learns nothing
         yield from _tinker(config)
         yield from _learning(config)
@@ -192,6 +194,26 @@ def _endpoint(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     sampler = config.sampler
+    for key in ("tensor_parallel", "data_parallel"):
+        if (count := getattr(sampler, key)) == 1:
+            continue
+        said = f"sampler.{key}={count}"
+        if sampler.engine != "vllm":
+            yield f"sampler.{key}", f"{said} needs sampler.engine=vllm", "Add sampler.engine=vllm"
+        if config.placement in ("one_gpu", "two_gpus"):
+            cause = f"{said} with placement={config.placement}, which gives the sampler a single GPU"
+            yield f"sampler.{key}", cause, "Use placement=split, or set CUDA_VISIBLE_DEVICES for each process yourself"
+        if config.device == "cpu":
+            yield f"sampler.{key}", f"{said} needs GPUs, and device=cpu", "Use device=cuda, or leave it out"
+    if sampler.data_parallel > sampler.slots:
+        cause = f"sampler.data_parallel={sampler.data_parallel} is more than sampler.slots={sampler.slots}"
+        yield "sampler.data_parallel", cause, "Raise slots: the copies of the model share them"
+    if sampler.forced and sampler.engine not in ("transformers", "vllm"):
+        cause = f"sampler.forced can't be had with sampler.engine={sampler.engine}"
+        yield "sampler.forced", cause, "Use transformers or vllm"
+    if sampler.forced and config.temperature != 1:
+        cause = f"sampler.forced records log-probs at temperature 1, not {config.temperature:g}"
+        yield "sampler.forced", cause, "Use temperature=1"
     if sampler.engine != "vllm":
         if sampler.update != "auto":
             cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"
@@ -203,6 +225,26 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     if sampler.update == "full" and config.lora_rank:
         cause = f"sampler.update=full with lora_rank={config.lora_rank}: the learner publishes adapters only"
         yield "sampler.update", cause, "Use sampler.update=adapter, or lora_rank=0"
+
+
+def _weights(config: Config) -> Iterator[tuple[str, str, str]]:
+    """How full weights travel."""
+    weights, key = config.weights, "weights.transport"
+    if weights.dtype != "auto" and config.lora_rank:
+        cause = f"weights.dtype={weights.dtype} is of full weights, and lora_rank={config.lora_rank} trains an adapter"
+        yield "weights.dtype", cause, "Leave it out: adapters are published as they are trained"
+    if weights.transport != "direct":
+        return
+    said = "weights.transport=direct"
+    if config.lora_rank:
+        yield key, f"{said} with lora_rank={config.lora_rank}: an adapter is small, and goes by files", "Use auto"
+    if config.sampler.engine not in DIRECT_ENGINES or config.learner.engine != "torch":
+        engines = f"learner.engine={config.learner.engine} and sampler.engine={config.sampler.engine}"
+        cure = "Use learner.engine=torch and one of " + ", ".join(sorted(DIRECT_ENGINES)) + ", or auto"
+        yield key, f"{said} with {engines}, which take no weights from a learner", cure
+    if config.placement in ("one_gpu", "two_gpus") and config.device != "cpu":
+        cause = f"{said} with placement={config.placement}: NCCL needs learner and sampler on GPUs of their own"
+        yield key, cause, "Use placement=split, or weights.transport=files"
 
 
 def _tinker(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -52,7 +52,7 @@ def settings(how: str) -> Config:
 
 
 def digest(trainer: Trainer) -> list[float]:
-    weights = trainer.gathered_weights() or dict(trainer.parameters)
+    weights = dict(trainer.gathered_weights() or trainer.parameters)
     return [float(p.detach().double().square().sum()) for p in weights.values()]
 
 

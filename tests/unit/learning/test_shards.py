@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,18 +61,23 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     save(tmp_path, trainer, 1)
     assert checkpoints.latest(tmp_path) is not None, "a run's first one is waited for"
-    may_end = threading.Event()
-    monkeypatch.setattr(shards, "file_sha256", lambda path: may_end.wait(60) and checkpoints.file_sha256(path))
+    may_write, write = threading.Event(), shards._Writer.write_data
+
+    def write_late(*given: Any) -> Any:
+        may_write.wait(60)
+        return write(*given)
+
+    monkeypatch.setattr(shards._Writer, "write_data", write_late)
     save(tmp_path, trainer, 2)
-    held = {name: whole.clone() for name, whole in (trainer.gathered_weights() or {}).items()}
+    held = {name: whole.clone() for name, whole in trainer.gathered_weights() or ()}
     trainer.step(groups, 1.0)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
-    may_end.set()
+    may_write.set()
     trainer.settle()
     resumed = checkpoints.resume(tmp_path, trainer)
     assert resumed is not None
     assert resumed.progress.version == 2
-    for name, whole in (trainer.gathered_weights() or {}).items():
+    for name, whole in trainer.gathered_weights() or ():
         assert torch.equal(whole, held[name]), "what was saved is what was there at its time"
 
 
@@ -105,12 +111,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(
 ) -> None:
     whole = make_trainer(settings("full"), base, "cpu")
     checkpoints.save(tmp_path, whole, Progress(version=1), keep_checkpoints=2)
-    before = trainer.gathered_weights()
+    before = dict(trainer.gathered_weights() or ())
     with pytest.raises(CheckpointError, match="another model"):
         checkpoints.restore(tmp_path / "step-000001", trainer)
-    after = trainer.gathered_weights()
-    assert before is not None
-    assert after is not None
+    after = dict(trainer.gathered_weights() or ())
+    assert before
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

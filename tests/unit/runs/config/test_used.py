@@ -26,7 +26,7 @@ SETTINGS = {
     ROOT / "kbrl_async" / path
     for path in (
         "runs/config/schema.py", "runs/settings.py", "kernels/settings.py", "learning/settings.py",
-        "rollouts/settings.py", "sampling/settings.py", "evaluation/settings.py",
+        "rollouts/settings.py", "sampling/settings.py", "evaluation/settings.py", "weights/settings.py",
     )
 }  # fmt: skip
 DEFAULTS: dict[str, list[Any]] = {}
