@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from kbrl_async.learning.fused.attention import TOLERANCE, Found, _plain, best, error_of
+from kbrl_async.learning.fused import attention
+from kbrl_async.learning.fused.attention import TOLERANCE, Found, _plain, best, error_of, fastest
+from kbrl_async.learning.recompute import again
 
 SHAPE = (4, 2, 16, 512, torch.bfloat16, torch.device("cpu"))
 
@@ -50,3 +52,21 @@ def test_nothing_wrong_is_chosen_however_fast() -> None:
     found = {"cudnn": Found(1.0, 0.35), "nan": Found(0.5, math.inf), "flash": Found(2.0, 0.004), "x": Found(3.0, 0.003)}
     assert best(found) == "flash"
     assert best({"a": Found(1.0, 0.3), "b": Found(2.0, 0.1)}) == "b"
+
+
+def test_measuring_inside_of_a_layer_that_is_computed_again_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(attention, "CANDIDATES", {"plain": _plain})
+    x = torch.ones(3, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        assert fastest(2, 1, 8, 512, torch.float32, torch.device("cpu")) == "plain"  # measured once only
+        return (x * x).sum()
+
+    try:
+        again(layer, x).backward()
+    finally:
+        fastest.cache_clear()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]

@@ -52,6 +52,12 @@ def test_what_contradicts_is_refused_before_anything_starts(given: list[str], me
         load(overrides=given)
 
 
+def test_ranks_that_are_more_than_heads_of_keys_have_the_one_of_their_queries() -> None:
+    heads = torch.arange(2.0).view(1, 2, 1)
+    assert Context(0, 4, None).widened(heads).flatten().tolist() == [0, 0, 1, 1]
+    assert Context(0, 2, None).widened(heads).flatten().tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_response_token_is_scored_on_one_rank(size: int) -> None:
     samples = [*drawn_samples(), TrainSample("one", [1, 2], [3], [0.0], 0.0, 0.0, 0)]
