@@ -69,7 +69,8 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """Of one microbatch, padding included."""
     scored: int = 0
     """Tokens of it that have a loss; 0: all."""
-    lora_rank: int = 0
+    rank: int = 0
+    """Of the LoRA adapter; 0: all weights are trained."""
     adapters: int = 1
     held: str = "fp32"
     """How weights stand in memory, a key of `HELD`; gradients and moments of all weights stand like them."""
@@ -100,7 +101,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def casts(self) -> bool:
         """bf16 is computed by autocast, from numbers in fp32: each product makes a copy of its input."""
-        return self.bf16 and (self.lora_rank > 0 or not self.computes_held_bf16)
+        return self.bf16 and (self.rank > 0 or not self.computes_held_bf16)
 
     @property
     def computes_held_bf16(self) -> bool:
@@ -113,8 +114,8 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
     split = how.ranks if how.sharded else 1
     parts = {"weights": HELD[how.held] * shape.parameters / split}
     item = float(FP32)
-    if how.lora_rank:
-        trained = how.adapters * shape.adapter(how.lora_rank) / split
+    if how.rank:
+        trained = how.adapters * shape.adapter(how.rank) / split
         parts["adapter"] = item * trained
     else:
         trained, item = shape.parameters / split, HELD[how.held]
@@ -177,7 +178,7 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
     A norm keeps its input in fp32, and what it scales where its weight is trained; a product its input (LoRA: that of
     A); SwiGLU gate, silu(gate), up and their product; attention q, k, v, its output and a number a head.
     """
-    item, is_lora = how.item, bool(how.lora_rank)
+    item, is_lora = how.item, bool(how.rank)
     inputs = item * (5 if how.casts else 2)  # q k v and gate up: a copy each, or one for all
     attention = item * (2 * shape.query + 2 * shape.key_value) + FP32 * shape.heads
     if is_lora and how.bf16:
@@ -186,12 +187,12 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
         attention += (shape.query + shape.key_value) * (FP32 + (0 if is_lora else item))
         attention += FP32 * (shape.heads + shape.kv_heads)
     norms = 2 * (FP32 + _scaled(how)) * shape.hidden + 2 * FP32
-    return norms + inputs * shape.hidden + attention + 4 * item * shape.width + 7 * how.lora_rank * item
+    return norms + inputs * shape.hidden + attention + 4 * item * shape.width + 7 * how.rank * item
 
 
 def _scaled(how: Learning) -> int:
     """Bytes a number of what a norm scales, kept for the gradient of its weight."""
-    return 0 if how.lora_rank else BF16 if how.computes_held_bf16 else FP32
+    return 0 if how.rank else BF16 if how.computes_held_bf16 else FP32
 
 
 def _copies(shape: ModelShape, how: Learning) -> float:
@@ -206,7 +207,7 @@ def loss_bytes(shape: ModelShape, how: Learning) -> float:
     """Logits of a chunk of tokens with what softmax and its gradient make of them; see `learning.logprobs`."""
     scored = how.scored or how.tokens
     chunk = min(scored, max(1, (GPU_LOGITS if how.on_gpu else CPU_LOGITS) // shape.vocabulary)) * shape.vocabulary
-    if how.lora_rank:  # a frozen head: the gradient stands in place of the logits, the hidden states' is kept
+    if how.rank:  # a frozen head: the gradient stands in place of the logits, the hidden states' is kept
         return float(chunk * (how.item + (0 if how.on_gpu else 3 * FP32)) + scored * shape.hidden * how.item)
     return float(chunk * (3 * FP32 + (how.item if how.bf16 else 0)))
 
@@ -227,7 +228,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     length: int
     """Of the longest prompt and answer together."""
-    lora_rank: int = 0
+    rank: int = 0
+    """Of the LoRA adapter; 0: all weights are trained."""
     adapters: int = 1
     versions: int = 3
     on_gpu: bool = True
@@ -237,13 +239,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 def transformers_sampler(shape: ModelShape, how: Sampling) -> Footprint:
     """fp32 throughout. Two copies of a LoRA base (one stays as it was loaded); a full version is a copy each."""
-    versions = 1 if how.lora_rank else how.versions
+    versions = 1 if how.rank else how.versions
     drawn = 5 * FP32 * how.slots * shape.vocabulary  # logits, log-probs, their sum, and what sorts them
     step = how.prefill_tokens * FP32 * (3 * shape.width + 4 * shape.hidden)
     parts = {
         "weights": float(FP32 * shape.parameters),
         "versions": float(FP32 * shape.parameters * versions),
-        "adapters": float(FP32 * shape.adapter(how.lora_rank) * how.versions * how.adapters),
+        "adapters": float(FP32 * shape.adapter(how.rank) * how.versions * how.adapters),
         "KV cache": float(shape.kv_bytes(FP32) * (how.slots * how.length + how.prefix_tokens)),
         "drawing": float(max(drawn, step)),
         "CUDA": CONTEXT if how.on_gpu else 0.0,

@@ -95,7 +95,7 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
     return Learning(
         tokens=tokens,
         scored=max(1, tokens * config.max_tokens // (PROMPT_TOKENS + config.max_tokens)),
-        lora_rank=config.lora_rank,
+        rank=config.lora_rank,
         adapters=3 if config.agents.adapters else 1,
         held=held,
         bf16=bf16,
@@ -146,7 +146,7 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
         how = Sampling(
             slots=settings.slots,
             length=longest(config, shape),
-            lora_rank=config.lora_rank,
+            rank=config.lora_rank,
             adapters=adapters,
             on_gpu=capacity is not None,
         )
@@ -204,7 +204,7 @@ def _cure(config: Config, name: str, part: str) -> str:
         if part == "weights":
             return "Use a GPU of its own (placement=two_gpus or split), or sampler.tensor_parallel"
         return "Lower sampler.slots or max_tokens"
-    if part in ("gradients", "moments", "masters", "reference") or (part == "weights" and not config.lora_rank):
+    if part in ("gradients", "moments", "reference") or (part == "weights" and not config.lora_rank):
         return "Set lora_rank=32, or share it over GPUs: learner.shard=true learner.processes=4 placement=split"
     if part in ("activations", "loss"):
         return "Lower learner.token_budget or max_tokens, or set learner.memory_gb"
@@ -229,8 +229,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     capacity: float
     """Bytes of one GPU."""
-    lora_rank: int = 32
-    """0: all weights are trained."""
+    rank: int = 32
+    """Of the LoRA adapter; 0: all weights are trained."""
     length: int = 8192
     """Tokens of the longest prompt and answer."""
 
@@ -242,8 +242,8 @@ class Row(msgspec.Struct, frozen=True):
     gpus: int
     footprint: Footprint
     fits: bool
-    slots: int = 0
-    """Sequences that a sampler has room for."""
+    sequences: int = 0
+    """That a sampler has room for at once."""
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -305,9 +305,9 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learnin
         recomputed = Recomputed.AUTO
     return Learning(
         tokens=wish.length,
-        lora_rank=wish.lora_rank,
-        held="bf16" if wish.lora_rank else "fp32",
-        fused=ranks == 1 and bool(wish.lora_rank) and shape.family in FUSED_FAMILIES,
+        rank=wish.rank,
+        held="bf16" if wish.rank else "fp32",
+        fused=ranks == 1 and bool(wish.rank) and shape.family in FUSED_FAMILIES,
         recomputed=recomputed,
         ranks=ranks,
         sharded=ranks > 1,
@@ -318,14 +318,14 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learnin
 
 def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[Row]:
     room = (1 - RESERVE) * wish.capacity
-    how = f"LoRA {wish.lora_rank}" if wish.lora_rank else "full weights"
+    how = f"LoRA {wish.rank}" if wish.rank else "full weights"
     held = learner(shape, _learning(shape, wish, ranks, 0.9 * room))
     yield Row(f"learner, {how}", ranks, held, held.total <= room)
 
 
 def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> Row:
     room = 0.9 * wish.capacity
-    weights = served_weights(shape, parts) * (1 if wish.lora_rank else 2)
+    weights = served_weights(shape, parts) * (1 if wish.rank else 2)
     slots = _slots(shape, wish, room - weights - VLLM_BESIDE, parts)
     cache = shape.kv_bytes(BF16) * max(1, slots) * wish.length / parts
     held = Footprint({"weights": weights, "vLLM": VLLM_BESIDE, "KV cache": cache})
@@ -341,7 +341,7 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
     return {
         "model_name": wish.model,
         "backend": "triton",
-        "lora_rank": wish.lora_rank,
+        "lora_rank": wish.rank,
         "max_tokens": max(1, wish.length - PROMPT_TOKENS),
         "max_minutes": None,
         "device": "cuda",
@@ -353,7 +353,7 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
 def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """Learner and sampler share a GPU, and with one GPU the bench, too."""
     room = (1 - RESERVE) * wish.capacity - (BENCH if wish.gpus == 1 else 0.0)
-    weights = served_weights(shape) * (1 if wish.lora_rank else 2)
+    weights = served_weights(shape) * (1 if wish.rank else 2)
     for slots in SLOTS:
         sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
         held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
@@ -371,10 +371,17 @@ def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict
     if trained is None:
         return {}
     left = wish.gpus - benches - trained.gpus
-    served = max((row for row in samplers if row.fits), key=lambda row: row.slots * (left // row.gpus), default=None)
+    served = max(
+        (row for row in samplers if row.fits), key=lambda row: row.sequences * (left // row.gpus), default=None
+    )
     if served is None or left < served.gpus:
         return {}
-    found = {**_base_settings(wish), "placement": "split", "sampler.memory_share": 0.9, "sampler.slots": served.slots}
+    found = {
+        **_base_settings(wish),
+        "placement": "split",
+        "sampler.memory_share": 0.9,
+        "sampler.slots": served.sequences,
+    }
     found |= {"learner.processes": trained.gpus, "learner.shard": trained.gpus > 1}
     found |= {"processes.sampler": left // served.gpus, "processes.timing_bench": benches}
     if served.gpus > 1:
@@ -391,7 +398,7 @@ def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[Row]) -> str:
         )
     least = learner(shape, _learning(shape, wish, wish.gpus, 0.0))
     what = f"{least.gb(least.largest):.0f} GB of {least.largest}"
-    cure = "a shorter --length" if wish.lora_rank else "--lora-rank 32"
+    cure = "a shorter --length" if wish.rank else "--lora-rank 32"
     return f"{wish.gpus} × {wish.capacity / GB:.0f} GB are too little for {what}; more or larger GPUs, or {cure}"
 
 

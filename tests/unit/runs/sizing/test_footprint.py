@@ -37,7 +37,7 @@ def trained(family: str, how: Learning) -> float:
     config = AutoConfig.for_model(family, **WIDE)
     dtype = torch.bfloat16 if how.held == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
-    model = wrap_lora(model, how.lora_rank) if how.lora_rank else model
+    model = wrap_lora(model, how.rank) if how.rank else model
     if how.recomputed is Recomputed.FULL:
         enable_checkpointing(model)
         model.train()
@@ -64,11 +64,11 @@ def plan(**given: Any) -> Learning:
     ("family", "how"),
     [
         ("qwen2", plan()),
-        ("qwen2", plan(lora_rank=8)),
+        ("qwen2", plan(rank=8)),
         ("qwen2", plan(bf16=True)),
-        ("llama", plan(lora_rank=8, bf16=True, held="bf16")),
+        ("llama", plan(rank=8, bf16=True, held="bf16")),
         ("qwen3", plan(bf16=True)),
-        ("qwen3", plan(lora_rank=8, bf16=True, recomputed=Recomputed.FULL)),
+        ("qwen3", plan(rank=8, bf16=True, recomputed=Recomputed.FULL)),
     ],
 )
 def test_the_peak_of_an_update_is_predicted_within_a_tenth(family: str, how: Learning) -> None:
@@ -107,7 +107,7 @@ def test_what_two_h200_measured_is_predicted_within_a_tenth(
     how = Learning(
         tokens=tokens,
         scored=tokens * 3 // 4,
-        lora_rank=rank,
+        rank=rank,
         held="bf16" if rank else "fp32",
         autocast=False,
         recomputed=Recomputed.FULL,
@@ -141,7 +141,7 @@ def test_weights_in_bf16_halve_what_is_held_and_moments_in_8_bits_quarter_theirs
 
 
 def test_the_fused_learner_takes_no_more_than_its_room() -> None:
-    how = plan(tokens=32768, lora_rank=32, held="bf16", bf16=True, fused=True, on_gpu=True)
+    how = plan(tokens=32768, rank=32, held="bf16", bf16=True, fused=True, on_gpu=True)
     free = learner(KNOWN["Qwen2.5-7B"], how)
     bound = learner(KNOWN["Qwen2.5-7B"], plan(**{**{f: getattr(how, f) for f in how.__struct_fields__}, "room": 40e9}))
     assert bound.total < 41e9 < free.total
@@ -149,6 +149,6 @@ def test_the_fused_learner_takes_no_more_than_its_room() -> None:
 
 def test_a_sampler_of_transformers_holds_two_copies_beside_its_cache() -> None:
     shape = KNOWN["Qwen2.5-0.5B"]
-    held = transformers_sampler(shape, Sampling(slots=8, length=1024, lora_rank=8)).parts
+    held = transformers_sampler(shape, Sampling(slots=8, length=1024, rank=8)).parts
     assert held["weights"] == held["versions"] == 4 * shape.parameters
     assert held["KV cache"] == shape.kv_bytes(4) * (8 * 1024 + 16_384)
