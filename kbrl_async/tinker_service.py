@@ -134,14 +134,14 @@ class Account:
                 raise self._late(what, deadline_s or self._deadline_s)
         return self._settled(pending, what)
 
-    async def answer(self, future: Any, what: str) -> Any:
+    async def answer(self, future: Any, what: str, deadline_s: float | None = None) -> Any:
         """`result`, on an event loop; cancelling it has the service stop."""
-        pending = as_future(future)
+        pending, deadline_s = as_future(future), deadline_s or self._deadline_s
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 await asyncio.wrap_future(pending)
         except TimeoutError:
-            raise self._late(what, self._deadline_s) from None
+            raise self._late(what, deadline_s) from None
         except asyncio.CancelledError:
             if not pending.done():
                 raise

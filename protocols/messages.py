@@ -38,6 +38,8 @@ class Stage(enum.StrEnum):
 
     GENERATE = "generate"
     COMPILE = "compile"
+    VERIFY = "verify"
+    """Where a run has verifiers: its benches then only time what is right."""
     BENCH = "bench"
     SCORE = "score"
     TRAIN = "train"
@@ -313,10 +315,10 @@ class StatusReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):
-    """From a bench that shares no disk: a piece of an artifact. Answered by one `Chunk`; see `transfer`."""
+    """From a bench or sampler that shares no disk: a piece of an artifact. Answered by one `Chunk`; see `transfer`."""
 
     address: str
-    """Sha256 of the content, as hex digits."""
+    """Sha256 of the content, as hex digits; or `transfer.POLICY`."""
     offset: int
     length: int
 

@@ -9,7 +9,7 @@ Both machines are pure: `handle` takes an answer, `tick` gives what to send now.
 restarted broker cost a repetition of at most `WINDOW` pieces. What does not hash to its address is never handed out.
 
 Invariants
-* At most `WINDOW` pieces are on their way, and no content is longer than `MAX_BYTES`.
+* At most `WINDOW` pieces are on their way, and no content is longer than `MAX_BYTES`, unless its owner says otherwise.
 * An answer that does not fit (another address, offset or length) is ignored.
 """
 
@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
+
+import msgspec
 
 from protocols.messages import Chunk, Kept, Offer, Want
 
@@ -24,6 +27,8 @@ CHUNK_BYTES = 256 << 10
 WINDOW = 4
 RETRY_S = 3.0
 MAX_BYTES = 256 << 20
+POLICY = "policy"
+"""In the place of an address: the listing of the newest policy version."""
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
 
 
@@ -32,8 +37,26 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+class PolicyFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of a policy version."""
+
+    path: str
+    """Relative to the version's folder."""
+    sha256: str
+    size: int
+
+
+class PolicyListing(msgspec.Struct, frozen=True):
+    """What `Want(POLICY)` is answered with, as JSON: the newest version, each file of which is an artifact."""
+
+    version: int
+    files: list[PolicyFile]
+    meeting: msgspec.Raw = msgspec.Raw(b"null")
+    """Where the learner sends weights from, if it does; see `kbrl_async.weights.direct`."""
+
+
 class Download:
-    """One artifact on its way to a bench.
+    """One artifact on its way to a bench, or a file of a policy to a sampler.
 
     Example::
 
@@ -43,14 +66,29 @@ class Download:
         download.content                                    # b"hello", if that is what `address` names
     """
 
-    def __init__(self, address: str, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        max_bytes: int = MAX_BYTES,
+        sink: Callable[[bytes], object] | None = None,
+        begun: tuple[int, hashlib._Hash] | None = None,
+        window: int = WINDOW,
+    ) -> None:
+        """`sink` takes the pieces in their order as they come, and nothing is held here. It has the first bytes
+        already: `begun` is their number and hash."""
         self.address = address
         self.content: bytes | None = None
+        """All of it; empty where a `sink` has taken it."""
         self.failure = ""
         """Why it will never come."""
-        self._max_bytes = max_bytes
+        self._max_bytes, self._window = max_bytes, window
         self._total = -1
-        self._pieces: dict[int, bytes] = {}
+        self._parts: list[bytes] = []
+        self._sink = sink or self._parts.append
+        self._end, self._digest = begun or (0, hashlib.sha256())
+        """Of what has come without a gap."""
+        self._next_offset = self._end
+        self._early: dict[int, bytes] = {}
         self._asked: dict[int, float] = {}
 
     @property
@@ -60,17 +98,20 @@ class Download:
     def tick(self, now: float) -> list[Want]:
         if self.ended:
             return []
-        late = [offset for offset, asked_at in self._asked.items() if now - asked_at >= RETRY_S]
-        wanted = late + self._next(WINDOW - len(self._asked))
+        wanted = [offset for offset, asked_at in self._asked.items() if now - asked_at >= RETRY_S]
+        while len(self._asked) < self._window and self._may_ask():
+            wanted.append(self._next_offset)
+            self._asked[self._next_offset] = now
+            self._next_offset += CHUNK_BYTES
         for offset in wanted:
             self._asked[offset] = now
         return [Want(self.address, offset, self._length(offset)) for offset in wanted]
 
-    def _next(self, count: int) -> list[int]:
-        """Offsets that nobody was asked for yet; only the first while the length is unknown."""
-        end = self._total if self._total >= 0 else 1
-        missing = (o for o in range(0, end, CHUNK_BYTES) if o not in self._pieces and o not in self._asked)
-        return [offset for _, offset in zip(range(count), missing, strict=False)]
+    def _may_ask(self) -> bool:
+        """Only the first piece while the length is unknown, and none far ahead of one that is late."""
+        if self._total < 0:
+            return not self._asked
+        return self._next_offset < min(self._total, self._end + 2 * self._window * CHUNK_BYTES)
 
     def _length(self, offset: int) -> int:
         return CHUNK_BYTES if self._total < 0 else min(CHUNK_BYTES, self._total - offset)
@@ -88,16 +129,20 @@ class Download:
             self._total = chunk.total
             if len(piece) == self._length(chunk.offset):
                 del self._asked[chunk.offset]
-                self._pieces[chunk.offset] = piece
-                self._finish()
+                self._early[chunk.offset] = piece
+                self._take()
 
-    def _finish(self) -> None:
-        if sum(map(len, self._pieces.values())) < self._total:
+    def _take(self) -> None:
+        while (piece := self._early.pop(self._end, None)) is not None:
+            self._sink(piece)
+            self._digest.update(piece)
+            self._end += len(piece)
+            if not piece:
+                break  # of an empty artifact
+        if self._end < self._total:
             return
-        content = b"".join(self._pieces[offset] for offset in sorted(self._pieces))
-        self._pieces.clear()
-        if hashlib.sha256(content).hexdigest() == self.address:
-            self.content = content
+        if self._digest.hexdigest() == self.address:
+            self.content = b"".join(self._parts)
         else:
             self.failure = "the artifact that came is not the one that was asked for"
 

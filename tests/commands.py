@@ -121,7 +121,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600",
         "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c timing_bench=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
-        "torchrun --nproc-per-node 2 --max-restarts 5 -m services.learner",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 5"
+        " --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m services.learner",
         "CUDA_VISIBLE_DEVICES=1 HONCHO_PROCESS_NAME=sampler.1 python -m services.sampler",
     ),
     "serves until it is stopped: tests/e2e/test_run.py and tests/chaos start the same": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -33,7 +34,7 @@ from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
-from kbrl_async.runs.folder import Run, refused
+from kbrl_async.runs.folder import Run, refused, runs_in
 from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.runs.problems import problems_of, split_told
 from kbrl_async.runs.sizing import layout
@@ -122,10 +123,14 @@ def check_files(config: Config) -> None:
 
 def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
-    folder = Path(config.model_name).expanduser()
-    looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
-    holds_one = any((folder / name).is_file() for name in ("config.json", MANIFEST))  # a model, or a policy
-    if looks_like_path and not holds_one:
+    folder, root = Path(config.model_name).expanduser(), Path(config.log_path).expanduser()
+    if any((folder / name).is_file() for name in ("config.json", MANIFEST)):  # a model, or a policy
+        return
+    if root in folder.parents or root.resolve() in folder.resolve().parents:
+        near = difflib.get_close_matches(folder.name, [path.name for path in runs_in(root)], 1)
+        cure = f"Did you mean model_name={root / near[0]}?" if near else "'kbrl runs' lists those that there are"
+        raise CheckpointError(f"model_name: there is no run {folder}", cure)
+    if folder.is_absolute() or config.model_name.startswith((".", "~")):
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 

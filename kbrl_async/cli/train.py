@@ -13,7 +13,7 @@ from kbrl_async.cli import preflight, summary
 from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, process_counts, to_yaml
+from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, placement, process_counts, to_yaml
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare, settle_latest
 
 
@@ -69,6 +69,7 @@ def describe(todo: Run) -> str:
         "experiment": config_hash(todo.config),
         "processes": processes,
         "cores": cores,
+        "GPUs": ", ".join(f"{name} {gpus}" for name, gpus in placement.ranges(todo.config).items()),
     }
-    comments = "".join(f"# {name}: {fact}\n" for name, fact in facts.items())
+    comments = "".join(f"# {name}: {fact}\n" for name, fact in facts.items() if fact)
     return comments + to_yaml(todo.config).rstrip()

@@ -49,6 +49,7 @@ REPEAT_S = 1.0
 LONELY_S = 20.0
 SERVICES = {
     "compile": ("compile_farm", Role.COMPILE),
+    "verify": ("verifier", Role.VERIFIER),
     "bench": ("timing_bench", Role.BENCH),
     "sample": ("sampler", Role.SAMPLER),
 }
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--number", type=int, default=1, help="1, 2, …: which process of its kind on this host (1)")
     parser.add_argument("--folder", type=Path, help="where it keeps log and artifacts; default: below cache_path")
-    parser.add_argument("--policies", type=Path, help="sample: the run's folder of policies, on a disk that is shared")
+    parser.add_argument("--policies", type=Path, help="sample: RUN/policies on a shared disk; else they travel")
     add_settings(parser)
 
 
@@ -150,9 +151,14 @@ def _joined(config: Config, args: argparse.Namespace, folder: Path) -> Config:
 
 
 def _share_policies(folder: Path, policies: Path | None) -> None:
-    if policies is None or not policies.is_dir():
-        raise UserError("a sampler needs the run's policies", "Mount RUN/policies here and add --policies FOLDER")
+    """Without a shared folder the sampler has one of its own, into which it fetches versions."""
     link = folder / "policies"
+    if policies is None:
+        if link.is_symlink():
+            link.unlink()
+        return
+    if not policies.is_dir():
+        raise UserError(f"--policies {policies} is no folder", "Mount RUN/policies here, or leave it out")
     fresh = folder / ".policies.new"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(policies.absolute())

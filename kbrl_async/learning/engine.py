@@ -24,7 +24,9 @@ import msgspec
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.forward_backward import Tick
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import causal_lm
+from kbrl_async.learning.policies.models import DTYPES, causal_lm, is_lora
+from kbrl_async.learning.policies.snapshot import HostCopy
+from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.weights import Canaries
@@ -47,6 +49,8 @@ class LearnerSetup(msgspec.Struct, frozen=True):
     """By the tokenizer of that base."""
     make_trainer: Callable[[str], Trainer]
     """Of this process and its ranks, before its first batch."""
+    published_dtype: str = "fp32"
+    """Of full weights, a key of `models.DTYPES`."""
 
 
 class LearnerEngine(Protocol):
@@ -72,8 +76,9 @@ class LearnerEngine(Protocol):
     def resume(self) -> checkpoints.Resumed | None:
         """Goes back to the newest checkpoint that can be read; None where there is none at all."""
 
-    def publish(self, version: int, parent: int | None) -> None:
-        """Makes `policies/policy-v{version}`; a version that is there is replaced."""
+    def publish(self, version: int, parent: int | None) -> Pending | None:
+        """`policies/policy-v{version}`, to be written; a version that is there is replaced. None where it was written
+        at once. The one before must be written, and nobody read it any more: its memory is used again."""
 
     def adopt(self, folder: Path) -> bool:
         """Goes on from the published weights in `folder`; False where that can't be, and they are to be replaced."""
@@ -87,7 +92,8 @@ class LearnerEngine(Protocol):
 def start(setup: LearnerSetup) -> LocalEngine:
     """The engine of `learner.engine=torch`."""
     base = setup.base()
-    return LocalEngine(setup.make_trainer(base), base, setup.canaries(base), setup.checkpoints, setup.policies)
+    trainer = setup.make_trainer(base)
+    return LocalEngine(trainer, base, setup.canaries(base), setup.checkpoints, setup.policies, setup.published_dtype)
 
 
 class LocalEngine:
@@ -96,11 +102,19 @@ class LocalEngine:
     is_remote = False
 
     def __init__(
-        self, trainer: Trainer, base: str, canaries: Canaries, checkpoint_folder: Path, policies: Path
+        self,
+        trainer: Trainer,
+        base: str,
+        canaries: Canaries,
+        checkpoint_folder: Path,
+        policies: Path,
+        rounded_to: str = "fp32",
     ) -> None:
+        """`rounded_to`: number format of published full weights; adapters are published as they are trained."""
         self.trainer = trainer
         self._base, self._canaries = base, canaries
         self._checkpoints, self._policies = checkpoint_folder, policies
+        self._copy = HostCopy(None if is_lora(trainer.model) else DTYPES[rounded_to])
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
         return self.trainer.step(groups, temperature, tick, version)
@@ -129,21 +143,25 @@ class LocalEngine:
     def resume(self) -> checkpoints.Resumed | None:
         return checkpoints.resume(self._checkpoints, self.trainer)
 
-    def publish(self, version: int, parent: int | None) -> None:
-        versions.publish(
+    def publish(self, version: int, parent: int | None) -> Pending:
+        trainer = self.trainer
+        return versions.prepare(
             self._policies,
-            self.trainer.model,
+            trainer.model,
             version,
             parent,
-            self.trainer.optimizer_step,
-            self._canaries.ids,
+            trainer.optimizer_step,
+            self._canaries,
             self._base,
-            texts=self._canaries.texts,
-            logprobs_of=self.trainer.sequence_logprobs,
+            logprobs_of=trainer.sequence_logprobs,
+            copied=self._copy.of,
+            gathered=trainer.gathered_weights(),
         )
 
     def adopt(self, folder: Path) -> bool:
         """What was published counts: on a GPU, batches that are trained again differ in their last bits."""
+        if self.trainer.is_sharded:
+            return False
         versions.load_weights(folder, self.trainer.model)
         return True
 
@@ -151,6 +169,5 @@ class LocalEngine:
         versions.collect_garbage(self._policies, keep, needed)
 
     def close(self) -> None:
-        """Lets the other ranks go."""
-        if self.trainer.process_group is not None:
-            self.trainer.process_group.close()
+        """Ends what is being written, and lets the other ranks go."""
+        self.trainer.close()

@@ -21,13 +21,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kbrl_async.durable import numbered
+from kbrl_async.durable import file_sha256, numbered
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFiniteLoss, SessionLost
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning import metrics as m
@@ -39,6 +39,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.updates import Batch, Updates
 from kbrl_async.tinker_service import KIND, Account, path_in, write_path
+from kbrl_async.weights import FILES
 from protocols.records import TrainGroup, TrainSample
 
 EPSILON = 1e-8
@@ -278,19 +279,20 @@ class TinkerLearner:
         return progress
 
     def publish(self, version: int, parent: int | None) -> None:
+        """Written at once: it is a few bytes."""
         saved = self._remote.call("save_weights_for_sampler", "weights for the sampler", f"v{version:06d}")
         replaced = _paths(self._setup.policies, versions.PREFIX, version)
-        versions.publish_as(
+        versions.prepare_as(
             self._setup.policies,
             KIND,
-            functools.partial(write_path, path=saved.path),
+            functools.partial(_write, saved.path),
             self._trainer.sequence_logprobs,
             version,
             parent,
             self._trainer.optimizer_step,
             self._canaries,
             self._base,
-        )
+        ).write()
         self._forget(replaced - {saved.path})
 
     def adopt(self, folder: Path) -> bool:
@@ -317,3 +319,8 @@ def _paths(directory: Path, prefix: str, only: int | None = None) -> set[str]:
         with contextlib.suppress(CheckpointError):
             found |= {path_in(folder)} if only in (None, number) else set()
     return found
+
+
+def _write(path: str, folder: Path) -> Mapping[str, str]:
+    write_path(folder, path)
+    return {"": file_sha256(folder / FILES[KIND])}

@@ -23,13 +23,16 @@ import functools
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from kbrl_async.errors import ConfigError, InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.sampling.settings import Sampler
 from protocols.records import PolicyVersion, Purpose, SamplingParams
+
+if TYPE_CHECKING:
+    from kbrl_async.weights.direct import Meeting, Offer
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -159,6 +162,22 @@ class Engine(Protocol):
         """Why it serves no more; None while it does. A PolicyMismatch must stop the run, anything else this process."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine whose full weights can come straight from the learner, without a file between."""
+
+    @property
+    def workers(self) -> int:
+        """Its processes that take part, as ranks 1 … `workers`."""
+
+    async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
+        """Joins the learner's group for this sampler, in place of an earlier one. InfraError where it can't."""
+
+    async def receive(self, offer: Offer) -> None:
+        """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or the
+        engine has failed."""
 
 
 def check_params(params: SamplingParams, purpose: Purpose) -> None:

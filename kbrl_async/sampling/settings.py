@@ -20,6 +20,12 @@ ENGINES = Door(
     },
 )
 """`async (setup) -> engine`, see `engine`."""
+DIRECT_ENGINES = frozenset({"transformers", "vllm"})
+"""Of ours, those that take weights from the learner without a file (`weights.direct`)."""
+
+
+WAIT_S = 300.0
+"""Of an answer for its turn, at most."""
 
 
 class Sampler(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +61,18 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """engine=vllm: most of the GPU's memory for weights and KV cache; a small model takes less, others the rest."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """engine=vllm: number format; auto: bfloat16 on a GPU, float32 on a CPU."""
-    deadline_s: Positive = 600.0
-    """vllm, tinker: seconds that one answer may take; then it is given back and tried again."""
+    tensor_parallel: AtLeastOne = 1
+    """engine=vllm: GPUs that one copy of the model is split over."""
+    data_parallel: AtLeastOne = 1
+    """engine=vllm: copies of the model in one sampler, which share its slots."""
+    prefix_caching: bool = True
+    """engine=vllm: keep the keys and values of prompts that begin alike."""
+    chunked_prefill: bool = True
+    """engine=vllm: compute long prompts in pieces, between the steps of others."""
+    deadline_s: Positive | None = None
+    """vllm, tinker: seconds that one answer may take before it is tried again; null: by min_tokens_per_s."""
+    min_tokens_per_s: Positive = 5.0
+    """vllm, tinker: slowest honest answer; its deadline is 300 s and what its max_tokens take at this rate."""
     stop: list[str] = msgspec.field(default_factory=list)
     """vllm, tinker: tokens that end an answer beside the model's own, such as <|im_end|>."""
     keep_kv: bool = False
@@ -67,3 +83,12 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """transformers, vllm: file of answers that are given instead of drawn, for a rehearsal; null: none."""
     train_logprobs: bool = False
     """engine=openai: the endpoint returns token ids and log-probs of the sampling distribution; else no training."""
+
+    @property
+    def gpus(self) -> int:
+        """Of one sampler."""
+        return self.tensor_parallel * self.data_parallel
+
+    def answer_deadline_s(self, max_tokens: int) -> float:
+        """Of an answer of at most so many tokens, the wait for its turn included."""
+        return self.deadline_s or WAIT_S + max_tokens / self.min_tokens_per_s

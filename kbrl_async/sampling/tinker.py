@@ -17,7 +17,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,14 @@ async def start(setup: EngineSetup) -> TinkerEngine:
     :raises ConfigError: no key, a key that is refused, a model that is not served.
     """
     settings = setup.settings
-    account = Account(settings.base_url, settings.api_key_env, settings.deadline_s)
+    account = Account(settings.base_url, settings.api_key_env, settings.answer_deadline_s(1))
     manifest, _ = await setup.first_policy()
     tokenizer = setup.load_tokenizer(manifest.base_model)
     positions = await asyncio.to_thread(account.positions, setup.model_name, setup.progress)
     session = await asyncio.to_thread(account.connect, setup.progress)
-    return TinkerEngine(account, session, setup.model_name, tokenizer, positions, stop_ids(tokenizer, settings.stop))
+    stop = stop_ids(tokenizer, settings.stop)
+    deadline = settings.answer_deadline_s
+    return TinkerEngine(account, session, setup.model_name, tokenizer, positions, stop, deadline)
 
 
 def stop_ids(tokenizer: Any, names: Sequence[str]) -> list[int]:
@@ -81,8 +83,10 @@ class TinkerEngine:
         tokenizer: Tokenizer,
         positions: int | None,
         stop: Sequence[int],
+        deadline_s: Callable[[int], float] | None = None,
     ) -> None:
-        """`session` is a `ServiceClient`."""
+        """`session` is a `ServiceClient`; `deadline_s` of an answer by its `max_tokens`, None: the account's."""
+        self._deadline_s = deadline_s
         self.tokenizer = tokenizer
         self._account, self._session, self._model_name, self._stop = account, session, model_name, list(stop)
         self._prompts, self._prover = Prompts(tokenizer, positions), Prover(ARITHMETIC)
@@ -179,8 +183,10 @@ class TinkerEngine:
             seed=params.seed,
             stop=self._stop,
         )
+        deadline_s = self._deadline_s(params.max_tokens) if self._deadline_s is not None else None
+        asked = client.sample(types.ModelInput.from_ints(ids), 1, wanted)
         try:
-            return await self._account.answer(client.sample(types.ModelInput.from_ints(ids), 1, wanted), "an answer")
+            return await self._account.answer(asked, "an answer", deadline_s)
         except SessionLost as error:
             self._failure = error
             raise

@@ -10,6 +10,7 @@ there; that module itself would load a compiler's worth of imports into the brok
 Invariants
 * An object appears whole and right or not at all. Owners can't touch each other's uploads.
 * An upload goes on after a restart; what nobody goes on with is gone after `IDLE_S`.
+* Policy versions are served from where the learner has written them, to who has asked for the listing before.
 * Bounded: artifact size, uploads at once per owner and in all, pieces a message, and the store (oldest objects go).
 """
 
@@ -20,16 +21,22 @@ import errno
 import hashlib
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from kbrl_async.durable import numbered
 from kbrl_async.errors import DiskFull
+from kbrl_async.weights import LISTED, MEETING, POLICY_PREFIX
 from protocols.messages import Chunk, Kept, Offer, Want
-from protocols.transfer import CHUNK_BYTES, MAX_BYTES, is_address
+from protocols.transfer import CHUNK_BYTES, MAX_BYTES, POLICY, PolicyFile, PolicyListing, is_address
 
 MAX_UPLOADS = 32
 MAX_UPLOADS_EACH = 4
 IDLE_S = 120.0
+MAX_POLICY_FILES = 64
 _KEEP = 0.9
 
 
@@ -63,8 +70,13 @@ class _Upload:
 class ArtifactExchange:
     """`want` and `offer` answer one message each; they raise `DiskFull`, and nothing else, for the host's fault."""
 
-    def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._root, self._max_bytes, self._clock = root, max_bytes, clock
+    def __init__(
+        self, root: Path, max_bytes: int, clock: Callable[[], float] = time.monotonic, policies: Path | None = None
+    ) -> None:
+        """`policies`: the folder of versions, of which the newest is served."""
+        self._root, self._max_bytes, self._clock, self._policies = root, max_bytes, clock, policies
+        self._policy_files: OrderedDict[str, Path] = OrderedDict()
+        """By address, those of the last listings."""
         self._uploads: dict[tuple[str, str], _Upload] = {}
         for name in ("objects", "work"):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -75,10 +87,12 @@ class ArtifactExchange:
 
     def want(self, want: Want) -> tuple[Chunk, list[bytes]]:
         absent = Chunk(want.address, want.offset, -1)
+        if want.address == POLICY and (listing := self._listing()):
+            return Chunk(POLICY, 0, len(listing)), [listing]
         if not is_address(want.address) or want.offset < 0 or not 0 <= want.length <= CHUNK_BYTES:
             return absent, []
         try:
-            with self._object(want.address).open("rb") as file:
+            with (self._policy_files.get(want.address) or self._object(want.address)).open("rb") as file:
                 total = os.fstat(file.fileno()).st_size
                 if want.offset > total:
                     return absent, []
@@ -87,6 +101,26 @@ class ArtifactExchange:
             return absent, []
         self.served += len(piece)
         return Chunk(want.address, want.offset, total), [piece]
+
+    def _listing(self) -> bytes:
+        """Of the newest version; empty where there is none that can be served."""
+        found = numbered(self._policies, POLICY_PREFIX) if self._policies is not None else []
+        if not found:
+            return b""
+        version, folder = found[-1]
+        try:
+            files = msgspec.json.decode((folder / LISTED).read_bytes(), type=list[PolicyFile])
+        except (OSError, msgspec.DecodeError):
+            return b""
+        for file in files:
+            self._policy_files[file.sha256] = folder / file.path
+            self._policy_files.move_to_end(file.sha256)
+        while len(self._policy_files) > MAX_POLICY_FILES:
+            self._policy_files.popitem(last=False)
+        meeting = folder.parent / MEETING
+        with contextlib.suppress(OSError):
+            return msgspec.json.encode(PolicyListing(version, files, msgspec.Raw(meeting.read_bytes())))
+        return msgspec.json.encode(PolicyListing(version, files))
 
     def offer(self, owner: str, offer: Offer, payload: list[bytes]) -> Kept:
         if not is_address(offer.address) or not 0 <= offer.total <= MAX_BYTES or not 0 <= offer.offset <= offer.total:

@@ -41,6 +41,10 @@ class BrokerOptions(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / "artifacts"
 
     @property
+    def policies(self) -> Path:
+        return Path(self.run_dir) / "policies"
+
+    @property
     def quarantine(self) -> Path:
         """Principals whose results were found wrong, a line each; delete a line to give one another chance."""
         return Path(self.run_dir) / "quarantined"

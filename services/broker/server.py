@@ -241,7 +241,8 @@ class Broker:
     def _transfer(self, owner: str, message: msg.Want | msg.Offer, payload: list[bytes]) -> list[bytes]:
         """A piece of an artifact, from or for a host that shares no disk."""
         if self._depot is None:
-            self._depot = ArtifactExchange(self.options.artifacts, self.options.store_max_bytes, self._clock)
+            options = self.options
+            self._depot = ArtifactExchange(options.artifacts, options.store_max_bytes, self._clock, options.policies)
         if isinstance(message, msg.Want):
             return framing.encode(*self._depot.want(message))
         return framing.encode(self._depot.offer(owner, message, payload))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
-from services.learner.policy import Stopped, setup_of
+from services.learner.policy import Stopped, sender_of, setup_of
+from services.learner.publishing import Publisher
 from services.runtime.service import Service
 
 KEPT_VERSIONS = 4
@@ -36,6 +38,7 @@ class Learning:
         self._engine = engine
         self._progress = checkpoints.Progress()
         self._remote = open_remote(service.config.policy_url)
+        self._publisher = Publisher(service.policies, sender_of(service))
         self._replay_log = ReplayLog(self._checkpoints)
         self._trained_again = 0
         self._is_lost = False
@@ -56,7 +59,15 @@ class Learning:
         return learning
 
     def close(self) -> None:
+        self._publisher.close()
         self._engine.close()
+
+    async def failed(self) -> None:
+        """Raises where a version could not be written, as `train` would; never returns."""
+        try:
+            await self._publisher.failed()
+        except InfraError as error:
+            raise UpdateLost(str(error)) from error
 
     @property
     def is_remote(self) -> bool:
@@ -182,17 +193,27 @@ class Learning:
         self._replay_log.forget(before=checkpoints.oldest(self._checkpoints))
 
     def _publish(self) -> None:
-        self._engine.publish(self.version, self.version - 1 if self.version else None)
+        """Begins to: a copy of the weights is taken, the rest goes on beside the next update."""
+        self._publisher.free()
+        pending = self._engine.publish(self.version, self.version - 1 if self.version else None)
+        then = functools.partial(self._published, self.version)
+        if pending is None:
+            then()
+        else:
+            self._publisher.begin(pending, then)
+
+    def _published(self, version: int) -> None:
+        """Deletes what is old, here and where versions are uploaded to. In the publisher's thread."""
         keep, held = KEPT_VERSIONS + self._service.config.max_staleness, versions.held(self._service.policies)
         needed = {*held.values(), *kept.versions_needed(self._service.run_dir)}
         self._engine.collect(keep, needed)
         if self._remote is not None:
-            self._upload(self._remote, keep, needed)
+            self._upload(self._remote, version, keep, needed)
 
-    def _upload(self, remote: RemotePolicies, keep: int, needed: set[int]) -> None:
+    def _upload(self, remote: RemotePolicies, version: int, keep: int, needed: set[int]) -> None:
         """A store that is away for a while costs a version there, not the run."""
         try:
-            remote.publish(versions.version_folder(self._service.policies, self.version))
+            remote.publish(versions.version_folder(self._service.policies, version))
             remote.collect_garbage(keep, needed)
         except InfraError as error:
-            self._service.log.error("policy not uploaded", policy_version=self.version, reason=str(error))
+            self._service.log.error("policy not uploaded", policy_version=version, reason=str(error))

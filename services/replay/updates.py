@@ -123,8 +123,8 @@ class Updates:
             return f"policy version {version} is not on disk any more"
         manifest = versions.load_manifest(folder)
         with tempfile.TemporaryDirectory() as scratch:
-            model, step = self.trainer.model, self.trainer.optimizer_step
-            ours = versions.publish(Path(scratch), model, version, None, step, manifest.canary_ids)
+            model, step, ids = self.trainer.model, self.trainer.optimizer_step, manifest.canary_ids
+            ours = versions.publish(Path(scratch), model, version, None, step, ids, rounded_to=manifest.dtype)
         if ours.weights_sha256 == manifest.weights_sha256:
             return f"policy version {version}: all weights equal bit by bit"
         prove(self.trainer, manifest, self._tolerance)

@@ -36,3 +36,20 @@ async def run_beside(worker: Worker, pump: Coroutine[None, None, None], stop: as
         return False
     pumping.result()
     return True
+
+
+async def watched(work: asyncio.Task[None], helpers: list[asyncio.Task[None]]) -> None:
+    """Until `work` ends; what a helper raises ends it early. All of them are over then.
+
+    So a worker has left before its engine closes: it says Bye for what it holds, and no task loses an attempt.
+    """
+    waiting = {work, *helpers}
+    try:
+        while not work.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in (work, *helpers):
+            task.cancel()
+        await asyncio.gather(work, *helpers, return_exceptions=True)

@@ -24,9 +24,11 @@ WATCH_S = 0.1
 
 async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
+    from services.runtime.pumping import watched
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
     from services.sampler.actor import Sampling, start_engine
+    from services.sampler.mirror import Mirror, has_own
     from services.sampler.steering import steer
 
     async def generate(task: Task, frames: list[bytes]) -> Outcome:
@@ -44,6 +46,7 @@ async def main(stop: asyncio.Event) -> None:
         wedge_s=60.0,
         keys=service.keys,
     )
+    fetching = [asyncio.create_task(Mirror(service).run())] if service.is_apart and has_own(service.policies) else []
     engine = await start_engine(service, worker, stop)
     if engine is None:
         return
@@ -51,6 +54,7 @@ async def main(stop: asyncio.Event) -> None:
     await sampling.begin()
     service.watch(worker.meter)
     helpers = [
+        *fetching,
         asyncio.create_task(sampling.watch(WATCH_S)),
         asyncio.create_task(sampling.stand_still()),
         asyncio.create_task(steer(service, worker, sampling.stats)),
@@ -59,23 +63,6 @@ async def main(stop: asyncio.Event) -> None:
         await watched(asyncio.create_task(worker.run(stop)), helpers)
     finally:
         await sampling.close()
-
-
-async def watched(work: asyncio.Task[None], helpers: list[asyncio.Task[None]]) -> None:
-    """Until `work` ends; what a helper raises ends it early. All of them are over then.
-
-    So the worker has left before its engine closes: it says Bye for what it holds, and no rollout loses an attempt.
-    """
-    waiting = {work, *helpers}
-    try:
-        while not work.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-    finally:
-        for task in (work, *helpers):
-            task.cancel()
-        await asyncio.gather(work, *helpers, return_exceptions=True)
 
 
 if __name__ == "__main__":

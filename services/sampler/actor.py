@@ -28,7 +28,11 @@ from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.runtime.worker import Outcome, Worker
 from services.sampler.generation import kernel_tokens, to_generation
+from services.sampler.line import LearnerLine
 
+REACH_S = 120.0
+"""Longest wait of a rollout for the version that it was dispatched with."""
+LOOK_S = 0.05
 _REQUESTS = msgspec.msgpack.Decoder(RolloutRequest)
 
 
@@ -52,6 +56,7 @@ class Sampling:
         self._service, self._engine, self._gate, self._progress = service, engine, gate, progress
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[None]] = set()
+        self._line = LearnerLine(service, engine)
         config, tokenizer = service.config, engine.tokenizer
         self._locate = functools.partial(kernel_tokens, tokenizer) if tokenizer and config.reward.pays_plan else None
         options = config.prompt_option, config.prompt.chat_template, config.prompt.thinking
@@ -91,6 +96,8 @@ class Sampling:
 
     async def _load_newest(self) -> None:
         async with self._loading:
+            if await self._receive_newest():
+                return
             found = versions.newest(self._service.policies)
             if found is not None and found[0].version > self._engine.policy_version:
                 try:
@@ -101,6 +108,14 @@ class Sampling:
                     raise
                 error = self._engine.stats().canary_max_error
                 self._service.log.debug("serving", policy_version=found[0].version, canary_error=error)
+
+    async def _receive_newest(self) -> bool:
+        """Straight from the learner; the first version comes by a file: it names the base."""
+        served = self._engine.policy_version
+        if served < 0:
+            return False
+        with self._gate.at_work():
+            return await self._line.load_newer(served)
 
     async def watch(self, period_s: float) -> None:
         """Keeps up with the learner. A remote engine has no thread to speak for it: while this loop runs, it moves."""
@@ -149,7 +164,7 @@ class Sampling:
     async def generate(self, task: Task, frames: list[bytes]) -> Outcome:
         request = _REQUESTS.decode(frames[0])
         if task.policy_version > self._engine.policy_version:
-            await self.catch_up()
+            await self._reach(task.policy_version)
         with bound(task_id=task.task_id, group_id=task.group_id):
             try:
                 done = await self._engine.generate(
@@ -172,6 +187,18 @@ class Sampling:
         next_stage = Stage.SCORE if generation.candidate is None else Stage.COMPILE
         frame = msgspec.msgpack.encode(generation)
         return Outcome(next_stage, [frame], done.policy_version, tokens=tokens)
+
+    async def _reach(self, version: int) -> None:
+        """Waits for a version that the broker knows of: it may be on its way still. InfraError after `REACH_S`."""
+        try:
+            async with asyncio.timeout(REACH_S):
+                await self.catch_up()
+                while self._engine.follows and self._engine.policy_version < version:
+                    await asyncio.sleep(LOOK_S)
+                    await self.catch_up()
+        except TimeoutError as error:
+            cause = f"policy version {version} was not published within {REACH_S:g} s"
+            raise InfraError(cause, "Look at the learner's log") from error
 
     def _refused(self, error: PromptTooLong) -> Outcome:
         """The rollout ends with this reason; the same prompt would be too long for every other sampler too."""

@@ -151,7 +151,7 @@ def _prove(folder: Path, manifest: PolicyVersion, dtype: str, role: str) -> floa
     expected = manifest.canary_logprobs if role == MAIN else manifest.adapters[role].canary_logprobs
     found = sequence_logprobs(causal_lm(loaded.eval()), manifest.canary_ids)
     difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-    if difference > TOLERANCE[dtype]:
+    if difference > max(TOLERANCE[dtype], TOLERANCE[manifest.dtype]):
         raise PolicyMismatch(
             f"canary log-probs of the export differ by {difference:.3g} from those of version {manifest.version}",
             "Export with --dtype fp32, and check that the base model is the one that was trained",

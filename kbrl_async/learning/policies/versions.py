@@ -6,6 +6,7 @@
                  model.safetensors + config.json           (kind "full")
                  adapter_model.safetensors + adapter_config.json   (kind "lora", as peft writes it)
                  tinker.json                               (kind "tinker": the path under which that service has them)
+                 files.json      all of these with their SHA-256
                  COMPLETE        written last
 
 Invariants: a version appears whole or not at all; it never changes; the newest complete one always survives collection.
@@ -13,14 +14,16 @@ Invariants: a version appears whole or not at all; it never changes; the newest 
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
 
 from kbrl_async.durable import (
     file_sha256,
@@ -33,15 +36,62 @@ from kbrl_async.durable import (
 )
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
-from kbrl_async.learning.policies.models import active, adapter_names, causal_lm, is_lora
-from kbrl_async.weights import FILES, POLICY_PREFIX, Canaries, check_here, prove
+from kbrl_async.learning.policies.models import DTYPES, MAIN, active, adapter_names, causal_lm, is_lora
+from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights
+from kbrl_async.weights import FILES, LISTED, POLICY_PREFIX, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
+from protocols.transfer import PolicyFile
 
 PREFIX = POLICY_PREFIX
 FIRST = "first.json"
 """The manifest of version 0, kept when its weights are collected: what a replay begins with is proven by it."""
 HELD = "held.json"
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A version that is made and not yet on disk: the model is not needed any more, and may be trained on."""
+
+    directory: Path
+    manifest: PolicyVersion
+    """Without hashes: they are made while the files are written."""
+    fill: Callable[[Path], Mapping[str, str]]
+    """Writes all weights; the SHA-256 of each file, by role ("" for the main one)."""
+    weights: Mapping[str, torch.Tensor] | None = None
+    """All weights of a full version, as they will be written."""
+
+    def write(self) -> PolicyVersion:
+        """In any thread; makes the folder appear."""
+        made: list[PolicyVersion] = []
+
+        def fill(folder: Path) -> None:
+            digests = self.fill(folder)
+            made.append(_hashed(self.manifest, digests))
+            (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(made[0]), indent=1))
+            (folder / LISTED).write_bytes(msgspec.json.encode(_listed(folder, self.manifest.kind, digests)))
+
+        remove_leftovers(self.directory, PREFIX)
+        write_folder(version_folder(self.directory, self.manifest.version), fill)
+        if self.manifest.version == 0:
+            write_atomically(self.directory / FIRST, msgspec.json.encode(made[0]).decode())
+        return made[0]
+
+
+def _listed(folder: Path, kind: str, digests: Mapping[str, str]) -> list[PolicyFile]:
+    """The large ones were hashed while they were written."""
+    known = {folder / role / FILES[kind]: digest for role, digest in digests.items()}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [
+        PolicyFile(str(path.relative_to(folder)), known.get(path) or file_sha256(path), path.stat().st_size)
+        for path in files
+    ]
+
+
+def _hashed(manifest: PolicyVersion, digests: Mapping[str, str]) -> PolicyVersion:
+    adapters = {
+        role: msgspec.structs.replace(proof, weights_sha256=digests[role]) for role, proof in manifest.adapters.items()
+    }
+    return msgspec.structs.replace(manifest, weights_sha256=digests[""], adapters=adapters)
 
 
 def publish(
@@ -55,30 +105,55 @@ def publish(
     clock: Callable[[], float] = time.time,
     texts: Sequence[tuple[str, list[int]]] = (),
     logprobs_of: Callable[[list[int]], list[float]] | None = None,
+    rounded_to: str = "fp32",
+    gathered: Named | None = None,
 ) -> PolicyVersion:
-    """Writes `policy-v{version}` and returns its manifest. `canary` is a fixed prompt of at least two token ids.
-    `texts` are further ones, with their first token ids. `logprobs_of` computes the policy's log-probs of such a
-    prompt, where the model can't be asked directly: `Trainer.sequence_logprobs`.
+    """`prepare`, written at once; full weights rounded to a key of `DTYPES`."""
+    copied = as_they_are if rounded_to == "fp32" else HostCopy(DTYPES[rounded_to]).of
+    proof = Canaries(canary, list(texts))
+    made = prepare(directory, model, version, parent, step, proof, base_model, clock, logprobs_of, copied, gathered)
+    return made.write()
+
+
+def prepare(
+    directory: Path,
+    model: torch.nn.Module,
+    version: int,
+    parent: int | None,
+    step: int,
+    canaries: Canaries,
+    base_model: str = "",
+    clock: Callable[[], float] = time.time,
+    logprobs_of: Callable[[list[int]], list[float]] | None = None,
+    copied: Callable[[Named], dict[str, torch.Tensor]] = as_they_are,
+    gathered: Named | None = None,
+) -> Pending:
+    """`policy-v{version}`, proven by the canaries' log-probs. `logprobs_of` computes the policy's of a prompt, where
+    the model can't be asked directly: `Trainer.sequence_logprobs`. `copied` holds the weights until they are written:
+    a `HostCopy` where the model is trained on meanwhile. `gathered`: the trained weights, where `model` holds a share
+    of them only (`Trainer.gathered_weights`).
 
     Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
     """
-    kind = "lora" if is_lora(model) else "full"
     score = logprobs_of or (lambda ids: sequence_logprobs(causal_lm(model), ids))
+    if is_lora(model):
+        fill, weights = _adapters(model, copied, gathered), None
+    else:
+        weights = copied(named_weights(model) if gathered is None else gathered)
+        fill = functools.partial(_write_full, weights, model.config)
+    made = prepare_as(
+        directory, "lora" if is_lora(model) else "full", fill, score, version, parent, step, canaries, base_model, clock
+    )
+    adapters = {name: AdapterProof("", _logprobs(model, name, score, canaries)) for name in adapter_names(model)[1:]}
+    rounded = weights is not None and any(tensor.dtype is torch.bfloat16 for tensor in weights.values())
+    manifest = msgspec.structs.replace(made.manifest, adapters=adapters, dtype="bf16" if rounded else "fp32")
+    return msgspec.structs.replace(made, manifest=manifest, weights=weights)
 
-    def adapters(folder: Path) -> dict[str, AdapterProof]:
-        return {name: _prove(model, name, folder, canary, score) for name in adapter_names(model)[1:]}
 
-    def write(folder: Path) -> None:
-        _save_weights(model, kind, folder)
-
-    proof = Canaries(canary, list(texts))
-    return publish_as(directory, kind, write, score, version, parent, step, proof, base_model, clock, adapters)
-
-
-def publish_as(
+def prepare_as(
     directory: Path,
     kind: str,
-    write: Callable[[Path], None],
+    fill: Callable[[Path], Mapping[str, str]],
     score: Callable[[list[int]], list[float]],
     version: int,
     parent: int | None,
@@ -86,36 +161,66 @@ def publish_as(
     canaries: Canaries,
     base_model: str,
     clock: Callable[[], float] = time.time,
-    adapters: Callable[[Path], dict[str, AdapterProof]] = lambda _: {},
-) -> PolicyVersion:
-    """`publish`, of weights that `write` puts into a folder, as a `kind` of `weights.FILES`."""
+) -> Pending:
+    """`prepare`, of weights that `fill` puts into a folder, as a `kind` of `weights.FILES`."""
     assert len(canaries.ids) >= 2, "a canary needs a token to predict"
     logprobs = score(canaries.ids)
     more = tuple(CanaryPrompt(text, ids, score(ids)) for text, ids in canaries.texts)
-    made: list[PolicyVersion] = []
-
-    def fill(folder: Path) -> None:
-        write(folder)
-        digest = file_sha256(folder / FILES[kind])
-        manifest = PolicyVersion(
-            version, parent, step, kind, digest, canaries.ids, logprobs, base_model, clock(), adapters(folder), more
-        )
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        made.append(manifest)
-
-    remove_leftovers(directory, PREFIX)
-    write_folder(version_folder(directory, version), fill)
-    if version == 0:
-        write_atomically(directory / FIRST, msgspec.json.encode(made[0]).decode())
-    return made[0]
+    manifest = PolicyVersion(
+        version, parent, step, kind, "", canaries.ids, logprobs, base_model, clock(), canaries=more
+    )
+    return Pending(directory, manifest, fill)
 
 
-def _prove(
-    model: torch.nn.Module, adapter: str, folder: Path, canary: list[int], score: Callable[[list[int]], list[float]]
-) -> AdapterProof:
+def _logprobs(
+    model: torch.nn.Module, adapter: str, score: Callable[[list[int]], list[float]], canaries: Canaries
+) -> list[float]:
     with active(model, adapter):
-        logprobs = score(canary)
-    return AdapterProof(file_sha256(folder / adapter / FILES["lora"]), logprobs)
+        return score(canaries.ids)
+
+
+def _write_full(weights: Mapping[str, torch.Tensor], config: Any, folder: Path) -> Mapping[str, str]:
+    digest = tensors.write(folder / FILES["full"], weights)
+    config.save_pretrained(str(folder))
+    return {"": digest}
+
+
+def _adapters(
+    model: torch.nn.Module, copied: Callable[[Named], dict[str, torch.Tensor]], gathered: Named | None
+) -> Callable[[Path], Mapping[str, str]]:
+    """All adapters as peft writes them, each beside its settings."""
+    from peft import get_peft_model_state_dict
+
+    held = None if gathered is None else dict(gathered)
+    named = {
+        f"{name}/{key}": tensor
+        for name in adapter_names(model)
+        for key, tensor in get_peft_model_state_dict(
+            model, state_dict=held, adapter_name=name, save_embedding_layers=False
+        ).items()
+    }
+    weights = copied((key, tensor.detach()) for key, tensor in named.items())
+    settings = {name: _adapter_settings(model, name) for name in adapter_names(model)}
+
+    def fill(folder: Path) -> Mapping[str, str]:
+        digests: dict[str, str] = {}
+        for name, one in settings.items():
+            role = "" if name == MAIN else name
+            (folder / role).mkdir(exist_ok=True)
+            one.save_pretrained(str(folder / role))
+            mine = {key.removeprefix(f"{name}/"): t for key, t in weights.items() if key.startswith(f"{name}/")}
+            digests[role] = tensors.write(folder / role / FILES["lora"], mine)
+        return digests
+
+    return fill
+
+
+def _adapter_settings(model: Any, name: str) -> Any:
+    """A copy for who loads it: nothing is trained there."""
+    settings = copy.deepcopy(model.peft_config[name])
+    settings.inference_mode = True
+    settings.base_model_name_or_path = settings.base_model_name_or_path or causal_lm(model).name_or_path or None
+    return settings
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -138,21 +243,26 @@ def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
     """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
     manifest = load_manifest(folder)
     check_here(folder, manifest)
-    prove(folder, manifest)
     if manifest.kind == "lora":
         from peft import set_peft_model_state_dict
 
         for name in adapter_names(model):
-            part = folder if name == adapter_names(model)[0] else folder / name
-            set_peft_model_state_dict(model, load_file(str(part / FILES["lora"])), adapter_name=name)
+            role = "" if name == MAIN else name
+            digest = manifest.adapters[role].weights_sha256 if role else manifest.weights_sha256
+            set_peft_model_state_dict(model, tensors.read(folder / role / FILES["lora"], digest), adapter_name=name)
         return manifest
-    stored = load_file(str(folder / FILES["full"]))
-    if unique_tensors(model).keys() != stored.keys():
+    held = dict(model.state_dict(keep_vars=True))
+    stored = tensors.read(folder / FILES["full"], manifest.weights_sha256)
+    if {name for name, _ in named_weights(model)} != stored.keys():
         raise CheckpointError(f"{folder} is of another model", "Use the run's own model")
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in stored:
-            tensor.copy_(stored[name])
+    for name, tensor in stored.items():
+        _put(tensor.to(held[name].device), held[name])
     return manifest
+
+
+def _put(stored: torch.Tensor, held: torch.Tensor) -> None:
+    """`held` becomes `stored`, where it does not round to it already: a rounded version takes no precision away."""
+    held.copy_(torch.where(held.to(stored.dtype) == stored, held, stored.to(held.dtype)))
 
 
 def newest(directory: Path) -> tuple[PolicyVersion, Path] | None:
@@ -188,25 +298,3 @@ def collect_garbage(directory: Path, keep: int, protected: Iterable[int] = ()) -
     for _, path in doomed:
         remove_folder(path)
     return [number for number, _ in doomed]
-
-
-def unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict without tied duplicates (safetensors stores no aliases), contiguous and on the CPU."""
-    seen: set[int] = set()
-    out: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        out[name] = tensor.detach().cpu().contiguous()
-    return out
-
-
-def _save_weights(model: torch.nn.Module, kind: str, folder: Path) -> None:
-    if kind == "lora":
-        model.save_pretrained(str(folder), safe_serialization=True)  # type: ignore[operator]
-        for card in folder.rglob("README.md"):
-            card.unlink()  # peft's empty model card
-        return
-    save_file(unique_tensors(model), str(folder / FILES["full"]), metadata={"format": "pt"})
-    model.config.save_pretrained(str(folder))  # type: ignore[operator, union-attr]

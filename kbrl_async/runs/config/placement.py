@@ -1,10 +1,10 @@
 """Which GPU each process of a run gets: presets, what they tell a process, and whether they fit a machine.
 
-| `placement` | GPUs | learner | samplers | benches |
-|---|---|---|---|---|
-| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns |
-| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns |
-| `split` | learner.processes + samplers + benches | one each of its processes | one each | one each, alone |
+| `placement` | GPUs | learner | samplers | benches | verifiers |
+|---|---|---|---|---|---|
+| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns | 0 |
+| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns | 0 |
+| `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each, alone | the last |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
@@ -39,7 +39,9 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    apart = config.learner.processes + counts.sampler + counts.timing_bench
+    apart = (
+        config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
+    )
     return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
 
 
@@ -81,29 +83,46 @@ def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, s
     if config.placement is None:
         return {}
     service, _, number = process.partition(".")
-    if service not in ("learner", "sampler", "timing_bench"):
+    if service not in ("learner", "sampler", "timing_bench", "verifier"):
         return {}
     at = _assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
     return {VISIBLE: ",".join(gpus[i].id for i in at)} if at[-1] < len(gpus) else {}
 
 
 def _assigned(config: Config, service: str, instance: int) -> range:
-    """Positions of its GPUs among those of the machine: one, or in a split one for each process of the learner."""
+    """Positions of its GPUs among those of the machine: one, or in a split as many as the learner's processes, or the
+    copies and parts of a sampler's model, are."""
     if config.placement != "split":
         only = int(config.placement == "two_gpus" and service == "timing_bench")
         return range(only, only + 1)
     ranks = config.learner.processes
     if service == "learner":
         return range(ranks)
-    first = ranks + instance + (config.processes.sampler if service == "timing_bench" else 0)
+    if service == "verifier":
+        return range(wanted(config) - 1, wanted(config))
+    each = config.sampler.gpus
+    if service == "sampler":
+        return range(ranks + instance * each, ranks + (instance + 1) * each)
+    first = ranks + config.processes.sampler * each + instance
     return range(first, first + 1)
+
+
+def ranges(config: Config) -> dict[str, str]:
+    """The GPUs of each process as a range, such as `2-5`, by its name; none where nothing is placed."""
+    if config.placement is None:
+        return {}
+    counts = {"learner": 1, "sampler": config.processes.sampler, "timing_bench": config.processes.timing_bench}
+    found = {f"{name}.{i + 1}": _assigned(config, name, i) for name, count in counts.items() for i in range(count)}
+    return {name: f"{at[0]}-{at[-1]}" if len(at) > 1 else str(at[0]) for name, at in found.items()}
 
 
 def _terms(config: Config) -> str:
     """What the GPUs of a split are for."""
     counts = config.processes
     learner = f"learner.processes={config.learner.processes}"
-    return f"{learner} + processes.sampler={counts.sampler} + processes.timing_bench={counts.timing_bench}"
+    each = f" × {config.sampler.gpus} GPUs" if config.sampler.gpus > 1 else ""
+    rest = f"processes.timing_bench={counts.timing_bench}" + (" + 1 for verifiers" if counts.verifier else "")
+    return f"{learner} + processes.sampler={counts.sampler}{each} + {rest}"
 
 
 def inventory(environment: Mapping[str, str]) -> list[Gpu]:

@@ -28,7 +28,8 @@ from kbrl_async.learning.settings import CorrectionName, Learner, LossName, Sft
 from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 from kbrl_async.rollouts.settings import AdvantageName, Agents, Alarms, BestOfN, Curriculum, Prompt, Reward, Turns
 from kbrl_async.runs.settings import Archive, Broker, Cost, Cpu, Demonstrations, Metrics, Processes, Tensorboard
-from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.settings import DIRECT_ENGINES, Sampler
+from kbrl_async.weights.settings import Weights
 
 PresetName = Literal[
     "grpo",
@@ -59,7 +60,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     backend: BackendName = "c"
     """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
-    """Folder of problems, file of tasks, data set of the hub, kernelbench or package.module:object; null: our suite."""
+    """Folder, task file, hub data set, kernelbench, generated:N, grammar:N or package.module:object; null: ours."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Number format of the problems' modules and inputs, as KernelBench means it."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)
@@ -152,6 +153,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     archive: Archive = Archive()
     alarms: Alarms = Alarms()
     metrics: Metrics = Metrics()
+    weights: Weights = Weights()
     cost: Cost = Cost()
 
     @property
@@ -163,6 +165,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if chosen not in ("auto", "raicl"):
             return chosen
         return "compact" if self.model_name == "small" else "zero_shot"
+
+    @property
+    def sends_weights(self) -> bool:
+        """`weights.transport` without `auto`: where learner and samplers have GPUs of their own, and all is trained."""
+        can = not self.lora_rank and self.learner.engine == "torch" and self.sampler.engine in DIRECT_ENGINES
+        auto = can and self.placement == "split" and self.device != "cpu"
+        return self.weights.transport == "direct" or (self.weights.transport == "auto" and auto)
 
     @property
     def punishes_overlong(self) -> bool:

@@ -33,6 +33,7 @@ import torch
 
 from kbrl_async.errors import ConfigError, InfraError
 from kbrl_async.sampling.engine import (
+    LOAD_WAIT_S,
     Completion,
     Computing,
     EngineSetup,
@@ -47,6 +48,7 @@ from kbrl_async.sampling.engine import (
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
 from kbrl_async.sampling.transformers.versions import Versions
+from kbrl_async.weights.direct import Group, Meeting, Offer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 MAX_VERSIONS = 3
@@ -129,6 +131,7 @@ class TransformersEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self._slots, self._threads, self._max_versions = settings.slots, threads, max_versions
+        self._settings, self._longest_s = settings, LOAD_WAIT_S
         self._prompts = Prompts(tokenizer, _positions(model))
         self._eos = _eos_ids(model, tokenizer)
         self._tick, self._computing, self._clock = tick, computing, clock
@@ -145,6 +148,8 @@ class TransformersEngine:
         self._futures: dict[str, asyncio.Future[tuple[RunningSequence, int]]] = {}
         self._counters = BatchStats()
         self._versions = Versions(model, self._make_batch)
+        self._device = next(model.parameters()).device
+        self._group: Group | None = None
         self._busy_s = 0.0
         self._failure: BaseException | None = None
         self._closed = False
@@ -168,6 +173,7 @@ class TransformersEngine:
         self._check_alive()
         check_served(self._version)
         ids = self._prompts.fitting(prompt, params.max_tokens)
+        self._longest_s = max(self._longest_s, self._settings.answer_deadline_s(params.max_tokens))
         rng = random.Random(self._rng.getrandbits(64) if params.seed is None else params.seed)
         # A task that is delivered twice runs twice under the same request id; the two must not meet.
         key = f"{request_id}#{next(self._serial)}"
@@ -190,10 +196,33 @@ class TransformersEngine:
                 return
             await self._wait_for_room()
             async with self._computing():
-                make = await asyncio.to_thread(self._versions.maker, manifest, folder)
-                future: asyncio.Future[None] = self._loop.create_future()
-                self._inbox.put(_Serve(make, future))
-                await future
+                await self._serve_made(await asyncio.to_thread(self._versions.maker, manifest, folder))
+
+    # ── weights straight from the learner ────────────────────────────────────────────────────────────────────────
+
+    workers = 1
+
+    async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
+        old, self._group = self._group, None
+        if old is not None:
+            await asyncio.to_thread(old.close)
+        self._group = await asyncio.to_thread(Group, meeting, link, 1, 1 + self.workers, self._device, patience_s)
+
+    async def receive(self, offer: Offer) -> None:
+        async with self._load_lock:
+            self._check_alive()
+            group = self._group
+            if group is None or offer.manifest.version <= self._version:
+                raise InfraError("no weights are wanted from the learner", "Meet it first")
+            await self._wait_for_room()
+            async with self._computing():
+                named = group.tensors(offer.index)
+                await self._serve_made(await asyncio.to_thread(self._versions.of_tensors, offer.manifest, named))
+
+    async def _serve_made(self, make: Callable[[], list[RunningBatch]]) -> None:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._inbox.put(_Serve(make, future))
+        await future
 
     def stats(self) -> EngineStats:
         c = self._counters
@@ -226,7 +255,7 @@ class TransformersEngine:
 
     async def _wait_for_room(self) -> None:
         live, most = lambda: len(self._live_versions()), max(2, self._max_versions) - 1
-        await wait_for_room(live, most, self._batch_ended, self._check_alive, "Lower max_tokens")
+        await wait_for_room(live, most, self._batch_ended, self._check_alive, "Lower max_tokens", self._longest_s)
 
     def _live_versions(self) -> set[int]:
         return {batch.version for batch in self._batches}

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from kbrl_async.errors import CheckpointError
 from kbrl_async.sampling.canary import check_canary
 from kbrl_async.sampling.transformers.running_batch import RunningBatch
-from kbrl_async.weights import prove, proven
+from kbrl_async.weights import FILES, prove, tensors
 from protocols.records import PolicyVersion
 
 MakeBatch = Callable[[int, torch.nn.Module, Callable[[], None], str], RunningBatch]
@@ -49,13 +48,15 @@ class Versions:
             self._peft.delete_adapter(adapter_name(batch.version, batch.adapter))
 
     def _full(self, manifest: PolicyVersion, folder: Path) -> Callable[[], list[RunningBatch]]:
-        """A copy of the base with the version's weights, proven by its canary."""
-        weights = load_file(str(proven(folder, manifest)))
-        model = copy.deepcopy(self._base)
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected or not set(missing) <= _tied_names(model):
-            raise CheckpointError(f"{folder} is of another model ({[*unexpected, *missing][0]})", "Use its base model")
-        model.eval()
+        weights = tensors.read(folder / FILES["full"], manifest.weights_sha256)
+        return self.of_tensors(manifest, weights.items())
+
+    def of_tensors(
+        self, manifest: PolicyVersion, named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Callable[[], list[RunningBatch]]:
+        """A copy of the base with these weights, proven by its canary. A tensor is copied before the next is asked for.
+        Sequences in flight go on meanwhile, by the version that they began with."""
+        model = _with_weights(self._base, named, f"policy v{manifest.version}").eval()
         self.canary_error = check_canary(manifest, model)
         return lambda: [self._make_batch(manifest.version, model, lambda: None, "")]
 
@@ -90,12 +91,20 @@ def adapter_name(version: int, adapter: str) -> str:
     return f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
 
 
-def _tied_names(model: torch.nn.Module) -> set[str]:
-    """Names of the state dict that alias an earlier one."""
-    seen: set[int] = set()
-    tied: set[str] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            tied.add(name)
-        seen.add(id(tensor))
-    return tied
+@torch.no_grad()
+def _with_weights(base: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]], what: str) -> torch.nn.Module:
+    """A model beside `base`, with weights of its own in the same number format and place."""
+    held = base.state_dict(keep_vars=True)
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        if name not in held or held[name].shape != tensor.shape:
+            raise CheckpointError(f"{what} is of another model ({name})", "Use its base model")
+        made[name] = torch.empty_like(held[name]).copy_(tensor)
+    tied = {id(held[name]): tensor for name, tensor in made.items()}  # aliases travel once
+    missing = [name for name, tensor in held.items() if id(tensor) not in tied]
+    if missing:
+        raise CheckpointError(f"{what} is of another model ({missing[0]})", "Use its base model")
+    # Without a copy of the base's weights, which would be one more set of them for a moment.
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    model.load_state_dict({name: tied[id(tensor)] for name, tensor in held.items()}, assign=True)
+    return model

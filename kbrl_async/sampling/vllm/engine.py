@@ -18,16 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
 from kbrl_async.sampling.canary import check_tokenizer
 from kbrl_async.sampling.engine import (
+    LOAD_WAIT_S,
     Completion,
     Computing,
     EngineStats,
@@ -44,6 +48,7 @@ from kbrl_async.sampling.vllm.proof import Prover, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.weights import proven
+from kbrl_async.weights.direct import Meeting, Offer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3
@@ -76,7 +81,6 @@ class VLLMEngine:
         """`options.max_model_len` is what `llm` was really started with."""
         self._llm, self._parts, self.tokenizer, self._options = llm, parts, tokenizer, options
         self._meter, self._computing, self._clock = meter, computing, clock
-        self._deadline_s = options.settings.deadline_s
         self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
         self._prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
@@ -91,6 +95,8 @@ class VLLMEngine:
         self._weights = -1
         """The version of the weights in the engine, with update=full."""
         self._received = self._active = self._interrupted = 0
+        self._longest_s = LOAD_WAIT_S
+        """Until the last answer of an old version has ended."""
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -108,18 +114,20 @@ class VLLMEngine:
         purpose: Purpose = Purpose.TRAIN,
         adapter: str = "",
     ) -> Completion:
-        """One completion of `prompt`, tokenised as it stands (no special tokens). InfraError after `deadline_s`."""
+        """One completion of `prompt`, tokenised as it stands (no special tokens). InfraError after its deadline."""
         check_params(params, purpose)
         self._check_alive()
         check_served(self._live.newest)
         draft = Draft(self._prompts.fitting(prompt, params.max_tokens), params.max_tokens)
-        started = self._clock()
+        started, deadline_s = self._clock(), self._options.settings.answer_deadline_s(params.max_tokens)
+        self._longest_s = max(self._longest_s, deadline_s)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 reason = await self._write(draft, request_id, params, adapter)
         except TimeoutError as error:
-            cause = f"an answer took longer than {self._deadline_s:g} s ({len(draft.token_ids)} tokens came)"
-            raise InfraError(cause, "Raise sampler.deadline_s, or lower max_tokens or sampler.slots") from error
+            cause = f"an answer took longer than {deadline_s:g} s ({len(draft.token_ids)} tokens came)"
+            cure = "Lower sampler.min_tokens_per_s, max_tokens or sampler.slots, or raise sampler.deadline_s"
+            raise InfraError(cause, cure) from error
         return Completion(
             prompt_ids=draft.prompt_ids,
             token_ids=draft.token_ids,
@@ -246,7 +254,7 @@ class VLLMEngine:
             if wanted == "lora":
                 await self._load_adapters(manifest, folder)
             else:
-                await self._load_weights(manifest, folder)
+                await self._load_weights(manifest, functools.partial(self._reload, folder))
 
     async def _load_adapters(self, manifest: PolicyVersion, folder: Path) -> None:
         await self._wait_for_room()
@@ -264,14 +272,39 @@ class VLLMEngine:
         self._live.serve(named)
         await self._retire()
 
-    async def _load_weights(self, manifest: PolicyVersion, folder: Path) -> None:
+    @property
+    def workers(self) -> int:
+        return self._options.settings.gpus
+
+    async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
+        where = msgspec.json.encode(meeting)
+        async with self._failing():
+            await self._llm.collective_rpc("meet_learner", args=(where, link, 1 + self.workers, patience_s))
+
+    async def receive(self, offer: Offer) -> None:
+        async with self._load_lock:
+            self._check_alive()
+            if offer.manifest.version <= self._live.newest or self._options.update != "full":
+                raise InfraError("no weights are wanted from the learner", "Send full weights, each version once")
+            await self._load_weights(offer.manifest, functools.partial(self._take, msgspec.msgpack.encode(offer)))
+
+    async def _take(self, offer: bytes) -> None:
+        try:
+            async with self._failing():
+                await self._llm.collective_rpc("receive_weights", args=(offer,))
+        except BaseException as error:
+            self._failure = error  # half of the weights may be new: a fresh process loads them from a file
+            raise
+
+    async def _load_weights(self, manifest: PolicyVersion, change: Callable[[], Awaitable[None]]) -> None:
+        """`change` puts the weights into the engine while it stands still."""
         new = Served(manifest.version)
         if self._live.newest < 0:
             await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             async with self._computing():
-                await self._change_weights(new, folder, proof)
+                await self._change_weights(new, change, proof)
             await self._prover.prove(manifest, "", self._ask_as(new), None)
         except BaseException as error:
             if self._proof is proof:
@@ -282,12 +315,14 @@ class VLLMEngine:
         proof.set_result(None)
         self._proof = None
 
-    async def _change_weights(self, new: Served, folder: Path, proof: asyncio.Future[None]) -> None:
+    async def _change_weights(
+        self, new: Served, change: Callable[[], Awaitable[None]], proof: asyncio.Future[None]
+    ) -> None:
         """Between two tokens of everything in flight."""
         self._open.clear()
         try:
             await self._pausing.hold("update", lambda: self._received)
-            await self._reload(folder)
+            await change()
             self._weights, self._proof = new.version, proof
             self._live.serve([new])
             self._live.retire()
@@ -338,7 +373,8 @@ class VLLMEngine:
 
     async def _wait_for_room(self) -> None:
         live, most = lambda: len(self._live.live), self._options.live_versions
-        await wait_for_room(live, most, self._released, self._check_alive, "Lower max_tokens or sampler.deadline_s")
+        cure = "Lower max_tokens or sampler.deadline_s"
+        await wait_for_room(live, most, self._released, self._check_alive, cure, self._longest_s)
 
     def _ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
         """How the prover puts one question, the way rollouts go."""
@@ -349,7 +385,7 @@ class VLLMEngine:
             )
             prompt = token_prompt(ids, f"canary{served.version}")
             last = None
-            async with self._failing(), asyncio.timeout(self._deadline_s):
+            async with self._failing(), asyncio.timeout(self._options.settings.answer_deadline_s(1)):
                 key = f"canary#{next(self._serial)}"
                 async for output in self._llm.generate(prompt, params, key, **self._with_lora(served)):
                     last = output

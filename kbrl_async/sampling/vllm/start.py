@@ -58,6 +58,7 @@ def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLL
     if update not in ("auto", published):
         cause = f"sampler.update={update}, and the learner publishes {manifest.kind} versions"
         raise ConfigError(cause, "Use sampler.update=auto")
+    check_split(manifest.base_model, setup.settings.tensor_parallel)
     found = [json.loads(path.read_text()) for path in folder.rglob("adapter_config.json")]
     ranks = [rank for one in found for rank in (one["r"], *one.get("rank_pattern", {}).values())]
     return VLLMOptions(
@@ -71,6 +72,15 @@ def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLL
         lora_rank=max(ranks, default=0),
         roles=1 + len(manifest.adapters),
     )
+
+
+def check_split(model: str, parts: int) -> None:
+    """ConfigError where vLLM can't split the model so; what is no local folder it has to find out itself."""
+    path = Path(model) / "config.json"
+    heads = json.loads(path.read_text()).get("num_attention_heads", parts) if path.is_file() else parts
+    if heads % parts:
+        cause = f"sampler.tensor_parallel={parts} does not divide the {heads} attention heads of {model}"
+        raise ConfigError(cause, "Use a divisor of them, and sampler.data_parallel for the other GPUs")
 
 
 def end_ids(model: str) -> list[int]:
@@ -205,8 +215,12 @@ def fitted(options: VLLMOptions, total: int) -> VLLMOptions:
     if not token or not weights:
         return options
     longest = options.max_model_len or shape["max_position_embeddings"]
-    cache = token * (longest + BLOCK_TOKENS) * (options.settings.slots + 1)
-    needed = cache + 2 * weights + BESIDE_BYTES  # twice: new full weights are read beside the old ones
+    # Each GPU has its part of the weights, and of keys and values as far as there are heads to part.
+    parts = options.settings.tensor_parallel
+    heads = int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
+    slots = -(-options.settings.slots // options.settings.data_parallel)
+    cache = token // min(parts, heads) * (longest + BLOCK_TOKENS) * (slots + 1)
+    needed = cache + 2 * weights // parts + BESIDE_BYTES  # twice: new full weights are read beside the old ones
     if needed > options.settings.memory_share * total:
         return options
     settings = msgspec.structs.replace(options.settings, memory_share=needed / total)

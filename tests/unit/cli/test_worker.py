@@ -70,14 +70,15 @@ def test_the_key_must_be_of_the_workers_role(tmp_path: Path) -> None:
         worker.prepare(arguments(tmp_path, "bench", "--connect", REMOTE, "--keys", keys))
 
 
-def test_a_sampler_needs_the_policies_and_finds_them_where_it_looks(tmp_path: Path) -> None:
+def test_a_sampler_finds_the_policies_of_a_shared_disk_where_it_looks_and_has_its_own_without(tmp_path: Path) -> None:
     keys = issued(tmp_path, Role.SAMPLER)
     words = ("sample", "--connect", REMOTE, "--keys", keys)
-    with pytest.raises(UserError, match="--policies FOLDER"):
-        worker.prepare(arguments(tmp_path, *words))
+    with pytest.raises(UserError, match=r"--policies .*gone is no folder"):
+        worker.prepare(arguments(tmp_path, *words, "--policies", str(tmp_path / "gone")))
     (tmp_path / "shared").mkdir()
     folder = worker.prepare(arguments(tmp_path, *words, "--policies", str(tmp_path / "shared")))["KBRL_RUN_DIR"]
     assert (Path(folder) / "policies").resolve() == tmp_path / "shared"
+    assert not (Path(worker.prepare(arguments(tmp_path, *words))["KBRL_RUN_DIR"]) / "policies").exists()
 
 
 ANY = "tcp://127.0.0.1:*"

@@ -51,7 +51,7 @@ def test_a_published_folder_loads_as_a_hugging_face_model(tmp_path: Path, model:
 def test_lora_publishes_the_adapter_only(tmp_path: Path, model: torch.nn.Module) -> None:
     publish(tmp_path, wrap_lora(model, rank=2), 1)
     names = {p.name for p in versions.version_folder(tmp_path, 1).iterdir()}
-    assert names == {"adapter_model.safetensors", "adapter_config.json", "manifest.json", MARKER}
+    assert names == {"adapter_model.safetensors", "adapter_config.json", "manifest.json", "files.json", MARKER}
 
 
 def test_changed_weights_are_found(tmp_path: Path, model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import warnings
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
 from kbrl_async.sampling.vllm.scheduler import Meter
+from kbrl_async.sampling.vllm.worker import WorkerExtension
 
 FINAL_ONLY, DELTA = "final_only", "delta"
 
@@ -102,10 +104,26 @@ class Request:
 PARTS = Parts(FakeSamplingParams, FakeLoRARequest, FINAL_ONLY, DELTA)
 
 
+class FakeWorker(WorkerExtension):
+    """One of vLLM's workers, with our extension mixed in; all of them hold one model here, each of its own name."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self.rank, self.device = rank, torch.device("cpu")
+        parallel = SimpleNamespace(data_parallel_rank=0, world_size=1)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.model_runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load))
+        self._held = model.state_dict(keep_vars=True)
+
+    @torch.no_grad()
+    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            self._held[name].copy_(tensor)
+
+
 class FakeAsyncLLM:
     """`model` is the base. `kv_tokens` bounds prompt and answer tokens of all running requests together."""
 
-    def __init__(self, model: torch.nn.Module, meter: Meter, kv_tokens: int = 10_000) -> None:
+    def __init__(self, model: torch.nn.Module, meter: Meter, kv_tokens: int = 10_000, workers: int = 1) -> None:
         self.model, self.meter, self.kv_tokens = copy.deepcopy(model), meter, kv_tokens
         self.adapters: dict[int, torch.nn.Module] = {}
         self.running: dict[str, Request] = {}
@@ -116,6 +134,7 @@ class FakeAsyncLLM:
         self.logits: Callable[[torch.Tensor, float], torch.Tensor] = lambda z, temperature: z / temperature
         self.seen: list[tuple[str, str, str]] = []
         """(request, adapter, cache salt) of everything that was asked."""
+        self.workers = [FakeWorker(self.model, rank) for rank in range(workers)]
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -172,8 +191,12 @@ class FakeAsyncLLM:
         self.paused = False
         self._wake.set()
 
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        assert (method, self.paused) == ("reload_weights", True)
+    async def collective_rpc(self, method: str, kwargs: Any = None, args: tuple[Any, ...] = ()) -> None:
+        if method != "reload_weights":
+            assert self.paused or method != "receive_weights"
+            await asyncio.gather(*(asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers))
+            return
+        assert self.paused
         self.model.load_state_dict(load_file(str(Path(kwargs["weights_path"]) / "model.safetensors")), strict=False)
 
     def die(self) -> None:
@@ -200,7 +223,7 @@ class FakeAsyncLLM:
                 if self.held_at is None or len(request.out) < self.held_at:
                     self._step(request_id, request)
             usage = sum(r.kv for r in self.running.values()) / self.kv_tokens
-            self.meter.kv_usage, self.meter.waiting = usage, len(self.waiting)
+            self.meter.saw(len(self.waiting), usage)
             self.meter.tick()
             await asyncio.sleep(0)
 

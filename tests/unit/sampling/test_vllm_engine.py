@@ -184,7 +184,7 @@ def test_an_answer_past_its_deadline_is_given_back_and_frees_its_kv(adapters: Le
     # The canaries are asked within the same deadline, and must not meet it on a slow machine.
     async def slow(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
-        engine._deadline_s = 0.05
+        engine._options = vllm_options(lora_rank=4, max_model_len=256, deadline_s=0.05)
         engine.load = lambda *_: asyncio.sleep(0)  # type: ignore[assignment, method-assign]
         await body(engine, llm)
 

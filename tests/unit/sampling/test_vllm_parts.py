@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from kbrl_async.errors import ConfigError, MissingTool, PolicyMismatch
 from kbrl_async.sampling.canary import check_temperature, judge
-from kbrl_async.sampling.vllm.options import arguments, check_installed, set_environment, watch
+from kbrl_async.sampling.vllm.options import arguments, check_installed, set_environment
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
+from kbrl_async.sampling.vllm.worker import watch
 from tests.unit.sampling.fake_vllm import vllm_options
 
 KNOWN = frozenset(

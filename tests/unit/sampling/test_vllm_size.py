@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+from kbrl_async.errors import ConfigError, MissingTool
+from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.vllm.options import VLLMOptions, arguments
-from kbrl_async.sampling.vllm.start import BESIDE_BYTES, BLOCK_TOKENS, fitted, token_bytes
+from kbrl_async.sampling.vllm.start import BESIDE_BYTES, BLOCK_TOKENS, check_split, fitted, token_bytes
 from tests.unit.sampling.fake_vllm import vllm_options
 
 GIB = 1 << 30
+KNOWN = frozenset(
+    {
+        *("logprobs_mode", "skip_tokenizer_init", "tensor_parallel_size", "data_parallel_size", "max_num_seqs"),
+        *("enable_prefix_caching", "enable_chunked_prefill"),
+    }
+)
 SMALL = {"num_hidden_layers": 6, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 1024}
 # Qwen2.5-7B: grouped keys and values.
 LARGE = {
@@ -48,6 +56,40 @@ def test_a_small_model_gets_a_cache_for_every_slot_and_measures_nothing(tmp_path
     assert found.settings.memory_share == pytest.approx((found.kv_bytes + 2000 + BESIDE_BYTES) / (141 * GIB))
     given = arguments(found, frozenset(["logprobs_mode", "skip_tokenizer_init", "kv_cache_memory_bytes"]))
     assert given["kv_cache_memory_bytes"] == found.kv_bytes
+
+
+def test_gpus_share_weights_and_heads_and_copies_share_slots(tmp_path: Path) -> None:
+    one = fitted(options(model(tmp_path, SMALL)), 141 * GIB)
+    split = fitted(options(model(tmp_path, SMALL), tensor_parallel=2, data_parallel=2), 141 * GIB)
+    assert one.kv_bytes is not None
+    assert split.kv_bytes == one.kv_bytes // 2 // 65 * 33
+    given = arguments(split, KNOWN)
+    assert (given["tensor_parallel_size"], given["data_parallel_size"], given["max_num_seqs"]) == (2, 2, 32)
+
+
+def test_a_model_that_can_t_be_split_so_is_refused_before_it_loads(tmp_path: Path) -> None:
+    name = model(tmp_path, SMALL)
+    check_split(name, 3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4 does not divide the 6 attention heads"):
+        check_split(name, 4)
+
+
+def test_a_vllm_that_knows_no_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    name = model(tmp_path, SMALL)
+    with pytest.raises(MissingTool, match="can't use 2 GPUs"):
+        arguments(options(name, tensor_parallel=2), KNOWN - {"tensor_parallel_size"})
+
+
+def test_prefixes_and_pieces_of_prompts_are_settings() -> None:
+    given = arguments(options("m", prefix_caching=False, chunked_prefill=False), KNOWN)
+    assert (given["enable_prefix_caching"], given["enable_chunked_prefill"]) == (False, False)
+    assert all(arguments(options("m"), KNOWN)[name] for name in ("enable_prefix_caching", "enable_chunked_prefill"))
+
+
+def test_a_deadline_follows_the_longest_answer() -> None:
+    assert Sampler().answer_deadline_s(256) == pytest.approx(300 + 256 / 5)
+    assert Sampler(min_tokens_per_s=20.0).answer_deadline_s(32_000) == pytest.approx(1900)
+    assert Sampler(deadline_s=60.0).answer_deadline_s(32_000) == 60.0
 
 
 def test_a_shorter_context_takes_less(tmp_path: Path) -> None:

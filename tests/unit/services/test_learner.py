@@ -28,13 +28,20 @@ torch.set_num_threads(1)  # threads that spin for a busy core make tiny operatio
 CANARY = Canaries([1, 2, 3], [])
 
 
+_living: dict[Path, Learning] = {}
+
+
 def learning(folder: Path, **settings: Any) -> Learning:
     config = Config(max_staleness=0, **settings)
     service: Any = SimpleNamespace(
         config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
+    if folder in _living:  # a process that is gone writes no more
+        _living.pop(folder)._publisher.close()
     trainer = Trainer(tiny_model(scale=1.0, **SMALLER), config)
-    made = Learning(service, LocalEngine(trainer, "base", CANARY, folder / "checkpoints", folder / "policies"))
+    made = _living[folder] = Learning(
+        service, LocalEngine(trainer, "base", CANARY, folder / "checkpoints", folder / "policies")
+    )
     made._resume()
     return made
 
@@ -100,6 +107,7 @@ def test_the_version_that_a_kept_batch_needs_is_not_collected(tmp_path: Path) ->
     kept.keep(tmp_path, [b"frame"], kept.About("batch-000000", 0, "alarm: ess"), 1 << 20)
     for index in range(actor.KEPT_VERSIONS + 2):
         made.train(batch(index), groups(index), nothing)
+    made.close()
     names = {path.name for path in (tmp_path / "policies").glob("policy-v*")}
     assert "policy-v0" in names
     assert "policy-v1" not in names
@@ -109,6 +117,7 @@ def test_versions_go_to_the_policy_url_too_and_old_ones_leave_it(tmp_path: Path)
     made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote")
     for index in range(actor.KEPT_VERSIONS + 1):
         made.train(batch(index), groups(index), nothing)
+    made.close()
     newest = {f"policy-v{v}" for v in range(2, actor.KEPT_VERSIONS + 2)}
     assert {path.name for path in (tmp_path / "remote").iterdir()} == newest
 
@@ -117,6 +126,7 @@ def test_a_store_that_is_away_costs_no_update(tmp_path: Path) -> None:
     (tmp_path / "remote").write_text("a file where a folder should be")
     made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote/policies")
     assert made.train(batch(0), groups(0), nothing).policy_version == 1
+    made.close()
     assert "policy not uploaded" in [line.event for line in made._service.log.at("error")]
 
 
@@ -161,6 +171,7 @@ def test_a_learner_that_dies_before_every_publication_goes_on_bit_by_bit_from_ch
         assert again.version == index + 1
         report = again.train(batch(index), groups(index), nothing)
         found.append(report.metrics["loss"])
+        again.close()
         assert (tmp_path / "b" / "policies" / f"policy-v{index + 1}" / "COMPLETE").exists()
     assert found == expected
     assert same(weights(again), weights(unbroken))

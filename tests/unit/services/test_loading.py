@@ -11,7 +11,7 @@ import pytest
 from kbrl_async.errors import CheckpointError, InfraError
 from protocols.messages import Pause, Resume
 from protocols.records import SamplingParams
-from services.sampler.__main__ import watched
+from services.runtime.pumping import watched
 from services.sampler.actor import EngineLost, Sampling
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, until

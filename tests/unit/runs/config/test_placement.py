@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError, HostError
 from kbrl_async.runs.config import load
-from kbrl_async.runs.config.placement import Gpu, allowed, check_fit, misfit, visible_to
+from kbrl_async.runs.config.placement import Gpu, allowed, check_fit, misfit, ranges, visible_to
 from services.runtime.placing import place
 
 H100 = [Gpu(str(i), "NVIDIA H100", 79.6) for i in range(8)]
@@ -44,6 +44,20 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     names = ["learner", *(f"sampler.{i}" for i in range(1, 5)), *(f"timing_bench.{i}" for i in range(1, 4))]
     ids = [visible_to(config, name, H100)["CUDA_VISIBLE_DEVICES"] for name in names]
     assert sorted(ids) == [str(i) for i in range(8)]
+
+
+@pytest.mark.parametrize(("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("split", "4")])
+def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placement: str, gpu: str) -> None:
+    config = load(
+        overrides=[f"placement={placement}", "processes.verifier=3", "timing_bench.shares_with=[timing_bench]"]
+    )
+    at = {visible_to(config, f"verifier.{number}", H100)["CUDA_VISIBLE_DEVICES"] for number in (1, 2, 3)}
+    bench = visible_to(config, "timing_bench.1", H100)["CUDA_VISIBLE_DEVICES"]
+    assert at == {gpu}
+    assert (bench == gpu) is (placement == "one_gpu")
+    assert misfit(config, H100) == ""
+    if placement == "split":
+        assert misfit(config, H100[:4]).endswith("+ 1 for verifiers), and this machine has 4")
 
 
 def test_each_process_of_a_learner_gets_a_gpu_of_its_own_in_a_split() -> None:
@@ -118,3 +132,53 @@ def test_every_preset_has_a_config_that_fits_exactly_so_many_gpus(file: str, gpu
     config = load([CONFIGS / file])
     assert misfit(config, H100[:gpus]) == ""
     assert misfit(config, H100[: gpus - 1]) != ""
+
+
+def test_a_sampler_of_several_gpus_gets_a_range_of_its_own() -> None:
+    words = ["placement=split", "sampler.engine=vllm", "sampler.tensor_parallel=2", "sampler.data_parallel=1"]
+    words += ["processes.sampler=2", "processes.timing_bench=2", "learner.processes=2"]
+    got = seen(*words)
+    assert [got[name] for name in PLACED] == ["0,1", "2,3", "4,5", "6", "7"]
+    config = load(overrides=words)
+    assert ranges(config)["sampler.2"] == "4-5"
+    assert ranges(config)["timing_bench.1"] == "6"
+    assert misfit(config, H100) == ""
+    assert "processes.sampler=2 × 2 GPUs" in misfit(config, H100[:7])
+    assert ranges(load()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["sampler.tensor_parallel=2"], r"sampler\.tensor_parallel=2 needs sampler\.engine=vllm"),
+        (["sampler.data_parallel=2", "sampler.engine=vllm", "placement=one_gpu"], "gives the sampler a single GPU"),
+        (["sampler.tensor_parallel=2", "sampler.engine=vllm", "device=cpu"], "needs GPUs, and device=cpu"),
+        (["sampler.data_parallel=4", "sampler.engine=vllm", "sampler.slots=2"], r"more than sampler\.slots=2"),
+        (["weights.transport=direct", "lora_rank=8"], "an adapter is small"),
+        (
+            ["weights.transport=direct", "sampler.engine=openai", "sampler.base_url=http://x/v1", "model_name=m"],
+            "take no",
+        ),
+        (["weights.transport=direct", "placement=two_gpus"], "GPUs of their own"),
+        (["weights.dtype=bfloat16", "lora_rank=8"], "is of full weights"),
+    ],
+)
+def test_what_contradicts_is_refused_by_name(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(overrides=words)
+
+
+@pytest.mark.parametrize(
+    ("words", "sends"),
+    [
+        ([], False),
+        (["weights.transport=direct"], True),
+        (["placement=split"], True),
+        (["placement=split", "weights.transport=files"], False),
+        (["placement=split", "device=cpu"], False),
+        (["placement=split", "lora_rank=8"], False),
+        (["placement=one_gpu"], False),
+    ],
+)
+def test_weights_are_sent_where_learner_and_samplers_have_gpus_of_their_own(words: list[str], sends: bool) -> None:
+    assert load(overrides=words).sends_weights is sends

@@ -26,7 +26,7 @@ SETTINGS = {
     ROOT / "kbrl_async" / path
     for path in (
         "runs/config/schema.py", "runs/settings.py", "kernels/settings.py", "learning/settings.py",
-        "rollouts/settings.py", "sampling/settings.py", "evaluation/settings.py",
+        "rollouts/settings.py", "sampling/settings.py", "evaluation/settings.py", "weights/settings.py",
     )
 }  # fmt: skip
 DEFAULTS: dict[str, list[Any]] = {}
@@ -113,7 +113,6 @@ OTHERWISE: Mapping[str, str] = {
     "compare_page.window": DRAWN,
     "Series.window": DRAWN,
     "linear.steps": DRAWN,
-    "Order.temperature": "the wire between ranks, whose orders say it where it counts",
     "load_model.lora_rank": AS_IT_IS,
     "load_model.base_quantisation": AS_IT_IS,
     "submit.max_staleness": "-1 on the wire: may be of any age",

@@ -12,6 +12,10 @@ from protocols.records import PolicyVersion
 POLICY_PREFIX = "policy-v"
 """Before the number of a version, in the name of its folder."""
 MANIFEST = "manifest.json"
+LISTED = "files.json"
+"""All files of a version with their hashes, for samplers that share no disk with the learner."""
+MEETING = "meeting.json"
+"""In the folder of policies: where the learner of this run sends weights from, while it does."""
 FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors", "tinker": "tinker.json"}
 """By kind of policy; an adapter of a role lies in a folder of its name, and weights at Tinker under the path that the
 file names."""

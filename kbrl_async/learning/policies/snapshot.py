@@ -1,0 +1,65 @@
+"""A copy of a policy's weights on the host, made while the learner waits, so that all that is slow can be done beside
+the next update: writing, hashing, sending.
+
+::
+
+    named_weights(model), or those of all ranks: one after the other ─▶ HostCopy.of ─▶ name ─▶ tensor on the host
+
+Invariant: a copy is valid until the next one is made with the same `HostCopy`, which reuses its memory: so much memory
+as one version takes, pinned where the weights are on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state dict without tied duplicates: safetensors stores no aliases."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+class HostCopy:
+    """The memory of one copy.
+
+    memory = HostCopy(torch.bfloat16)
+    tensors = memory.of(named_weights(model))
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype` that floating-point weights are rounded to; None: as they are."""
+        self._dtype = dtype
+        self._held: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, named: Named) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in named:
+            rounded = tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
+            made[name] = self._room(name, rounded).copy_(rounded, non_blocking=True)
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self._held = made
+        return made
+
+    def _room(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        held = self._held.get(name)
+        if held is not None and held.shape == like.shape and held.dtype == like.dtype:
+            return held
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def as_they_are(named: Named) -> dict[str, torch.Tensor]:
+    """The same for weights that nobody changes until they are written: copied from a GPU only."""
+    return {name: tensor.cpu().contiguous() for name, tensor in named}
