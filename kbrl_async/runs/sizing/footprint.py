@@ -28,7 +28,6 @@ CONTEXT = 0.6e9
 """Of CUDA and its libraries in one process (0.5 to 0.7 on H100 and H200)."""
 GPU_LOGITS, CPU_LOGITS = 1 << 27, 1 << 24
 """Logits that exist at once, as `learning.forward_backward` bounds them."""
-EIGHT_BIT = 1.02
 HELD = {"bf16": 2.0, "fp32": 4.0, "int8": 1.03, "nf4": 0.53}
 """Of a frozen weight, with the scales of its blocks (Dettmers et al. 2023, "QLoRA")."""
 
@@ -76,7 +75,9 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """How weights stand in memory, a key of `HELD`; gradients and moments of all weights stand like them."""
     bf16: bool = True
     """Forward and backward pass compute in bf16."""
-    fused: bool = False
+    path: memory.Path = "plain"
+    """What computes: the model's own modules (plain), with fused kernels in them, or the fused decoder."""
+    offload_activations: bool = False
     recomputed: Recomputed = Recomputed.NONE
     ranks: int = 1
     sharded: bool = False
@@ -89,8 +90,6 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes that the process may hold, where as much is computed again as that takes."""
     offload: bool = False
     """Shares wait on the host, where the optimizer computes."""
-    eight_bit: bool = False
-    """The moments are numbers of 8 bits with a scale for each block (Dettmers et al. 2022)."""
     on_gpu: bool = True
 
     @property
@@ -119,7 +118,7 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
         parts["adapter"] = item * trained
     else:
         trained, item = shape.parameters / split, HELD[how.held]
-    parts |= {"gradients": item * trained, "moments": 2 * (EIGHT_BIT if how.eight_bit else item) * trained}
+    parts |= {"gradients": item * trained, "moments": 2 * item * trained}
     parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
     if how.offload:
         parts = {}
@@ -138,8 +137,8 @@ def _gathered(shape: ModelShape, how: Learning) -> float:
 def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     """What a forward and backward pass adds to `held`."""
     loss = loss_bytes(shape, how)
-    if how.fused:
-        return {"activations": _fused(shape, how, how.room - held - loss), "loss": loss}
+    if how.path != "plain":
+        return {"activations": _by_kernels(shape, how, how.room - held - loss), "loss": loss}
     if how.recomputed is Recomputed.AUTO:
         return _as_fits(shape, how, held)
     everything = layer_bytes(shape, how)
@@ -212,14 +211,20 @@ def loss_bytes(shape: ModelShape, how: Learning) -> float:
     return float(chunk * (3 * FP32 + (how.item if how.bf16 else 0)))
 
 
-def _fused(shape: ModelShape, how: Learning, room: float) -> float:
-    """As much as the fused learner plans to keep of a microbatch, see `learning.fused.memory`."""
-    sizes = memory.Shape(shape.layers, shape.hidden, shape.width, shape.query, 2 * shape.key_value, how.item)
-    kept, whole = memory.plan(sizes, how.tokens, room)
-    bare, lean, full = (how.tokens * size for size in (sizes.bare, sizes.lean, sizes.full))
-    again = full if whole < shape.layers else 0
-    layers = (shape.layers - whole) * bare + (whole - kept) * lean + kept * full
-    return memory.SLACK + how.tokens * sizes.workspace + layers + again
+def _by_kernels(shape: ModelShape, how: Learning, room: float) -> float:
+    """What the learner itself plans to keep of a microbatch, see `learning.fused.memory`."""
+    sizes = memory.Shape(
+        shape.layers,
+        shape.hidden,
+        shape.width,
+        shape.query,
+        2 * shape.key_value,
+        how.item,
+        shape.has_query_norm,
+        how.path,
+        how.offload_activations,
+    )
+    return memory.activation_bytes(sizes, how.tokens, memory.planned(how.recomputed, sizes, how.tokens, room))
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 32])
-@pytest.mark.parametrize("rank", [32])
+@pytest.mark.parametrize("rank", [32, 0])
 @pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-4B", "Qwen3-32B", "Llama-3.1-8B"])
 def test_what_is_recommended_loads_and_fits(tmp_path: Path, model: str, rank: int, gpus: int) -> None:
     wish = Wish(model=model, gpus=gpus, capacity=150.7 * GB, rank=rank)
