@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too few", f"Give {least} or more")
     capacity = capacity_of(args.gpu, args.gpu_memory)
-    wish = Wish(model=args.model, gpus=args.gpus, capacity=capacity, lora_rank=args.lora_rank, length=args.length)
+    wish = Wish(model=args.model, gpus=args.gpus, capacity=capacity, rank=args.lora_rank, length=args.length)
     advice = recommend(read_shape(args.model), wish)
     if args.json:
         print_json(_as_json(advice))

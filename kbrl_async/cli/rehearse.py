@@ -44,7 +44,8 @@ examples:
   kbrl rehearse --model Qwen2.5-0.5B --length 600:1.5
   kbrl rehearse --model ./my-model --config model.yaml max_steps=20
                                            a folder that holds a config.json
-  kbrl rehearse --model Qwen2.5-7B --length 4000:1.6 --price H200=3.2 placement=one_gpu sampler.engine=vllm
+  kbrl rehearse --model Qwen2.5-7B --length 4000:1.6 --price H200=3.2 \\
+      sampler.engine=vllm
 
 What is real, what is not, and how to read it: docs/howto-model.md"""
 DEFAULTS = {"name": "rehearsal", "lora_rank": 32, "max_steps": 5, "max_minutes": None, "eval_samples": 0}
@@ -138,7 +139,7 @@ def script_of(config: Config, args: argparse.Namespace, median: float, spread: f
         said = answers.read(args.answers, problems)
     else:
         said = answers.written(problems, config.backend, args.right, config.seed)
-    return Script(said, median, spread, config.seed)
+    return Script(said, config.seed, median, spread)
 
 
 def fill(folder: Path, device: str) -> None:

@@ -36,6 +36,8 @@ LEARNER_ENGINES = Door(
     },
 )
 """`(setup) -> engine`, see `engine`."""
+FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Models whose layers the fused kernels fit, see `fused.families`."""
 AT_SERVICE = frozenset({"importance_sampling", "ppo", "grpo"})
 """Losses that Tinker computes itself where `learner.loss_at` says so."""
 CLIPPED = frozenset({"ppo", "grpo", "decoupled", "a3po"})

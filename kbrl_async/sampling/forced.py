@@ -38,11 +38,11 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     answers: dict[str, list[str]]
     """By problem id, as a policy would write them."""
+    seed: int
     median: float = 0.0
     """Tokens of an answer; 0: as long as it is."""
     spread: float = 1.0
     """Factor between the median and what five in six answers stay below; lengths are log-normal."""
-    seed: int = 0
 
 
 class ForcedParams(SamplingParams, frozen=True, kw_only=True):

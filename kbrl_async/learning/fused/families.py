@@ -13,15 +13,14 @@ import torch
 
 from kbrl_async.learning.fused.memory import head_depth
 from kbrl_async.learning.policies.models import causal_lm
-
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+from kbrl_async.learning.settings import FUSED_FAMILIES
 
 
 def why_not(model: torch.nn.Module) -> str:
     """Why the layers of `model`, LoRA-wrapped or not, can't be fused; empty where they can."""
     inner = causal_lm(model)
     config: Any = inner.config
-    if getattr(config, "model_type", "") not in FAMILIES:
+    if getattr(config, "model_type", "") not in FUSED_FAMILIES:
         return f"its family is {getattr(config, 'model_type', 'unknown')}"
     if getattr(config, "hidden_act", "silu") != "silu":
         return f"its activation is {config.hidden_act}"

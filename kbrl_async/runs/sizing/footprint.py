@@ -28,7 +28,6 @@ CONTEXT = 0.6e9
 """Of CUDA and its libraries in one process (0.5 to 0.7 on H100 and H200)."""
 GPU_LOGITS, CPU_LOGITS = 1 << 27, 1 << 24
 """Logits that exist at once, as `learning.forward_backward` bounds them."""
-EIGHT_BIT = 1.02
 HELD = {"bf16": 2.0, "fp32": 4.0, "int8": 1.03, "nf4": 0.53}
 """Of a frozen weight, with the scales of its blocks (Dettmers et al. 2023, "QLoRA")."""
 
@@ -69,13 +68,16 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """Of one microbatch, padding included."""
     scored: int = 0
     """Tokens of it that have a loss; 0: all."""
-    lora_rank: int = 0
+    rank: int = 0
+    """Of the LoRA adapter; 0: all weights are trained."""
     adapters: int = 1
     held: str = "fp32"
     """How weights stand in memory, a key of `HELD`; gradients and moments of all weights stand like them."""
     bf16: bool = True
     """Forward and backward pass compute in bf16."""
-    fused: bool = False
+    path: memory.Path = "plain"
+    """What computes: the model's own modules (plain), with fused kernels in them, or the fused decoder."""
+    offload_activations: bool = False
     recomputed: Recomputed = Recomputed.NONE
     ranks: int = 1
     sharded: bool = False
@@ -88,8 +90,6 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes that the process may hold, where as much is computed again as that takes."""
     offload: bool = False
     """Shares wait on the host, where the optimizer computes."""
-    eight_bit: bool = False
-    """The moments are numbers of 8 bits with a scale for each block (Dettmers et al. 2022)."""
     on_gpu: bool = True
 
     @property
@@ -100,7 +100,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def casts(self) -> bool:
         """bf16 is computed by autocast, from numbers in fp32: each product makes a copy of its input."""
-        return self.bf16 and (self.lora_rank > 0 or not self.computes_held_bf16)
+        return self.bf16 and (self.rank > 0 or not self.computes_held_bf16)
 
     @property
     def computes_held_bf16(self) -> bool:
@@ -113,12 +113,12 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
     split = how.ranks if how.sharded else 1
     parts = {"weights": HELD[how.held] * shape.parameters / split}
     item = float(FP32)
-    if how.lora_rank:
-        trained = how.adapters * shape.adapter(how.lora_rank) / split
+    if how.rank:
+        trained = how.adapters * shape.adapter(how.rank) / split
         parts["adapter"] = item * trained
     else:
         trained, item = shape.parameters / split, HELD[how.held]
-    parts |= {"gradients": item * trained, "moments": 2 * (EIGHT_BIT if how.eight_bit else item) * trained}
+    parts |= {"gradients": item * trained, "moments": 2 * item * trained}
     parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
     if how.offload:
         parts = {}
@@ -137,8 +137,8 @@ def _gathered(shape: ModelShape, how: Learning) -> float:
 def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     """What a forward and backward pass adds to `held`."""
     loss = loss_bytes(shape, how)
-    if how.fused:
-        return {"activations": _fused(shape, how, how.room - held - loss), "loss": loss}
+    if how.path != "plain":
+        return {"activations": _by_kernels(shape, how, how.room - held - loss), "loss": loss}
     if how.recomputed is Recomputed.AUTO:
         return _as_fits(shape, how, held)
     everything = layer_bytes(shape, how)
@@ -177,7 +177,7 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
     A norm keeps its input in fp32, and what it scales where its weight is trained; a product its input (LoRA: that of
     A); SwiGLU gate, silu(gate), up and their product; attention q, k, v, its output and a number a head.
     """
-    item, is_lora = how.item, bool(how.lora_rank)
+    item, is_lora = how.item, bool(how.rank)
     inputs = item * (5 if how.casts else 2)  # q k v and gate up: a copy each, or one for all
     attention = item * (2 * shape.query + 2 * shape.key_value) + FP32 * shape.heads
     if is_lora and how.bf16:
@@ -186,12 +186,12 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
         attention += (shape.query + shape.key_value) * (FP32 + (0 if is_lora else item))
         attention += FP32 * (shape.heads + shape.kv_heads)
     norms = 2 * (FP32 + _scaled(how)) * shape.hidden + 2 * FP32
-    return norms + inputs * shape.hidden + attention + 4 * item * shape.width + 7 * how.lora_rank * item
+    return norms + inputs * shape.hidden + attention + 4 * item * shape.width + 7 * how.rank * item
 
 
 def _scaled(how: Learning) -> int:
     """Bytes a number of what a norm scales, kept for the gradient of its weight."""
-    return 0 if how.lora_rank else BF16 if how.computes_held_bf16 else FP32
+    return 0 if how.rank else BF16 if how.computes_held_bf16 else FP32
 
 
 def _copies(shape: ModelShape, how: Learning) -> float:
@@ -206,19 +206,25 @@ def loss_bytes(shape: ModelShape, how: Learning) -> float:
     """Logits of a chunk of tokens with what softmax and its gradient make of them; see `learning.logprobs`."""
     scored = how.scored or how.tokens
     chunk = min(scored, max(1, (GPU_LOGITS if how.on_gpu else CPU_LOGITS) // shape.vocabulary)) * shape.vocabulary
-    if how.lora_rank:  # a frozen head: the gradient stands in place of the logits, the hidden states' is kept
+    if how.rank:  # a frozen head: the gradient stands in place of the logits, the hidden states' is kept
         return float(chunk * (how.item + (0 if how.on_gpu else 3 * FP32)) + scored * shape.hidden * how.item)
     return float(chunk * (3 * FP32 + (how.item if how.bf16 else 0)))
 
 
-def _fused(shape: ModelShape, how: Learning, room: float) -> float:
-    """As much as the fused learner plans to keep of a microbatch, see `learning.fused.memory`."""
-    sizes = memory.Shape(shape.layers, shape.hidden, shape.width, shape.query, 2 * shape.key_value, how.item)
-    kept, whole = memory.plan(sizes, how.tokens, room)
-    bare, lean, full = (how.tokens * size for size in (sizes.bare, sizes.lean, sizes.full))
-    again = full if whole < shape.layers else 0
-    layers = (shape.layers - whole) * bare + (whole - kept) * lean + kept * full
-    return memory.SLACK + how.tokens * sizes.workspace + layers + again
+def _by_kernels(shape: ModelShape, how: Learning, room: float) -> float:
+    """What the learner itself plans to keep of a microbatch, see `learning.fused.memory`."""
+    sizes = memory.Shape(
+        shape.layers,
+        shape.hidden,
+        shape.width,
+        shape.query,
+        2 * shape.key_value,
+        how.item,
+        shape.has_query_norm,
+        how.path,
+        how.offload_activations,
+    )
+    return memory.activation_bytes(sizes, how.tokens, memory.planned(how.recomputed, sizes, how.tokens, room))
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +233,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     length: int
     """Of the longest prompt and answer together."""
-    lora_rank: int = 0
+    rank: int = 0
+    """Of the LoRA adapter; 0: all weights are trained."""
     adapters: int = 1
     versions: int = 3
     on_gpu: bool = True
@@ -237,13 +244,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 def transformers_sampler(shape: ModelShape, how: Sampling) -> Footprint:
     """fp32 throughout. Two copies of a LoRA base (one stays as it was loaded); a full version is a copy each."""
-    versions = 1 if how.lora_rank else how.versions
+    versions = 1 if how.rank else how.versions
     drawn = 5 * FP32 * how.slots * shape.vocabulary  # logits, log-probs, their sum, and what sorts them
     step = how.prefill_tokens * FP32 * (3 * shape.width + 4 * shape.hidden)
     parts = {
         "weights": float(FP32 * shape.parameters),
         "versions": float(FP32 * shape.parameters * versions),
-        "adapters": float(FP32 * shape.adapter(how.lora_rank) * how.versions * how.adapters),
+        "adapters": float(FP32 * shape.adapter(how.rank) * how.versions * how.adapters),
         "KV cache": float(shape.kv_bytes(FP32) * (how.slots * how.length + how.prefix_tokens)),
         "drawing": float(max(drawn, step)),
         "CUDA": CONTEXT if how.on_gpu else 0.0,

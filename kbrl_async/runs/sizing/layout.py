@@ -21,7 +21,9 @@ import msgspec
 
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.kernels.backends import runs_on_gpu
-from kbrl_async.runs.config import KEYS, Config
+from kbrl_async.learning.fused.memory import Path as Computes
+from kbrl_async.learning.settings import FUSED_FAMILIES
+from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.placement import Gpu
 from kbrl_async.runs.sizing.footprint import (
     BF16,
@@ -50,7 +52,6 @@ BENCH = 6 * GB
 """The suite's largest problems: input sets, both sides' outputs and two contexts."""
 VLLM_BESIDE = 4 * GB
 """CUDA graphs, activations and adapters of vLLM, beside weights and KV cache."""
-FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2"})
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -81,42 +82,52 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
     """How the configuration has the policy trained, on GPUs of so many bytes; None: on a CPU."""
     settings, on_gpu = config.learner, capacity is not None
     bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and on_gpu)
-    frozen_bf16 = bool(config.lora_rank) and on_gpu and bf16 and config.sampler.engine != "transformers"
-    held = settings.base_quantisation if settings.base_quantisation != "none" else "bf16" if frozen_bf16 else "fp32"
     is_sharded = settings.shard and settings.processes > 1
-    is_fusible = (
-        shape.family in FUSED_FAMILIES and bool(config.lora_rank) and not is_sharded and not config.agents.adapters
-    )
-    if not config.lora_rank and getattr(settings, "master_dtype", "float32") == "bfloat16":
-        held = "bf16"
-    wants_fused = settings.kernels == "fused" or (settings.kernels == "auto" and on_gpu)
-    parts = getattr(settings, "context_parallel", 1)  # ranks that share a sequence's tokens
-    tokens = -(-max(settings.microbatch_tokens, longest(config, shape)) // parts)
+    tokens = -(-max(settings.microbatch_tokens, longest(config, shape)) // settings.context_parallel)
     return Learning(
         tokens=tokens,
         scored=max(1, tokens * config.max_tokens // (PROMPT_TOKENS + config.max_tokens)),
-        lora_rank=config.lora_rank,
+        rank=config.lora_rank,
         adapters=3 if config.agents.adapters else 1,
-        held=held,
+        held=_held(config, on_gpu=on_gpu, bf16=bf16),
         bf16=bf16,
-        fused=wants_fused and is_fusible and held == ("bf16" if bf16 else "fp32"),
-        recomputed=Recomputed(getattr(settings, "activation_checkpointing", "full" if is_sharded else "none")),
+        path=_path(config, shape, on_gpu=on_gpu, bf16=bf16),
+        recomputed=Recomputed(settings.activation_checkpointing),
+        offload_activations=settings.offload_activations,
         ranks=settings.processes,
         sharded=is_sharded,
         autocast=config.sampler.engine == "transformers",
-        offload=is_sharded and getattr(settings, "offload", False),
-        eight_bit=getattr(settings, "optimizer", "adamw") == "adamw_8bit",
+        offload=is_sharded and settings.offload,
         reference=settings.kl != "none" and settings.kl_weight > 0 and not config.lora_rank,
         room=settings.memory_gb * GB or 0.9 * (capacity or float("inf")),
         on_gpu=on_gpu,
     )
 
 
+def _held(config: Config, *, on_gpu: bool, bf16: bool) -> str:
+    """As `services.learner.policy` holds weights."""
+    if config.learner.base_quantisation != "none":
+        return config.learner.base_quantisation
+    if not config.lora_rank:
+        return "bf16" if config.learner.master_dtype == "bfloat16" else "fp32"
+    return "bf16" if on_gpu and bf16 and config.sampler.engine != "transformers" else "fp32"
+
+
+def _path(config: Config, shape: ModelShape, *, on_gpu: bool, bf16: bool) -> Computes:
+    """As `learning.forward_backward` chooses, as far as a shape says."""
+    settings = config.learner
+    wants = settings.kernels == "fused" or (settings.kernels == "auto" and on_gpu)
+    if not wants or shape.family not in FUSED_FAMILIES or settings.base_quantisation != "none":
+        return "plain"
+    by_hand = config.lora_rank and not settings.shard and not config.agents.adapters
+    return "fused" if by_hand and _held(config, on_gpu=on_gpu, bf16=bf16) == ("bf16" if bf16 else "fp32") else "modules"
+
+
 def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[Tenant]:
     """All that holds the policy, and the benches beside it; on a CPU all share its memory, as one GPU."""
     on_one = config.placement != "split"
     ranks, samplers = config.learner.processes, config.processes.sampler
-    each = getattr(config.sampler, "gpus", 1)  # tensor and data parallel
+    each = config.sampler.gpus
     found = [] if config.learner.engine != "torch" else [_learner(config, shape, capacity)]
     for number in range(samplers):
         held = _sampler(config, shape, capacity)
@@ -146,7 +157,7 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
         how = Sampling(
             slots=settings.slots,
             length=longest(config, shape),
-            lora_rank=config.lora_rank,
+            rank=config.lora_rank,
             adapters=adapters,
             on_gpu=capacity is not None,
         )
@@ -154,7 +165,7 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     if settings.engine != "vllm" or capacity is None:
         return None
     share = settings.memory_share * capacity
-    parts, copies = getattr(settings, "tensor_parallel", 1), getattr(settings, "data_parallel", 1)
+    parts, copies = settings.tensor_parallel, settings.data_parallel
     weights = served_weights(shape, parts)
     cache = shape.kv_bytes(BF16) * settings.slots * longest(config, shape) / (parts * copies)
     # New full weights are read beside the old ones; the cache takes what is left, down to one sequence.
@@ -204,7 +215,7 @@ def _cure(config: Config, name: str, part: str) -> str:
         if part == "weights":
             return "Use a GPU of its own (placement=two_gpus or split), or sampler.tensor_parallel"
         return "Lower sampler.slots or max_tokens"
-    if part in ("gradients", "moments", "masters", "reference") or (part == "weights" and not config.lora_rank):
+    if part in ("gradients", "moments", "reference") or (part == "weights" and not config.lora_rank):
         return "Set lora_rank=32, or share it over GPUs: learner.shard=true learner.processes=4 placement=split"
     if part in ("activations", "loss"):
         return "Lower learner.token_budget or max_tokens, or set learner.memory_gb"
@@ -229,8 +240,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     capacity: float
     """Bytes of one GPU."""
-    lora_rank: int = 32
-    """0: all weights are trained."""
+    rank: int = 32
+    """Of the LoRA adapter; 0: all weights are trained."""
     length: int = 8192
     """Tokens of the longest prompt and answer."""
 
@@ -242,8 +253,8 @@ class Row(msgspec.Struct, frozen=True):
     gpus: int
     footprint: Footprint
     fits: bool
-    slots: int = 0
-    """Sequences that a sampler has room for."""
+    sequences: int = 0
+    """That a sampler has room for at once."""
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -283,8 +294,7 @@ def capacity_of(gpu: str, gigabytes: float | None) -> float:
 def recommend(shape: ModelShape, wish: Wish) -> Advice:
     """The fewest GPUs for the learner that leave room for a sampler, the least computed again."""
     learners = [row for ranks in _powers(wish.gpus) for row in _learner_rows(shape, wish, ranks)]
-    splits = _powers(wish.gpus) if "sampler.tensor_parallel" in KEYS else [1]
-    samplers = [_sampler_row(shape, wish, parts) for parts in splits]
+    samplers = [_sampler_row(shape, wish, parts) for parts in _powers(wish.gpus)]
     rows = [*learners, *samplers]
     settings = _one_gpu(shape, wish) if wish.gpus < 3 else _split(wish, learners, samplers)
     if settings:
@@ -300,15 +310,12 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learning:
-    recomputed = Recomputed.FULL if ranks > 1 else Recomputed.NONE
-    if "learner.activation_checkpointing" in KEYS:
-        recomputed = Recomputed.AUTO
     return Learning(
         tokens=wish.length,
-        lora_rank=wish.lora_rank,
-        held="bf16" if wish.lora_rank else "fp32",
-        fused=ranks == 1 and bool(wish.lora_rank) and shape.family in FUSED_FAMILIES,
-        recomputed=recomputed,
+        rank=wish.rank,
+        held="bf16" if wish.rank else "fp32",
+        path="plain" if shape.family not in FUSED_FAMILIES else "fused" if ranks == 1 and wish.rank else "modules",
+        recomputed=Recomputed.AUTO,
         ranks=ranks,
         sharded=ranks > 1,
         autocast=False,
@@ -318,14 +325,14 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learnin
 
 def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[Row]:
     room = (1 - RESERVE) * wish.capacity
-    how = f"LoRA {wish.lora_rank}" if wish.lora_rank else "full weights"
+    how = f"LoRA {wish.rank}" if wish.rank else "full weights"
     held = learner(shape, _learning(shape, wish, ranks, 0.9 * room))
     yield Row(f"learner, {how}", ranks, held, held.total <= room)
 
 
 def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> Row:
     room = 0.9 * wish.capacity
-    weights = served_weights(shape, parts) * (1 if wish.lora_rank else 2)
+    weights = served_weights(shape, parts) * (1 if wish.rank else 2)
     slots = _slots(shape, wish, room - weights - VLLM_BESIDE, parts)
     cache = shape.kv_bytes(BF16) * max(1, slots) * wish.length / parts
     held = Footprint({"weights": weights, "vLLM": VLLM_BESIDE, "KV cache": cache})
@@ -341,7 +348,7 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
     return {
         "model_name": wish.model,
         "backend": "triton",
-        "lora_rank": wish.lora_rank,
+        "lora_rank": wish.rank,
         "max_tokens": max(1, wish.length - PROMPT_TOKENS),
         "max_minutes": None,
         "device": "cuda",
@@ -353,7 +360,7 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
 def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """Learner and sampler share a GPU, and with one GPU the bench, too."""
     room = (1 - RESERVE) * wish.capacity - (BENCH if wish.gpus == 1 else 0.0)
-    weights = served_weights(shape) * (1 if wish.lora_rank else 2)
+    weights = served_weights(shape) * (1 if wish.rank else 2)
     for slots in SLOTS:
         sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
         held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
@@ -371,10 +378,17 @@ def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict
     if trained is None:
         return {}
     left = wish.gpus - benches - trained.gpus
-    served = max((row for row in samplers if row.fits), key=lambda row: row.slots * (left // row.gpus), default=None)
+    served = max(
+        (row for row in samplers if row.fits), key=lambda row: row.sequences * (left // row.gpus), default=None
+    )
     if served is None or left < served.gpus:
         return {}
-    found = {**_base_settings(wish), "placement": "split", "sampler.memory_share": 0.9, "sampler.slots": served.slots}
+    found = {
+        **_base_settings(wish),
+        "placement": "split",
+        "sampler.memory_share": 0.9,
+        "sampler.slots": served.sequences,
+    }
     found |= {"learner.processes": trained.gpus, "learner.shard": trained.gpus > 1}
     found |= {"processes.sampler": left // served.gpus, "processes.timing_bench": benches}
     if served.gpus > 1:
@@ -391,7 +405,7 @@ def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[Row]) -> str:
         )
     least = learner(shape, _learning(shape, wish, wish.gpus, 0.0))
     what = f"{least.gb(least.largest):.0f} GB of {least.largest}"
-    cure = "a shorter --length" if wish.lora_rank else "--lora-rank 32"
+    cure = "a shorter --length" if wish.rank else "--lora-rank 32"
     return f"{wish.gpus} × {wish.capacity / GB:.0f} GB are too little for {what}; more or larger GPUs, or {cure}"
 
 

@@ -76,7 +76,7 @@ def test_an_answer_longer_than_max_tokens_is_cut_like_any_other(model: torch.nn.
 
 def test_lengths_are_as_asked_and_the_answer_stands_at_the_end() -> None:
     code = "```python\nx = 1\n```\n"
-    reciter = Reciter(Script({"L1/01_tanh": [code]}, median=300, spread=1.5), Bytes())
+    reciter = Reciter(Script({"L1/01_tanh": [code]}, 0, median=300, spread=1.5), Bytes())
     said = [forced_ids(reciter.params(request(f"g000001.r{i}"))) for i in range(400)]
     assert statistics.median(map(len, said)) == pytest.approx(300, rel=0.05)
     assert sum(len(ids) <= 450 for ids in said) / len(said) == pytest.approx(0.84, abs=0.05)
@@ -86,7 +86,7 @@ def test_lengths_are_as_asked_and_the_answer_stands_at_the_end() -> None:
 
 
 def test_a_rollout_is_answered_alike_after_a_crash_and_another_one_is_not() -> None:
-    script = Script({"L1/01_tanh": ["a", "b", "c", "d"]}, median=50, spread=2.0)
+    script = Script({"L1/01_tanh": ["a", "b", "c", "d"]}, 0, median=50, spread=2.0)
     first, again = (Reciter(script, Bytes()).params(request()) for _ in range(2))
     assert first == again
     assert len({forced_ids(Reciter(script, Bytes()).params(request(f"g000001.r{i}"))) for i in range(20)}) > 4
@@ -94,17 +94,17 @@ def test_a_rollout_is_answered_alike_after_a_crash_and_another_one_is_not() -> N
 
 
 def test_a_thought_that_the_prompt_has_opened_is_closed() -> None:
-    reciter = Reciter(Script({"L1/01_tanh": ["answer"]}), Bytes(), opens_thought=True)
+    reciter = Reciter(Script({"L1/01_tanh": ["answer"]}, 0), Bytes(), opens_thought=True)
     text = Bytes().decode(list(forced_ids(reciter.params(request()))), skip_special_tokens=True)
     assert text == "\n</think>\n\nanswer"
 
 
 def test_a_problem_without_an_answer_is_named() -> None:
     with pytest.raises(ConfigError, match="no answer to L9/01_new"):
-        Reciter(Script({}), Bytes()).params(request(problem="L9/01_new"))
+        Reciter(Script({}, 0), Bytes()).params(request(problem="L9/01_new"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"answers": {"a": "b"}}', '{"answers": {}, "lenght": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"answers": {"a": "b"}}', '{"answers": {}, "seed": 0, "lenght": 2}'])
 def test_a_file_that_is_no_script_is_an_error(tmp_path: Path, text: str) -> None:
     (path := tmp_path / "answers.json").write_text(text)
     with pytest.raises(ConfigError, match=r"sampler\.forced=.*can't be read"):

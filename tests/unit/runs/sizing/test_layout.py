@@ -50,10 +50,10 @@ def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 32])
-@pytest.mark.parametrize("rank", [32])
+@pytest.mark.parametrize("rank", [32, 0])
 @pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-4B", "Qwen3-32B", "Llama-3.1-8B"])
 def test_what_is_recommended_loads_and_fits(tmp_path: Path, model: str, rank: int, gpus: int) -> None:
-    wish = Wish(model=model, gpus=gpus, capacity=150.7 * GB, lora_rank=rank)
+    wish = Wish(model=model, gpus=gpus, capacity=150.7 * GB, rank=rank)
     advice = recommend(KNOWN[model], wish)
     if not advice.settings:
         assert advice.problem
@@ -66,7 +66,7 @@ def test_what_is_recommended_loads_and_fits(tmp_path: Path, model: str, rank: in
 def test_an_adapter_of_seven_billion_fits_on_one_gpu_and_full_weights_of_them_do_not() -> None:
     shape = KNOWN["Qwen2.5-7B"]
     assert recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB)).settings["placement"] == "one_gpu"
-    full = recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB, lora_rank=0))
+    full = recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB, rank=0))
     assert not full.settings
     assert full.problem
 
