@@ -16,18 +16,21 @@ import time
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed import ProcessGroup
-from kbrl_async.learning.forward_backward import Fused
+from kbrl_async.learning.forward_backward import Fused, OfModules, update_bytes
+from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.attention import fastest
+from kbrl_async.learning.fused.memory import head_depth
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
@@ -36,15 +39,20 @@ from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("learner", __doc__)
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "tie_word_embeddings")  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(NAMES, values, strict=True))
-    for name, values in {
-        "7b": (3584, 18944, 28, 28, 4, 152064, False),
-        "0.5b": (896, 4864, 24, 14, 2, 151936, True),
-        "tiny": (64, 160, 2, 4, 2, 512, False),
-    }.items()
+         "vocab_size", "tie_word_embeddings", "head_dim")  # fmt: skip
+SHAPES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064, False)),
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 151936, True)),
+    "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 151936, True, 128)),
+    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 151936, False, 128)),
+    "llama3-8b": ("llama", (4096, 14336, 32, 32, 8, 128256, False)),
+    "mistral-7b": ("mistral", (4096, 14336, 32, 32, 8, 32768, False)),
+    "tiny": ("qwen2", (64, 160, 2, 4, 2, 512, False)),
+    "tiny-qwen3": ("qwen3", (64, 160, 2, 4, 2, 512, False, 32)),
 }
+POSITIONS = 131072
+H100_DENSE = 989e12
+"""FLOP/s in bf16 by the data sheet of an H100 or H200 (SXM), what others' MFU are shares of."""
 RANK = 32
 TEMPERATURE = 1.0
 
@@ -58,6 +66,9 @@ class Asked(msgspec.Struct, frozen=True):
     length: int
     prompt_tokens: int
     group: int
+    rank: int = RANK
+    """Of the adapter; 0: all weights are trained."""
+    held: str = "auto"
 
     @property
     def tokens(self) -> int:
@@ -70,18 +81,24 @@ class Asked(msgspec.Struct, frozen=True):
 
 @commands
 def step(
-    shape: Literal["7b", "0.5b", "tiny"] = "tiny",
+    shape: Annotated[str, "a model's name (qwen3-4b, …), or a folder with its config.json"] = "tiny",
+    weights: Annotated[Literal["lora", "full"], "what is trained"] = "lora",
+    held: Annotated[
+        Literal["auto", "float32", "bfloat16"], "number format of the weights; auto: bfloat16 for lora, on a GPU"
+    ] = "auto",
+    checkpointing: Annotated[Literal["auto", "none", "selective", "full"], "ours: what is computed again"] = "auto",
+    offload: Annotated[bool, "ours: inputs of layers that are computed again wait on the host"] = False,
     device: Annotated[str, "by default the GPU where there is one"] = "",
     ours: bool = False,
     shared_prompt: Annotated[bool, "ours, with the group's prompt computed once"] = False,
     trl: bool = False,
     trl_checkpointing: bool = True,
     seconds: Annotated[float, "of measured steps, for each of them"] = 20.0,
-    length: Annotated[int, "tokens of a sequence; 0: 8192, tiny: 256"] = 0,
+    length: Annotated[int, "tokens of a sequence; 0: 8192, on a CPU 256"] = 0,
     prompt_tokens: Annotated[int, "0: a quarter of the length"] = 0,
     group: int = 8,
     microbatch_tokens: Annotated[int, "ours; 0: one sequence"] = 0,
-    memory_gb: Annotated[float, "ours: most to hold, 10^9 bytes"] = 40.0,
+    memory_gb: Annotated[float, "ours: most to hold, 10^9 bytes; 0: nine tenths of the GPU"] = 0.0,
     profile: Annotated[bool, "ours: the dearest kernels, to stderr"] = False,
 ) -> Result:
     """One optimiser step over a group, against TRL's GRPO step on the same shape, tokens and adapter, in turn.
@@ -90,7 +107,7 @@ def step(
     What is counted: all tokens of the group's sequences, prompts included, over the wall time of forward, loss,
     backward, clipping and AdamW, the best of the measured steps and their median. --shared-prompt computes the group's
     prompt once and still counts it for every sequence: its gain stands apart from the plain figure.
-    Ours: fused kernels, one sequence a microbatch, as little computed again as --memory-gb allows, PPO clip, entropy
+    Ours: fused kernels, one sequence a microbatch, as little computed again as the memory allows, PPO clip, entropy
     and log-ratio metrics as in a run; no host sync between microbatches (CUDA's debug mode makes one an error).
     TRL: `GRPOTrainer.train()` with its inputs given instead of generated: one sequence a device batch, gradients
     accumulated over the group, bf16, its fused LM head, gradient checkpointing (--no-trl-checkpointing goes without,
@@ -102,14 +119,17 @@ def step(
         torch.cuda.set_device(device)
     if device == "cpu":
         torch.set_num_threads(1)
-    length = length or (256 if shape == "tiny" else 8192)
-    asked = Asked(shape, device, seconds, length, prompt_tokens or length // 4, group)
+    length = length or (256 if device == "cpu" else 8192)
+    rank = RANK if weights == "lora" else 0
+    asked = Asked(shape, device, seconds, length, prompt_tokens or length // 4, group, rank, held)
     peak = efficiency.measured_peak(torch.device(device), asked.on_gpu)
     floor = floors(asked, peak)
-    out: Result = {"shape": shape, "sequence": length, "prompt": asked.prompt_tokens, "group": group, "floor": floor}
+    out: Result = {"shape": shape, "weights": weights, "checkpointing": checkpointing, "sequence": length}
+    out |= {"prompt": asked.prompt_tokens, "group": group, "floor": floor}
     options = Learner(
         epochs=1, minibatches=1, negative_scale=1.0, kernels="fused", token_budget=microbatch_tokens or length,
-        memory_gb=memory_gb if asked.on_gpu else 0.0,
+        memory_gb=memory_gb if asked.on_gpu else 0.0, activation_checkpointing=checkpointing,
+        offload_activations=offload,
     )  # fmt: skip
     if trl:
         out["trl"] = of_trl(asked, trl_checkpointing)
@@ -121,7 +141,7 @@ def step(
                 out[name]["over_trl"] = out[name]["tokens_per_s"] / out["trl"]["tokens_per_s"]
     for name in out.keys() & {"trl", "ours"}:
         used = out[name]["tokens_per_s"] * floor["gflops_per_token"] * 1e9 / out[name].get("processes", 1)
-        out[name]["mfu"] = used / peak
+        out[name] |= {"tflops": used / 1e12, "mfu": used / peak, "mfu_of_989": used / H100_DENSE}
     if ours and shared_prompt:
         out["gain_of_sharing"] = out["ours_shared_prompt"]["tokens_per_s"] / out["ours"]["tokens_per_s"]
     return out
@@ -129,10 +149,10 @@ def step(
 
 def floors(asked: Asked, peak: float) -> Result:
     """What the arithmetic alone allows on this card, tokens/s, at the rate of a large matrix product measured here."""
-    config = Qwen2Config(**SHAPES[asked.shape])
+    config = config_of(asked.shape)
     scored = 1 - asked.prompt_tokens / asked.length
-    needed = efficiency.lora_flops_per_token(config, RANK, asked.length, scored)
-    again = efficiency.lora_flops_per_token(config, RANK, asked.length, scored, recomputed=True)
+    needed = efficiency.shape_flops_per_token(config, asked.rank, asked.length, scored)
+    again = efficiency.shape_flops_per_token(config, asked.rank, asked.length, scored, recomputed=True)
     return {
         "peak_tflops": peak / 1e12,
         "gflops_per_token": needed / 1e9,
@@ -147,23 +167,41 @@ def say(line: str) -> None:
         tell(line)
 
 
+@functools.cache
+def config_of(shape: str) -> Any:
+    if (Path(shape) / "config.json").is_file():
+        return AutoConfig.from_pretrained(shape)
+    if shape not in SHAPES:
+        raise SystemExit(f"no shape {shape!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
+    family, values = SHAPES[shape]
+    given = dict(zip(NAMES, values, strict=False))
+    return AutoConfig.for_model(family, **given, max_position_embeddings=POSITIONS, sliding_window=None)
+
+
 def build(asked: Asked) -> torch.nn.Module:
     """Made on the device: 7 billion random numbers on a CPU would take minutes."""
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[asked.shape], max_position_embeddings=32768, rope_theta=1e6)
+    held = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    automatic = torch.bfloat16 if asked.on_gpu and asked.rank else torch.float32
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if asked.on_gpu else torch.float32)
+    torch.set_default_dtype(held.get(asked.held, automatic))
     try:
         with torch.device(asked.device):
-            model: torch.nn.Module = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(
+                config_of(asked.shape), attn_implementation="sdpa", dtype=torch.get_default_dtype()
+            )
     finally:
         torch.set_default_dtype(before)
     return model.eval()
 
 
+def policy(asked: Asked) -> torch.nn.Module:
+    return wrap_lora(build(asked), asked.rank) if asked.rank else build(asked)
+
+
 def group_of(asked: Asked) -> list[TrainGroup]:
     generator = torch.Generator().manual_seed(1)
-    vocabulary = SHAPES[asked.shape]["vocab_size"]
+    vocabulary = config_of(asked.shape).vocab_size
 
     def tokens(count: int) -> list[int]:
         return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
@@ -230,14 +268,17 @@ def of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
 def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
     ranks = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
     settings = Config(loss="grpo", learning_rate=1e-6, learner=options)
-    trainer = Trainer(wrap_lora(build(asked), RANK), settings, asked.device, process_group=ranks)
+    model = policy(asked)
+    held = sum(p.nbytes for p in model.parameters()) + update_bytes(model, asked.on_gpu)
+    trainer = Trainer(model, settings, asked.device, process_group=ranks)
     if ranks is not None and ranks.rank:
-        ranks.follow(trainer)
-        ranks.close()
+        trainer.follow()
+        trainer.close()
         sys.exit(0)
     groups = group_of(asked)
     trainer.step(groups, TEMPERATURE)  # with plans of attention and compilation of kernels, which may wait
-    if asked.on_gpu:
+    is_strict = asked.on_gpu and isinstance(trainer.passes, Fused)
+    if is_strict:
         strict(trainer)
     if profile:
         profiled(lambda: trainer.step(groups, TEMPERATURE))
@@ -247,15 +288,20 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
         watch.begin()
         trainer.step(groups, TEMPERATURE)
     found = watch.found()
-    assert isinstance(trainer.passes, Fused)
-    kept, whole = trainer.passes.plan(options.token_budget)
-    found["layers"] = {"all": SHAPES[asked.shape]["num_hidden_layers"], "keep_everything": kept, "keep_most": whole}
-    found["no_host_sync"] = asked.on_gpu
+    assert isinstance(trainer.passes, Fused | OfModules)
+    plan = trainer.passes.plan(options.token_budget)
+    found["layers"] = {
+        "all": config_of(asked.shape).num_hidden_layers,
+        "keep_everything": plan.kept,
+        "keep_most": plan.whole,
+    }
+    activations = memory.activation_bytes(trainer.passes.shape, options.token_budget, plan)
+    found |= {"by": trainer.passes.name, "no_host_sync": is_strict, "predicted_gb": (held + activations) / 1e9}
     if asked.on_gpu:
         found["attention"] = attention_of(asked)
     if ranks is not None:
         found["processes"] = ranks.size
-        ranks.close()
+        trainer.close()
     return found
 
 
@@ -285,11 +331,11 @@ def profiled(step: Callable[[], object]) -> None:
 
 
 def attention_of(asked: Asked) -> str:
-    shape = SHAPES[asked.shape]
-    heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
+    shape = config_of(asked.shape)
+    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
     length = 1 << max(9, (asked.length - 1).bit_length())
     device = torch.device("cuda", torch.cuda.current_device())
-    return fastest(heads, kv, shape["hidden_size"] // heads, length, torch.bfloat16, device)
+    return fastest(heads, kv, head_depth(shape), length, torch.bfloat16, device)
 
 
 # ── TRL ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -404,7 +450,7 @@ def of_trl(asked: Asked, checkpointing: bool) -> Result:
             optim="adamw_torch_fused" if asked.on_gpu else "adamw_torch", max_steps=1000, save_strategy="no",
             logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        adapter = LoraConfig(
+        adapter = asked.rank and LoraConfig(
             r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         trainer = Step(
@@ -413,7 +459,7 @@ def of_trl(asked: Asked, checkpointing: bool) -> Result:
             args=arguments,
             train_dataset=prompts(),
             processing_class=tokenizer(),
-            peft_config=adapter,
+            peft_config=adapter or None,
             callbacks=[Clock()],
         )
         trainer.train()

@@ -78,37 +78,48 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         fresh.unlink(missing_ok=True)
         if wants_room(error):
-            raise _full(path) from error
+            raise disk_full(path) from error
         raise
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Calls `fill(temporary)` and makes the result appear as `target` atomically. An old `target` is replaced."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_of(target)
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
-        for path in sorted(temporary.rglob("*")):
-            if path.is_file():
-                _fsync(path)
-        _fsync(temporary)
-        if target.exists():
-            # Unmark first: a crash between here and the rename must not leave a folder that looks complete.
-            (target / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(target)
-        temporary.rename(target)
-        _fsync(target.parent)
-        (target / MARKER).touch()
-        _fsync(target)
+        complete(temporary, target)
     except Exception as error:  # whatever `fill` raises: safetensors has errors of its own
         shutil.rmtree(temporary, ignore_errors=True)
         if wants_room(error):
-            raise _full(target) from error
+            raise disk_full(target) from error
         raise
 
 
-def _full(path: Path) -> DiskFull:
+def temporary_of(target: Path) -> Path:
+    """The folder, not there yet, in which this process fills what shall be `target`."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    return temporary
+
+
+def complete(temporary: Path, target: Path) -> None:
+    """Makes a filled folder appear as `target`."""
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            _fsync(path)
+    _fsync(temporary)
+    if target.exists():
+        # Unmark first: a crash between here and the rename must not leave a folder that looks complete.
+        (target / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(target)
+    temporary.rename(target)
+    _fsync(target.parent)
+    (target / MARKER).touch()
+    _fsync(target)
+
+
+def disk_full(path: Path) -> DiskFull:
     return DiskFull(f"no space left while writing {path}", "Free some: it goes on from the last whole one")
 
 

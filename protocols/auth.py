@@ -40,6 +40,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 class Role(enum.StrEnum):
     SAMPLER = "sampler"
     COMPILE = "compile"
+    VERIFIER = "verifier"
     BENCH = "bench"
     LEARNER = "learner"
     AGGREGATOR = "aggregator"
@@ -59,10 +60,12 @@ class Rights(msgspec.Struct, frozen=True):
 
 
 _WORK = frozenset({msg.Hello, msg.Beat, msg.Result, msg.Nack, msg.Bye, msg.Paused})
+_AFTER_COMPILE = frozenset({Stage.VERIFY, Stage.BENCH, Stage.SCORE})
 
 RIGHTS: Mapping[Role, Rights] = {
     Role.SAMPLER: Rights(frozenset({Stage.GENERATE}), frozenset({Stage.COMPILE, Stage.SCORE}), _WORK | {msg.Want}, 1),
-    Role.COMPILE: Rights(frozenset({Stage.COMPILE}), frozenset({Stage.BENCH, Stage.SCORE}), _WORK | {msg.Offer}, 1),
+    Role.COMPILE: Rights(frozenset({Stage.COMPILE}), _AFTER_COMPILE, _WORK | {msg.Offer}, 1),
+    Role.VERIFIER: Rights(frozenset({Stage.VERIFY}), frozenset({Stage.BENCH, Stage.SCORE}), _WORK | {msg.Want}, 1),
     Role.BENCH: Rights(
         frozenset({Stage.BENCH}), frozenset({Stage.SCORE}), _WORK | {msg.QuietRequest, msg.QuietDone, msg.Want}, 1
     ),

@@ -30,6 +30,7 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     finished_limit: int = 100_000
     generate: StageOptions = StageOptions(ttl_s=60.0)
     compile: StageOptions = StageOptions(ttl_s=60.0)
+    verify: StageOptions = StageOptions(ttl_s=30.0)
     bench: StageOptions = StageOptions(ttl_s=30.0)
     score: StageOptions = StageOptions(max_losses=None)
     hardware_wait_s: float = 60.0

@@ -38,6 +38,8 @@ class Stage(enum.StrEnum):
 
     GENERATE = "generate"
     COMPILE = "compile"
+    VERIFY = "verify"
+    """Where a run has verifiers: its benches then only time what is right."""
     BENCH = "bench"
     SCORE = "score"
     TRAIN = "train"

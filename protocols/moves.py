@@ -23,7 +23,8 @@ from protocols.queues import STAGES, Ended, TaskTable
 from protocols.quiet import QuietDesk, Sends
 
 _DRAIN_FIRST = tuple(reversed(STAGES))
-_AGED_STAGES = frozenset({Stage.COMPILE, Stage.BENCH})
+_AGED_STAGES = frozenset({Stage.COMPILE, Stage.VERIFY, Stage.BENCH})
+_WITH_REFERENCES = frozenset({Stage.VERIFY, Stage.BENCH})
 _MAX_PASSED_OVER = 32
 """Tasks that a free worker has refused and that are passed over in one search. A worker that refuses everything
 therefore gets nothing more once so many tasks wait for somebody else, which bounds both the search and the harm."""
@@ -83,8 +84,8 @@ class Moves:
         return queue.oldest(needs for needs in queue.lanes if self.pool.has_free(stage, needs))
 
     def _together(self, oldest: LiveTask, worker: PoolWorker) -> LiveTask:
-        """What a free worker gets: at a bench rather a task of a group whose reference it has, see `affinity`."""
-        if oldest.stage != Stage.BENCH:
+        """What a free worker gets: rather a task of a group whose reference it has, see `affinity`."""
+        if oldest.stage not in _WITH_REFERENCES:
             return oldest
         lanes = self.tasks.queues[oldest.stage].lanes
         waiting = (t for name, lane in lanes.items() if worker.covers(name) for t in islice(lane.values(), LOOK))
@@ -129,7 +130,7 @@ class Moves:
         if task.stage == Stage.BENCH and self.tasks.pins.pin(task.group_id, worker.hardware):
             task.hardware = worker.hardware
             self.tasks.repin(task.group_id, worker.hardware)
-        if task.stage == Stage.BENCH:
+        if task.stage in _WITH_REFERENCES:
             self.affinity.served(worker.worker_id, task.group_id)
         lease = Lease(held, task, worker, self.now, self.now + self.stages[task.stage].ttl_s)
         task.lease = lease

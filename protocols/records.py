@@ -278,8 +278,8 @@ class Timing(msgspec.Struct, frozen=True, tag="timing"):
     confidence: float = TIMING_CONFIDENCE
     method: str = ""
     stopped: str = ""
-    """Why sampling stopped: `"resolved"`, `"decided"`, `"slower"` (clearly, after four pairs), `"cap"`; `"disturbed"`:
-    others had the core most of the time.
+    """Why sampling stopped: `"resolved"`, `"decided"`, `"slower"` or `"faster"` (clearly, after at most four pairs),
+    `"cap"`; `"disturbed"`: others had the core most of the time.
     """
     hardware: str = ""
     clock_mhz: float | None = None
@@ -338,6 +338,10 @@ class BenchReport(msgspec.Struct, frozen=True, tag="bench_report"):
     """`reference`, `small_inputs`, `full_inputs` and `timing`, as far as it came."""
     profile: str = ""
     """What limits a correct kernel, where that was asked for: advice for the next turn, and no part of a reward."""
+    plan: str = ""
+    """A digest of the steps of what was replayed, where that can be compared: a bench need not prove again what a
+    verifier has proven of the same steps.
+    """
 
 
 class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):

@@ -2,12 +2,13 @@
 
 ::
 
-    RolloutRequest ── Generation ── BuildReport ── BenchReport ──▶ score
-     (aggregator)      generate       compile        bench
+    RolloutRequest ── Generation ── BuildReport ── BenchReport (── BenchReport) ──▶ score
+     (aggregator)      generate       compile       [verify]        bench
 
 On the wire and in the archive a record is its frames, one a stage, in this order. A stage appends its own frame and
 never touches another's; the broker stores and forwards them as bytes. What fails early goes to `score` at once and
-lacks the frames behind it; nothing but the request is there where nobody could write an answer.
+lacks the frames behind it; nothing but the request is there where nobody could write an answer. Where a run has
+verifiers, what they find right has two reports: theirs, and that of the bench which timed it.
 
 Invariants
 * `Record.of` and `Record.decode` are the only ways from frames to a record: none is missing in between, doubled or out
@@ -91,16 +92,22 @@ class Record(msgspec.Struct, frozen=True):
     generation: Generation | None = None
     build: BuildReport | None = None
     bench: BenchReport | None = None
+    """The last one: a verifier's, until there is a bench's."""
     status: str = Status.OK
+    verified: BenchReport | None = None
+    """A verifier's, where a bench's came after it."""
 
     @classmethod
     def of(cls, *frames: Frame, status: str = Status.OK) -> Self:
         """:raises RecordError: a frame is missing, doubled or out of its order."""
+        verified = None
+        if len(frames) == len(_ORDER) + 1 and _is_verifiers(frames[-2]):
+            verified, frames = frames[-2], (*frames[:-2], frames[-1])
         kinds = [type(frame) for frame in frames]
         if not kinds or kinds != list(_ORDER[: len(kinds)]):
             raise RecordError(f"no record is made of the frames {', '.join(kind.__name__ for kind in kinds) or 'none'}")
         found: dict[str, Any] = dict(zip(cls.__struct_fields__, frames, strict=False))
-        return cls(**found, status=str(status))
+        return cls(**found, status=str(status), verified=verified)  # type: ignore[arg-type]
 
     @classmethod
     def decode(cls, frames: Sequence[bytes], status: str = Status.OK) -> Self:
@@ -117,7 +124,8 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def work(self) -> tuple[Work, ...]:
         """What the stages found, as far as it came."""
-        return tuple(frame for frame in (self.generation, self.build, self.bench) if frame is not None)
+        frames = (self.generation, self.build, self.verified, self.bench)
+        return tuple(frame for frame in frames if frame is not None)
 
     @property
     def fault(self) -> Fault:
@@ -176,7 +184,8 @@ class Record(msgspec.Struct, frozen=True):
     def stages(self) -> tuple[StageReport, ...]:
         """All steps that the candidate came to, in the order of the funnel."""
         found = () if self.generation is None else (_format(self.generation),)
-        return found + tuple(stage for frame in (self.build, self.bench) if frame is not None for stage in frame.stages)
+        reports = [frame for frame in self.work if not isinstance(frame, Generation)]
+        return found + tuple(stage for report in reports for stage in report.stages)
 
     @property
     def spans(self) -> tuple[StageSpan, ...]:
@@ -196,8 +205,15 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def seconds(self) -> dict[str, float]:
         """Of work by stage, and `queue`: what it waited between its stages."""
-        spans = self.spans
-        return {**{span.stage: span.seconds for span in spans}, "queue": sum(span.waited for span in spans[1:])}
+        spans, found = self.spans, dict[str, float]()
+        for span in spans:
+            found[span.stage] = found.get(span.stage, 0.0) + span.seconds
+        return {**found, "queue": sum(span.waited for span in spans[1:])}
+
+
+def _is_verifiers(frame: Frame) -> bool:
+    """Whether a bench's report may follow: it is right, and was not timed."""
+    return isinstance(frame, BenchReport) and frame.timing is None and frame.verdict.fault is Fault.OK
 
 
 def fault_of(frame: Work) -> Fault:

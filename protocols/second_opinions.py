@@ -14,7 +14,7 @@ from protocols.leases import LiveTask
 from protocols.messages import Stage, Status
 from protocols.moves import Moves
 
-CHECKED = frozenset({Stage.COMPILE, Stage.BENCH})
+CHECKED = frozenset({Stage.COMPILE, Stage.VERIFY, Stage.BENCH})
 """Stages whose results others can find too."""
 QUARANTINED = "refused: quarantined, its results differ from those of others"
 

@@ -2,7 +2,7 @@
 
 ::
 
-    compile ─▶ [Builder in threads, compilers sandboxed at low priority] ─▶ bench | score
+    compile ─▶ [Builder in threads, compilers sandboxed at low priority] ─▶ verify | bench | score
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ async def main(stop: asyncio.Event) -> None:
     farm = service.config.compile_farm
     slots = compile_slots(service.config, service.layout)
     cores = service.layout.compile
+    judging = Stage.VERIFY if service.config.processes.verifier else Stage.BENCH
     loop = asyncio.get_running_loop()
 
     with (
@@ -51,7 +52,7 @@ async def main(stop: asyncio.Event) -> None:
                 report = msgspec.structs.replace(report, remarks=remarks)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
-            next_stage = Stage.BENCH if report.fault is Fault.OK else Stage.SCORE
+            next_stage = judging if report.fault is Fault.OK else Stage.SCORE
             return Outcome(next_stage, [msgspec.msgpack.encode(report)])
 
         async def hand_over(outcome: Outcome) -> None:

@@ -5,6 +5,9 @@
 ::
 
     bench ─▶ [Bench in one thread: reference and candidate in sandboxed children] ─▶ score
+
+Where a run has verifiers (`services.verifier`), they do all but the timing: `verify ─▶ Bench ─▶ bench | score`, and a
+bench times what comes from there.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from services.runtime.nanny import run_service
 from services.runtime.service import choose_run
 
 
-async def main(stop: asyncio.Event) -> None:
+async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     import contextlib
     from concurrent.futures import ThreadPoolExecutor
 
@@ -34,21 +37,24 @@ async def main(stop: asyncio.Event) -> None:
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import HARDWARE, Stage, Task
     from protocols.prefetch import Prefetch
-    from protocols.records import BenchReport
+    from protocols.records import BenchReport, Fault, RolloutRequest
     from protocols.rollout import Record
-    from services.runtime.capabilities import bench_caps, bench_device, said
+    from services.runtime.capabilities import bench_caps, bench_device, memory_share, said
     from services.runtime.quiet import shared_resources
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
-    service = Service.start("timing_bench")
-    settings = service.config.timing_bench
-    core = service.layout.bench[service.instance % len(service.layout.bench)]
+    service = Service.start(name)
+    settings, counts = service.config.timing_bench, service.config.processes
+    is_verifier = name == "verifier"
+    cores = service.layout.compile if is_verifier else service.layout.bench
+    core = cores[service.instance % len(cores)]
     cache = resolution.cache_folder(service.config.cache_path)
-    device = bench_device(settings.device, service.config.backend, service.instance)
+    is_behind = counts.verifier > 0 and not is_verifier
+    device = bench_device(settings.device, service.config.backend, service.instance, from_last=is_behind)
     resource, others = shared_resources(device)[0], set(settings.shares_with) - {"timing_bench"}
     turns = None
-    if "timing_bench" in settings.shares_with:
+    if "timing_bench" in settings.shares_with or (counts.verifier and device != "cpu"):
         turns = Turns(service.run_dir / "locks" / resource.replace("/", "-"))
     hardware = hardware_of(device)
     options = bench_options(
@@ -56,8 +62,9 @@ async def main(stop: asyncio.Event) -> None:
         device,
         (core,),
         recipe=Recipe.of(settings, resolved=resolution.for_run(cache, service.run_dir, hardware)),
-        memory_share=1.0 if turns is None else 1 / service.config.processes.timing_bench,
+        memory_share=1.0 if turns is None else memory_share(service.config, name),
         alone_share=ALONE_SHARE,
+        is_light=is_behind,
     )
     store = ArtifactStore(service.artifacts, service.config.compile_farm.store_max_bytes)
     loop = asyncio.get_running_loop()
@@ -79,23 +86,29 @@ async def main(stop: asyncio.Event) -> None:
 
     def evaluate(frames: list[bytes]) -> BenchReport:
         record = Record.decode(frames)
-        request, candidate, build = record.request, record.candidate, record.build
+        request, candidate, build, verified = record.request, record.candidate, record.build, record.bench
         assert candidate is not None
         assert build is not None
         try:
             with contextlib.nullcontext() if turns is None else turns.working():
-                return judge.judge(
+                report = judge.judge(
                     request.problem,
                     candidate,
                     build,
-                    timing=settings.timed and request.timed,
+                    timing=is_timed(request) and not is_verifier,
                     strictness=request.strictness,
                     tick=tick,
                     alive=worker.progress,
-                    profile=service.config.turns.profile,
+                    profile=service.config.turns.profile and not is_verifier,
+                    verified=verified,
                 )
         except ProblemError as error:
             raise InfraError(str(error)) from error
+        known = () if verified is None else tuple(stage.name for stage in verified.stages)
+        return msgspec.structs.replace(report, stages=tuple(s for s in report.stages if s.name not in known))
+
+    def is_timed(request: RolloutRequest) -> bool:
+        return settings.timed and request.timed
 
     async def fetch(_: Task, frames: list[bytes]) -> None:
         """The farms are on other hosts: their artifacts come by hash from the broker."""
@@ -111,16 +124,17 @@ async def main(stop: asyncio.Event) -> None:
         with bound(task_id=task.task_id, group_id=task.group_id):
             speedup = None if report.timing is None else round(report.timing.speedup, 3)
             service.log.debug("judged", fault=report.verdict.fault, speedup=speedup)
-        return Outcome(Stage.SCORE, [msgspec.msgpack.encode(report)])
+        is_next = is_verifier and report.verdict.fault is Fault.OK and is_timed(Record.decode(frames).request)
+        return Outcome(Stage.BENCH if is_next else Stage.SCORE, [msgspec.msgpack.encode(report)])
 
     with (
-        clocks.held(settings.clocks, device, service.run_dir / "locks"),
+        contextlib.nullcontext() if is_verifier else clocks.held(settings.clocks, device, service.run_dir / "locks"),
         Judge(
             store,
             options,
             backend=service.config.backend,
-            sanitize_share=settings.sanitize_share,
-            baselines=settings.baselines,
+            sanitize_share=0.0 if is_verifier and settings.timed else settings.sanitize_share,
+            baselines=[] if is_verifier else settings.baselines,
             quiet=quiet,
             probe=lambda: roofline.peaks_of(device, cache, hardware, again=True),
         ) as judge,
@@ -129,7 +143,7 @@ async def main(stop: asyncio.Event) -> None:
         worker = Worker(
             service.addresses.work,
             service.worker_id,
-            [Stage.BENCH],
+            [Stage.VERIFY if is_verifier else Stage.BENCH],
             2,
             bench,
             concurrency=1,
@@ -141,7 +155,7 @@ async def main(stop: asyncio.Event) -> None:
             differs=service.differs if service.is_apart else None,
         )
         service.watch(worker.meter)
-        windows = worker.quiet_windows(resource) if others else None
+        windows = worker.quiet_windows(resource) if others and not is_verifier else None
         service.log.info("ready", core=core, device=device, **said(judge.zygote.isolation))
         await worker.run(stop)
 

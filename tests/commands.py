@@ -111,23 +111,19 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl problems audit ~/KernelBench/KernelBench --level 2 …",
         "python scripts/benchmark_eval_analysis.py …",
     ),
+    "trains at a model's shape for minutes: tests/e2e/test_rehearse.py": (
+        "kbrl rehearse --model ./toy --length 400:1.3 max_steps=3 batch_size=2 group_size=4 level=1",
+        "kbrl rehearse --model Qwen2.5-7B --length 4000:1.6 --config model.yaml max_steps=20 --price H200=3.5",
+    ),
     "needs GPUs and a model": (
         "kbrl train --config model.yaml name=one-gpu",
         "kbrl train --config configs/gpu.yaml",
         "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600",
         "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c timing_bench=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
-        "CUDA_VISIBLE_DEVICES=0 python -m services.sampler",
-        "torchrun --nproc-per-node 2 --max-restarts 5 -m services.learner",
-        "CUDA_VISIBLE_DEVICES=1 python -m services.timing_bench",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 5"
+        " --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m services.learner",
         "CUDA_VISIBLE_DEVICES=1 HONCHO_PROCESS_NAME=sampler.1 python -m services.sampler",
-        "CUDA_VISIBLE_DEVICES=2 HONCHO_PROCESS_NAME=sampler.2 python -m services.sampler",
-        "CUDA_VISIBLE_DEVICES=5 HONCHO_PROCESS_NAME=timing_bench.1 python -m services.timing_bench",
-        "CUDA_VISIBLE_DEVICES=6 HONCHO_PROCESS_NAME=timing_bench.2 python -m services.timing_bench",
-    ),
-    "needs more cores than two": (
-        "kbrl prepare --config model.yaml name=eight-gpus timing_bench.shares_with=[] processes.timing_bench=3 "
-        "processes.sampler=4",
     ),
     "serves until it is stopped: tests/e2e/test_run.py and tests/chaos start the same": (
         "python -m services.broker",

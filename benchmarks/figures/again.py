@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import yaml
 from scipy.special import ndtri
+from scipy.stats import bootstrap
 
 from benchmarks.figures.archive import IN_TIME, Answer, Archive, Recorded
 from benchmarks.figures.intervals import CONFIDENCE, wilson
 from benchmarks.figures.versions import SHARES, Versions, by_version, figures_of, turns_of
 
-POINTS, BEST = 100, 10
+POINTS, BEST, TRIES = 100, 10, 8
 FUNNEL = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
 WIDEST = 10.0
 
@@ -117,6 +118,7 @@ def _heldout(archive: Archive) -> Iterator[tuple[str, Any]]:
 
 def _heldout_figures(answers: Sequence[Answer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
     yield f"{prefix}answers_{when}", len(answers)
+    yield from _one_of_eight(answers, prefix, when)
     for name, (value, speeds) in figures_of([a._replace(group=a.problem) for a in answers]).items():
         if name != "reward_mean":
             yield f"{prefix}{name}_{when}", value
@@ -125,6 +127,22 @@ def _heldout_figures(answers: Sequence[Answer], prefix: str, when: str) -> Itera
         if name in SHARES:
             ends = wilson(value, len(answers), float(ndtri((1 + CONFIDENCE) / 2))) if value is not None else None
             yield f"{prefix}{name}_{when}_95", ends
+
+
+def _one_of_eight(answers: Sequence[Answer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
+    """That one of eight answers is correct, of problems that have as many, by counting the draws that have none."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for answer in answers:
+        right[answer.problem].append(answer.correct)
+    several = [of for _, of in sorted(right.items()) if len(of) >= TRIES]
+    chances = np.array([1 - math.comb(of.count(False), TRIES) / math.comb(len(of), TRIES) for of in several])
+    yield f"{prefix}pass_at_{TRIES}_{when}", float(chances.mean()) if several else None
+    ends = [float(chances.mean())] * 2 if several else None
+    if len(several) > 1:
+        drawn = bootstrap((chances,), np.mean, n_resamples=1000, method="percentile", rng=np.random.default_rng(0))
+        ends = [float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)]
+    if ends:
+        yield f"{prefix}pass_at_{TRIES}_{when}_95", ends
 
 
 def _best_turns(answers: Sequence[Answer]) -> list[Answer]:

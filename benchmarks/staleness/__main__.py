@@ -41,7 +41,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     **{
         name: ("loss=reinforce", f"corrections={name}")
         for name in ("tis", "tis_sequence", "icepop", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm",
-                     "m2po")
+                     "m2po", "clip_cov")
     },
 }  # fmt: skip
 """What each arm sets; all else is the setting's. `grpo` is `ppo` by another name, the loss `tis` the correction

@@ -26,8 +26,8 @@ import torch as _torch
 
 
 class ModelNew(_torch.nn.Module):
-    def forward(self, *inputs):
-        return {call}(*inputs)
+    def forward(self, {arguments}):
+        return {call}
 """
 _EXTENSION = """
 import pathlib
@@ -47,7 +47,7 @@ _OPERATOR = """{first}
 import torch
 import triton
 
-from {package}.ops.{module} import {function}
+from {package}.{module} import {function}
 
 
 class ModelNew(torch.nn.Module):
@@ -65,6 +65,10 @@ class Packed(msgspec.Struct, frozen=True):
     """Files that it finds at run time, below the package."""
     init: str = ""
     """Its `__init__.py`, without what that would import."""
+    below: str = "ops."
+    """Where its modules are."""
+    inits: tuple[str, ...] = ("", "ops")
+    """Packages whose `__init__.py` would import all of them."""
     mended: tuple[str, str, str] = ("", "", "")
     """A file, a text in it, and what stands there instead: what keeps all of it from running under a newer Triton."""
 
@@ -82,25 +86,38 @@ def kernelbench(checkout: Path, corpus: Path) -> int:
 
 
 def tritonbench(checkout: Path, corpus: Path) -> int:
-    """TritonBench-G: each file's kernels and the function that launches them; its test below the line is left out."""
+    """TritonBench-G: kernels of a file and the function that launches them, with a problem where one is posed; its
+    test below the line is left out.
+    """
+    wanted: dict[str, list[posed.Posed]] = {}
+    for one in posed.posed(posed.TRITONBENCH):
+        wanted.setdefault(one.module, []).append(one)
     made = 0
     for path in sorted(checkout.glob("data/TritonBench_G_v1/*.py")):
         text = re.split(r"^#{20,}\s*$", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
-        if call := _entry(text):
-            made += _pair(corpus / path.stem, text + _MODEL.format(call=call))
+        for one in wanted.get(path.stem, []):
+            model = _MODEL.format(call=one.call, arguments=one.arguments)
+            made += _pair(corpus / one.name, text + model, one.problem)
+        if path.stem not in wanted and (call := _entry(text)):
+            made += _pair(corpus / path.stem, text + _called(call))
     return made
 
 
 def liger(checkout: Path, corpus: Path) -> int:
     """Liger-Kernel's operators, each with what it needs of its package: with a problem, and those that have none."""
     package = checkout / "src" / "liger_kernel"
-    made = _operators(package, posed.posed(posed.LIGER), corpus, _LIGER)
+    made = _operators(package, posed.posed(posed.LIGER), corpus, Packed())
     return made + _package(package, "ops", corpus, {one.module for one in posed.posed(posed.LIGER)})
 
 
 def flaggems(checkout: Path, corpus: Path) -> int:
     """FlagGems' operators, each with what it needs of its package."""
     return _operators(checkout / "src" / "flag_gems", posed.posed(posed.FLAGGEMS), corpus, _FLAGGEMS)
+
+
+def flash_linear_attention(checkout: Path, corpus: Path) -> int:
+    """Operators and modules of flash-linear-attention, each with what it needs of its package."""
+    return _operators(checkout / "fla", posed.posed(posed.FLA), corpus, _FLA)
 
 
 def robust_kbench(checkout: Path, corpus: Path) -> int:
@@ -111,8 +128,7 @@ def robust_kbench(checkout: Path, corpus: Path) -> int:
         name, text = f"{path.parts[-4] if path.stem == 'kernel' else 'tasks'}_{task}_{way}", path.read_text()
         posed_by = checkout / "tasks" / task / "func_forward.py"
         if way == "forward" and posed_by.is_file():
-            problem = posed_by.read_text()
-            problem += "" if "def get_init_inputs" in problem else "\n\ndef get_init_inputs():\n    return []\n"
+            problem = _configured(posed_by.read_text(), posed_by.with_name("config_forward.json"))
             made += _pair(corpus / name, _with_kernel(name, problem), problem, {"kernel.cu": text})
         else:
             made += _pair(corpus / name, _EXTENSION.format(name=name) + _CALLS, files={"kernel.cu": text})
@@ -144,18 +160,23 @@ ADAPTERS: dict[str, Callable[[Path, Path], int]] = {
     "tritonbench": tritonbench,
     "liger": liger,
     "flaggems": flaggems,
+    "fla": flash_linear_attention,
     "robust-kbench": robust_kbench,
     "files": files,
     "cheats": cheats,
     "gpu-cheats": gpu_cheats,
 }
-_LIGER = Packed()
+_FLA = Packed(init='__version__ = "0"\n', below="", inits=("", "ops", "modules"))
+# From Triton 3.3 on a compiled kernel is launched with its constexprs, too; FlagGems leaves them out after 3.5.
 _FLAGGEMS = Packed(
     'import os\n\nos.environ.setdefault("GEMS_VENDOR", "nvidia")\n',
     ("runtime/backend/_nvidia/*.py", "runtime/backend/_nvidia/*.yaml", "runtime/backend/backend_utils.py"),
     'device = "cuda"\nvendor_name = "nvidia"\n',
-    # From Triton 3.3 on a compiled kernel is launched with its constexprs, too; the library leaves them out after 3.5.
-    ("utils/libentry.py", "major_version == 3 and 3 <= minor_version <= 5", "(major_version, minor_version) >= (3, 3)"),
+    mended=(
+        "utils/libentry.py",
+        "major_version == 3 and 3 <= minor_version <= 5",
+        "(major_version, minor_version) >= (3, 3)",
+    ),
 )
 
 
@@ -163,23 +184,43 @@ def _operators(package: Path, wanted: Iterable[posed.Posed], corpus: Path, how: 
     """Operators with their problems, as far as they are there. Its `__init__.py`s would bring all of it along."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(package, Path(folder) / package.name))
-        for place in (copy, copy / "ops"):
-            (place / "__init__.py").write_text(how.init)
+        for place in how.inits:
+            (copy / place / "__init__.py").write_text(how.init)
         file, old, new = how.mended
         if (copy / file).is_file():
             (copy / file).write_text((copy / file).read_text().replace(old, new))
-        return sum(_operator(copy, one, corpus, how) for one in wanted if (copy / "ops" / f"{one.module}.py").is_file())
+        return sum(_operator(copy, one, corpus, how) for one in wanted)
 
 
 def _operator(package: Path, one: posed.Posed, corpus: Path, how: Packed) -> int:
+    module = how.below + one.module
+    if not package.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        return 0
     source = _OPERATOR.format(
-        first=how.first, package=package.name, module=one.module, function=one.function,
-        arguments=one.arguments, call=one.call,
+        first=how.first, package=package.name, module=module, function=one.function, arguments=one.arguments,
+        call=one.call,
     )  # fmt: skip
     found = beside.files_of(beside.gathered(package.with_name("candidate.py"), source))
     more = [path for pattern in how.also for path in package.glob(pattern)]
     found |= {path.relative_to(package.parent).as_posix(): path.read_text() for path in more}
     return _pair(corpus / one.name, beside.pack(source, found), one.problem)
+
+
+def _configured(problem: str, config: Path) -> str:
+    """A task of robust-kbench with the first of its configurations, in a problem's form: it gives them by name."""
+    told = json.loads(config.read_text()) if config.is_file() else {}
+    shared, init, drawn = ((told.get(f"single_{kind}_configs") or [{}])[0] for kind in ("shared", "init", "input"))
+    model = next(node for node in ast.parse(problem).body if isinstance(node, ast.ClassDef) and node.name == "Model")
+    made = next((node for node in model.body if getattr(node, "name", "") == "__init__"), None)
+    names = [] if not isinstance(made, ast.FunctionDef) else made.args.args[1:]
+    defaults = [] if not isinstance(made, ast.FunctionDef) else made.args.defaults
+    known = dict(zip((one.arg for one in names[len(names) - len(defaults) :]), map(ast.unparse, defaults), strict=True))
+    known |= {name: repr(value) for name, value in {**shared, **init}.items()}
+    arguments = ", ".join(known[one.arg] for one in names if one.arg in known)
+    inputs = ", ".join(f"{name}={value!r}" for name, value in {**shared, **drawn}.items())
+    problem = problem.replace("def get_inputs(", "def _get_inputs(")
+    problem += f"\n\ndef get_inputs():\n    return _get_inputs({inputs})\n"
+    return f"{problem}\n\ndef get_init_inputs():\n    return [{arguments}]\n"
 
 
 def _with_kernel(name: str, problem: str) -> str:
@@ -210,9 +251,13 @@ def _package(package: Path, folder: str, corpus: Path, without: Collection[str] 
             continue
         module = ".".join([package.name, folder, path.stem])
         name = call.partition(".")[0]
-        source = f"import triton\n\nfrom {module} import {name}\n{_MODEL.format(call=call)}"
+        source = f"import triton\n\nfrom {module} import {name}\n{_called(call)}"
         made += _pair(corpus / path.stem, beside.gathered(package.with_name("candidate.py"), source))
     return made
+
+
+def _called(call: str) -> str:
+    return _MODEL.format(call=f"{call}(*inputs)", arguments="*inputs")
 
 
 def _entry(text: str) -> str:

@@ -39,7 +39,7 @@ State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing
 it says nothing of the candidate: it needs a package that is `missing` here, or its run without a GPU was `cut_short`.
 """
 _FALLBACK = re.compile(r" full: ([^;]*)")
-_MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: ")
+_MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
 Corpus = Annotated[Path, "a folder of pairs"]
 Out = Annotated[Path | None, "a file with one JSON object a pair"]
 
@@ -164,7 +164,7 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
 
 def _refused(verdict: Verdict) -> tuple[Verdict, State]:
     """What was not there when it ran is nobody's fault; a rule that names an import is one."""
-    is_missing = verdict.fault is Fault.RUNTIME_ERROR and _MISSING.search(verdict.message)
+    is_missing = verdict.fault in (Fault.RUNTIME_ERROR, Fault.COMPILE_ERROR) and _MISSING.search(verdict.message)
     return verdict, "missing" if is_missing else "refused"
 
 

@@ -39,13 +39,14 @@ from kbrl_async.lab.small_policy.author import Author, Habits
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import extract
-from protocols.records import OBSERVED, BuildReport, Candidate, Fault, Problem
+from protocols.records import OBSERVED, BenchReport, BuildReport, Candidate, Fault, Problem
 
-BACKEND = "cuda-nvrtc"
 GROUP = 8
 PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdict(Habits()).items()})
 """Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
-_SEED, _PATIENCE_S = 11, 60
+_SEED, _PATIENCE_S = 11, 180
+_WARM = 2
+"""Groups of which a lane judges some before it counts: as many references as it keeps."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -70,6 +71,8 @@ class Row(msgspec.Struct, frozen=True):
     """Of pieces of work, some of which lie within others."""
     measured: tuple[float, float, float] | None
     """Speedup with its interval."""
+    pairs: str = ""
+    """How many, why no more, and why some were set aside."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -84,6 +87,8 @@ class Asked(msgspec.Struct, frozen=True):
     profile: str
     limit_s: float
     rows: str
+    timers: int
+    backend: str
 
 
 Group = tuple[Problem, list[Item]]
@@ -104,17 +109,19 @@ def verdicts(
     ] = 600,
     rows: Annotated[str, "folder for every verdict of each number of lanes, as JSON"] = "",
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
+    timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
+    backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
 
     Answers in CUDA by the author whom the small policy imitates, slips and all, of problems at their GPU shapes. They
-    are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each group
-    is the first that a lane sees of its problem, so references are made anew for it.
+    are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each number
+    of lanes gets the same groups. What a lane has of them from before is gone, so references are made anew.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, limit_s, rows)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, limit_s, rows, timers, backend)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
-        made = _kept(folder, max(lanes) + groups * len(lanes), levels, shapes)
+        made = _kept(folder, _WARM * max(lanes) + groups, levels, shapes, backend)
         phases = _through_lanes(folder, made, asked, groups)
     found = {f"{number} lanes": summary(each) for number, each in zip(lanes, phases, strict=False)}
     return {**msgspec.structs.asdict(asked), **found}
@@ -132,6 +139,7 @@ def summary(rows: list[Row]) -> Result:
         "faults": Counter(row.fault for row in rows),
         "observed": Counter(row.reason[:90] for row in rows if row.trust == OBSERVED),
         "observed_of": [(row.problem, row.fault, row.slips) for row in rows if row.trust == OBSERVED][:12],
+        "pairs": Counter(row.pairs for row in right).most_common(6),
         "right_s": _spread([row.ended - row.begun for row in right]),
         "wrong_s": _spread([row.ended - row.begun for row in rows if row.fault != Fault.OK]),
         "exclusive_s": _spread(exclusive),
@@ -170,36 +178,36 @@ def _spread(seconds: list[float]) -> list[float]:
 # ── what is verified ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _kept(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
-    path = folder / f"answers-{shapes}.json"
+def _kept(folder: Path, count: int, levels: tuple[int, ...], shapes: str, backend: str = "cuda-nvrtc") -> list[Group]:
+    path = folder / f"answers-{shapes}-{backend}.json"
     if path.exists() and len(found := msgspec.json.decode(path.read_bytes(), type=list[Group])) >= count:
         return found[:count]
     folder.mkdir(parents=True, exist_ok=True)
-    made = _built(folder, count, levels, shapes)
+    made = _built(folder, count, levels, shapes, backend)
     path.write_bytes(msgspec.json.encode(made))
     return made
 
 
-def _built(folder: Path, count: int, levels: tuple[int, ...], shapes: str) -> list[Group]:
+def _built(folder: Path, count: int, levels: tuple[int, ...], shapes: str, backend: str) -> list[Group]:
     rng = random.Random(_SEED)
     problems = [p for p in load_suite(levels=levels, shapes=shapes) if p.problem_id in SPECS.keys() - HELDOUT]
     order = [problem for _ in range(-(-count // len(problems))) for problem in rng.sample(problems, len(problems))]
     farm = sections.CompileFarm(deadline_s=60.0)
     with Builder(ArtifactStore(folder), farm) as builder, ThreadPoolExecutor(len(CORES)) as pool:
-        found = list(pool.map(lambda pair: _group(builder, *pair), enumerate(order[:count])))
+        found = list(pool.map(lambda pair: _group(builder, backend, *pair), enumerate(order[:count])))
     say(f"{sum(len(items) for _, items in found)} answers in {len(found)} groups are built")
     return found
 
 
-def _group(builder: Builder, number: int, problem: Problem) -> Group:
+def _group(builder: Builder, backend: str, number: int, problem: Problem) -> Group:
     """Eight answers that compile; a comment makes each another one."""
     rng, items = random.Random(_SEED + number), list[Item]()
     while len(items) < GROUP:
         author = Author(rng, PRACTISED)
-        read = extract(respond(SPECS[problem.problem_id], author, BACKEND))
+        read = extract(respond(SPECS[problem.problem_id], author, backend))
         if read.problem:
             continue
-        candidate = Candidate(f"{read.source}\n# {number} {len(items)}\n", BACKEND)
+        candidate = Candidate(f"{read.source}\n# {number} {len(items)}\n", backend)
         report = builder.build(candidate, problem)
         if report.fault is Fault.OK:
             items.append(Item(candidate, report, tuple(author.slips)))
@@ -212,10 +220,16 @@ def _group(builder: Builder, number: int, problem: Problem) -> Group:
 def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -> list[list[Row]]:
     """The rows of each number of lanes. All lanes are warm from the beginning; some have nothing to do at first."""
     context, most = mp.get_context("spawn"), max(asked.lanes)
-    works, done = [context.Queue() for _ in asked.lanes], context.Queue()
+    works, done, right = [context.Queue() for _ in asked.lanes], context.Queue(), context.Queue()
+    chosen, others = made[:groups], made[groups:]
+    warm = [others[_WARM * number : _WARM * (number + 1)] for number in range(most)]
+    queues = works, right, done
     processes = [
-        context.Process(target=_lane, args=(folder, number, asked, made[number], works, done), daemon=True)
+        context.Process(target=_lane, args=(folder, number, asked, warm[number], *queues), daemon=True)
         for number in range(most)
+    ] + [
+        context.Process(target=_timer, args=(folder, number, asked, warm[0], right, done), daemon=True)
+        for number in range(asked.timers)
     ]
     for process in processes:
         process.start()
@@ -223,7 +237,6 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
         say(_taken(done, processes))
     phases = []
     for place, (number, work) in enumerate(zip(asked.lanes, works, strict=True)):
-        chosen = made[most + place * groups :][:groups]
         for group in chosen:
             work.put(group)
         for _ in range(number):
@@ -236,6 +249,8 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -
         if len(phases[-1]) < wanted:
             _end(asked.lanes[place:], works[place:])
             break
+    for _ in range(asked.timers):
+        right.put(None)
     for process in processes:
         process.join(10)
         process.kill()
@@ -277,29 +292,12 @@ def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
     raise RuntimeError("a lane has failed, or gives no verdict")
 
 
-def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any], done: Any) -> None:
+def _lane(folder: Path, number: int, asked: Asked, warm: list[Group], works: list[Any], right: Any, done: Any) -> None:
     """Takes one group after the other."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    device = f"cuda:{number % asked.gpus}"
-    turns = Turns(folder / f"turns-{device.replace(':', '')}")
-    windows = _Windows(turns)
-    share = asked.gpus / max(asked.lanes)
-    options = bench_options(
-        sections.TimingBench(deadline_s=10),
-        device,
-        memory_share=share,
-        references=asked.references,
-        alone_share=asked.alone_share,
-    )
-    judge = Judge(ArtifactStore(folder), options, backend=BACKEND, quiet=windows.open)
-    with judge, contextlib.closing(turns):
-        ready()
-        with turns.working():
-            for item in first[1][:2]:
-                judge.judge(first[0], item.candidate, item.build, timing=asked.timing, tick=turns.breathe)
+    verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
+    share = min(1.0, verifying / max(asked.lanes))
+    timing = asked.timing and not asked.timers
+    with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
@@ -307,10 +305,52 @@ def _lane(folder: Path, number: int, asked: Asked, first: Group, works: list[Any
         for work in (work for lanes, work in zip(asked.lanes, works, strict=True) if number < lanes):
             while (group := work.get()) is not None:
                 for item in group[1]:
-                    with turns.working():
-                        done.put(_judged(judge, group[0], item, asked.timing, windows))
+                    row, report = _judged(judge, group[0], item, timing, windows)
+                    if asked.timers and row.fault == Fault.OK:
+                        right.put((group[0], item, report))
+                    else:
+                        done.put(row)
         if meter is not None:
             meter.dump_stats(Path(asked.profile) / f"lane{number}.prof")
+
+
+def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: Any, done: Any) -> None:
+    """Times what lanes have found right."""
+    with _judging(folder, f"cuda:{asked.gpus - 1}", asked, 1 / asked.timers, warm, True, is_light=True) as made:
+        judge, windows = made
+        done.put(f"timer {number} is warm")
+        while (one := right.get()) is not None:
+            problem, item, report = one
+            done.put(_judged(judge, problem, item, True, windows, report)[0])
+
+
+@contextlib.contextmanager
+def _judging(
+    folder: Path, device: str, asked: Asked, share: float, warm: list[Group], timing: bool, **more: Any
+) -> Iterator[tuple[Judge, _Windows]]:
+    """A judge that has judged something already."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    if asked.backend == "c":
+        device = "cpu"
+    windows = _Windows(Turns(folder / f"turns-{device.replace(':', '')}"))
+    options = bench_options(
+        sections.TimingBench(deadline_s=10),
+        device,
+        memory_share=share,
+        references=asked.references,
+        alone_share=asked.alone_share,
+        **more,
+    )
+    judge = Judge(ArtifactStore(folder), options, backend=asked.backend, quiet=windows.open)
+    with judge, contextlib.closing(windows.turns):
+        ready()
+        for problem, items in warm:
+            for item in items[:2]:
+                _judged(judge, problem, item, timing, windows)
+        yield judge, windows
 
 
 class _Windows:
@@ -335,12 +375,17 @@ class _Windows:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def _judged(judge: Judge, problem: Problem, item: Item, timing: bool, windows: _Windows) -> Row:
+def _judged(
+    judge: Judge, problem: Problem, item: Item, timing: bool, windows: _Windows, verified: BenchReport | None = None
+) -> tuple[Row, BenchReport]:
     begun = time.time()
     windows.seconds.clear()
     pieces = dict[str, float]()
     token = spans.set(pieces)
-    report = judge.judge(problem, item.candidate, item.build, timing=timing, tick=windows.turns.breathe)
+    with windows.turns.working():
+        report = judge.judge(
+            problem, item.candidate, item.build, timing=timing, tick=windows.turns.breathe, verified=verified
+        )
     spans.reset(token)
     ended, verdict, timed = time.time(), report.verdict, report.timing
     parts = dict(windows.seconds)
@@ -349,4 +394,5 @@ def _judged(judge: Judge, problem: Problem, item: Item, timing: bool, windows: _
     return Row(
         problem.problem_id, verdict.fault, verdict.rule, verdict.trust, verdict.trust_reason, item.slips, begun, ended,
         parts, pieces, None if timed is None else (timed.speedup, timed.lo, timed.hi),
-    )  # fmt: skip
+        "" if timed is None else f"{timed.n} {timed.stopped}{timed.method.rpartition('subtracted')[2]}",
+    ), report  # fmt: skip

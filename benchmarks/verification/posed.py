@@ -7,6 +7,7 @@ random answer, an answer of another size each time, or none but a constant is in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -156,6 +157,99 @@ kl_div.LigerKLDivLossFunction.apply(x, y) | F.kl_div(x, y, reduction="batchmean"
 jsd.LigerJSDFunction.apply(x, y) | JSD(x, y) | LP LP
 tvd.LigerTVDLossFunction.apply(x, y) | (x - y).abs().sum(-1).mean() / 2 | PR PR
 """
+TRITONBENCH = """
+add_example.add_wrapper(x, y) | x + y | V V
+add_value.puzzle1(x) | x + 10 | V
+bmm_optimized.bmm(x, y) | torch.bmm(x, y) | HA HA
+chunk_cumsum_kernel.chunk_global_cumsum_scalar(x) | torch.cumsum(x, 2) | U3
+chunk_cumsum_vector.chunk_global_cumsum_vector(x) | torch.cumsum(x, 2) | U4
+cosine_compute.cos(x) | torch.cos(x) | V
+cross_entropy1.cross_entropy_loss(x, y) | F.cross_entropy(x, y, reduction="none") | R O
+cross_entropy_ops.cross_entropy_loss(x, y)[0] | F.cross_entropy(x, y, reduction="none") | R O
+dequantize_rowwise.dequantize_rowwise(x, y) | (x.float() * y[:, None] / 127).half() | B8 PV
+fast_ce_loss.fast_cross_entropy_loss(x, y) | F.cross_entropy(x.flatten(0, 1), y.flatten()) | L3 O2
+fast_layernorm.Fast_Layernorm.apply(x, y, z, 1e-5) | F.layer_norm(x, [1024], y, z, 1e-5) | R V V
+fast_rms_layernorm.Fast_RMS_Layernorm.apply(x, y, 1e-5) | F.rms_norm(x, [1024], y, 1e-5) | R V
+flash_attn.flash_attn_triton(x, y, z, causal=False, sm_scale=0.125) | F.scaled_dot_product_attention(x, y, z) | Q Q Q
+flash_attn.flash_attn_triton(x, y, z, causal=True, sm_scale=0.125) | F.scaled_dot_product_attention(x, y, z, is_causal=True) | Q Q Q
+attention_llama.triton_fa(x, y, z, 0.125, False, 0) | F.scaled_dot_product_attention(x, y, z) | Q Q Q
+triton_attention._attention.apply(x, y, z, 0.125) | F.scaled_dot_product_attention(x, y, z, is_causal=True) | Q Q Q
+fused_recurrent_hgrn.fused_recurrent_hgrn(x, y)[0] | GATED(x, y) | H4 GA4
+geglu_tanh_triton.geglu_forward(x, y)[2] | F.gelu(x, approximate="tanh") * y | N128 N128
+index_select_cat.index_select_cat_fwd(torch.empty_like(x[:512]), x, y) | x[y] | R J
+kldiv_compute.kldivergence(x, y) | x * torch.log(x / y) | PV PV
+kldiv_ops.kldiv_forward_triton(x, y, False, "none", 1e-10) | F.kl_div(x, y, reduction="none") | LP PR
+kldiv_triton.kldiv_forward_triton(x, y, False, "none") | F.kl_div(x, y, reduction="none") | LP PR
+layer_norm_liger.LigerLayerNormFunction.apply(x, y, z, 1e-5) | F.layer_norm(x, [1024], y, z, 1e-5) | R V V
+layer_norm_triton.LayerNorm.apply(x, (1024,), y, z, 1e-5) | F.layer_norm(x, [1024], y, z, 1e-5) | R V V
+layernorm_fwd_triton.layernorm_forward(x, y, 1e-5) | F.layer_norm(x, [128], None, None, 1e-5) * y | X3 W3
+log_softmax.log_softmax(x, 1) | torch.log_softmax(x, 1) | R
+logsumexp_fwd.logsumexp_fwd(x) | torch.logsumexp(x, -1) | R
+matmul_leakyrelu.matmul(x, y, "leaky_relu") | F.leaky_relu(x @ y) | HS HT
+matmul_persistent_triton.matmul_persistent(x, y) | x @ y | HS HT
+matmul_triton1.matmul(x, y) | x @ y | X2 X2
+matmul_triton2.triton_matmul(x, y) | x @ y | HS HT
+matmul_triton_autotune.matmul(x, y) | x @ y | HS HT
+matrix_vector_multip.mv(x, y) | x @ y | S V
+max_reduction.max(x) | torch.max(x) | R
+max_reduction.max_dim(x, 1)[0] | torch.max(x, 1)[0] | R
+mean_reduction.mean_dim(x, [1]) | torch.mean(x, 1) | U
+relu_strided_buffer.relu_forward_wrapper_rank_1(x, out0=torch.empty_like(x)) | torch.relu(x) | V
+relu_triton_kernel.relu(x) | torch.relu(x) | V
+reversed_cumsum.chunk_global_reversed_cumsum_vector(x) | torch.flip(torch.cumsum(torch.flip(x, [2]), 2), [2]) | U4
+reversed_cumsum_scalar.chunk_global_reversed_cumsum_scalar(x) | torch.flip(torch.cumsum(torch.flip(x, [2]), 2), [2]) | U3
+rms_norm_triton.rms_norm(x, (1024,), y, 1e-5) | F.rms_norm(x, [1024], y, 1e-5) | R V
+rmsnorm_fused_llama.rmsnorm_forward(x, y, 1e-5) | F.rms_norm(x, [1024], y, 1e-5) | R V
+rmsnorm_implementation.rmsnorm_wrapper(x, y) | F.rms_norm(x, [1024], y, 1e-6) | H3 HV
+rmsnorm_triton.rmsnorm_triton_wrapper(x, y) | F.rms_norm(x, [1024], y, 1e-6) | H3 HV
+sin_kernel.call_kernel(x) | torch.sin(x) | V
+softmax_flaggems.softmax(x, 1) | torch.softmax(x, 1) | R
+softmax_optimize.softmax(x) | torch.softmax(x, 1) | R
+softmax_triton1.softmax(x) | torch.softmax(x, 1) | R
+softmax_triton2.softmax(x) | torch.softmax(x, 1) | R
+softmax_triton3.softmax(x) | torch.softmax(x, 1) | HR
+triton_softmax.triton_softmax(x) | torch.softmax(x, 1) | R
+square_matrix.square(x) | x * x | S
+swiglu_triton.swiglu_forward(x, y)[2] | F.silu(x) * y | R R
+triton_argmax.argmax(x, dim=1) | torch.argmax(x, 1) | R
+triton_conv2d_fwd.conv2d_forward(x, y, 3, 3, 1, 1, 1, 1, 1, fp16=True) | F.conv2d(x, y, None, 1, 1) | HI HE
+triton_linear_activation.linear_layer(x, y, z) | F.linear(x, y, z) | HS HT HV
+triton_matmul.matmul(x, y) | x @ y | HS HT
+triton_mul2.triton_mul2(x, BLOCK_SIZE=1024) | x * 2 | V
+vector_addition.add(x, y) | x + y | V V
+vector_addition_custom.custom_add(x, y) | x + y | V V
+"""
+FLA = """
+modules/l2norm.l2norm(x) | x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) | R
+modules/activations.sigmoid(x) | torch.sigmoid(x) | R
+modules/activations.logsigmoid(x) | F.logsigmoid(x) | R
+modules/activations.swish(x) | F.silu(x) | R
+modules/activations.swiglu(x, y) | F.silu(x) * y | R R
+modules/activations.sigmoidglu(x, y) | torch.sigmoid(x) * y | R R
+modules/layernorm.layer_norm(x, y, z) | F.layer_norm(x, [1024], y, z, 1e-5) | R V V
+modules/layernorm.rms_norm(x, y, None) | F.rms_norm(x, [1024], y, 1e-5) | R V
+modules/layernorm.rms_norm(x, y, None, z) | F.rms_norm(x + z, [1024], y, 1e-5) | R V R
+modules/fused_norm_gate.rms_norm_gated(x, y, z, None) | F.rms_norm(x, [1024], z, 1e-6) * F.silu(y) | R R V
+modules/token_shift.token_shift(x) | torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x | A
+modules/fused_cross_entropy.cross_entropy_loss(x, y)[0] | F.cross_entropy(x, y, reduction="none") | R O
+ops/utils/cumsum.chunk_global_cumsum(x) | torch.cumsum(x, 1) | U4
+ops/utils/cumsum.chunk_local_cumsum(x, 64) | torch.cumsum(x.unflatten(1, (-1, 64)), 2).flatten(1, 2) | U3
+ops/utils/logsumexp.logsumexp_fwd(x) | torch.logsumexp(x, -1) | R
+ops/utils/softmax.softmax_fwd(x) | torch.softmax(x, -1) | R
+ops/utils/pooling.mean_pooling(x, 64) | x.unflatten(1, (-1, 64)).mean(2) | U4
+ops/utils/matmul.matmul(x, y) | x @ y | HS HT
+ops/hgrn/fused_recurrent.fused_recurrent_hgrn(x, y)[0] | HGRN(x, y) | A4 GA
+ops/hgrn/chunk.chunk_hgrn(x, y)[0] | HGRN(x, y) | A4 GA
+ops/linear_attn/fused_recurrent.fused_recurrent_linear_attn(x, y, z)[0] | LINEAR(x, y, z) | B4 B4 B4
+ops/gla/fused_recurrent.fused_recurrent_gla(x, y, z, w)[0] | LINEAR(x, y, z, w) | B4 B4 B4 GB
+ops/simple_gla/fused_recurrent.fused_recurrent_simple_gla(x, y, z, w)[0] | LINEAR(x, y, z, w[..., None]) | B4 B4 B4 GC
+ops/retention/fused_recurrent.fused_recurrent_retention(x, y, z)[0] | RETENTION(x, y, z) | B4 B4 B4
+ops/gla/chunk.chunk_gla(x, y, z, w)[0] | LINEAR(x.float(), y.float(), z.float(), w.float()).bfloat16() | HB HB HB GH
+ops/simple_gla/chunk.chunk_simple_gla(x, y, z, w)[0] | LINEAR(x.float(), y.float(), z.float(), w[..., None]).bfloat16() | HB HB HB GD
+ops/retention/chunk.chunk_retention(x, y, z)[0] | RETENTION(x.float(), y.float(), z.float()).bfloat16() | HB HB HB
+ops/linear_attn/chunk.chunk_linear_attn(x, y, z, normalize=False)[0] | LINEAR(x.float(), y.float(), z.float()).bfloat16() | HB HB HB
+ops/attn/parallel.parallel_attn(x, y, z) | F.scaled_dot_product_attention(x.transpose(1, 2), y.transpose(1, 2), z.transpose(1, 2), is_causal=True).transpose(1, 2) | HB HB HB
+"""
 _INPUTS = {
     "R": "torch.randn(1024, 1024)", "S": "torch.randn(256, 1024)", "T": "torch.randn(1024, 1024)",
     "V": "torch.randn(1024)", "W": "torch.randn(256)", "W1": "torch.rand(1024, 1) + 0.5", "A1": "torch.rand(1) + 0.5",
@@ -170,6 +264,19 @@ _INPUTS = {
     "A": "torch.randn(8, 256, 256)", "D": "torch.randn(64, 256, 3)", "E": "torch.randn(16, 32, 3, 3)",
     "I": "torch.randn(8, 32, 32, 32)", "C": "torch.randn(32)", "X": "torch.randn(32, 48)", "Z": "torch.randn(1024, 2048)",
     "Q": "torch.randn(2, 4, 256, 64, dtype=torch.float16)",
+    "HA": "torch.randn(8, 256, 256).half()", "HS": "torch.randn(256, 1024).half()",
+    "HT": "torch.randn(1024, 1024).half()", "HV": "torch.randn(1024).half()", "HR": "torch.randn(1024, 1024).half()",
+    "H3": "torch.randn(4, 64, 1024).half()", "HI": "torch.randn(8, 32, 32, 32).half()",
+    "HE": "torch.randn(16, 32, 3, 3).half()", "HB": "torch.randn(2, 256, 4, 64).bfloat16()",
+    "GH": "F.logsigmoid(torch.randn(2, 256, 4, 64)).bfloat16()",
+    "U3": "torch.rand(4, 512, 1024)", "U4": "torch.rand(2, 256, 64, 32)", "PV": "torch.rand(1024) + 0.5",
+    "B8": "torch.randint(-127, 127, (1024, 1024), dtype=torch.int8)", "L3": "torch.randn(4, 128, 1024)",
+    "O2": "torch.randint(0, 1024, (4, 128))", "X2": "torch.randn(64, 64)", "X3": "torch.randn(64, 8, 128)",
+    "W3": "torch.randn(8, 128)", "H4": "torch.randn(2, 4, 64, 128)", "GA4": "torch.rand(2, 4, 64, 128)",
+    "N128": "torch.randn(512, 128)",
+    "A4": "torch.randn(4, 128, 256)", "GA": "F.logsigmoid(torch.randn(4, 128, 256))",
+    "B4": "torch.randn(2, 64, 4, 64)", "GB": "F.logsigmoid(torch.randn(2, 64, 4, 64))",
+    "GC": "F.logsigmoid(torch.randn(2, 64, 4))", "GD": "F.logsigmoid(torch.randn(2, 256, 4))",
     "LP": "torch.log_softmax(torch.randn(512, 1024), -1)", "PR": "torch.softmax(torch.randn(512, 1024), -1)",
 }  # fmt: skip
 _PROBLEM = """
@@ -188,7 +295,37 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
+_GATED = """
+def GATED(x, g):
+    state, states = torch.zeros_like(x[..., 0, :]), []
+    for place in range(x.shape[-2]):
+        state = g[..., place, :] * state + x[..., place, :]
+        states.append(state)
+    return torch.stack(states, -2)
+"""
 _BEFORE = {
+    "GATED": _GATED,
+    "HGRN": f"{_GATED}\n\ndef HGRN(x, g):\n    return GATED(x, g.exp())\n",
+    ").bfloat16": "\nTOLERANCES = {'bfloat16': (0.02, 0.1)}  # of what lies in between, which its kernels round, too\n",
+    "LINEAR": """
+def LINEAR(q, k, v, g=None):
+    state, outputs = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None, :]), []
+    for place in range(q.shape[1]):
+        if g is not None:
+            state = state * g[:, place, ..., None].exp()
+        state = state + k[:, place, :, :, None] * v[:, place, :, None, :]
+        outputs.append((q[:, place, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1)
+""",
+    "RETENTION": """
+def RETENTION(q, k, v):
+    heads = torch.arange(q.shape[2], device=q.device, dtype=q.dtype)
+    places = torch.arange(q.shape[1], device=q.device, dtype=q.dtype)
+    apart = places[:, None] - places[None, :]
+    decay = torch.exp(apart * torch.log(1 - torch.exp2(-5 - heads))[:, None, None]).masked_fill(apart < 0, 0)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5 * decay
+    return torch.einsum("bhqk,bkhd->bqhd", scores, v)
+""",
     "SPARSEMAX": """
 def SPARSEMAX(x):
     z = torch.sort(x, -1, descending=True)[0]
@@ -217,18 +354,25 @@ class Posed(msgspec.Struct, frozen=True):
 
 
 def posed(table: str) -> Iterator[Posed]:
-    """Each line, in order; a function that stands there twice is numbered."""
+    """Each line, in order, and once more in half precision where all its inputs are draws of `randn`. A function that
+    stands there twice is numbered.
+    """
     seen: dict[str, int] = {}
     for line in table.strip().splitlines():
         call, rest = (part.strip() for part in line.split("|", 1))
         answer, _, letters = (part.strip() for part in rest.rpartition("|"))
         module, _, call = call.partition(".")
         function = call.partition("(")[0].partition(".")[0]
-        kinds = letters.split()
-        names = ", ".join("xyzw"[: len(kinds)])
+        inputs = [_INPUTS[kind] for kind in letters.split()]
         seen[function] = seen.get(function, 0) + 1
-        before = next((text for word, text in _BEFORE.items() if word in answer), "")
-        inputs = ", ".join(_INPUTS[kind] for kind in kinds)
-        problem = _PROBLEM.format(before=before, names=names, answer=answer, inputs=inputs)
-        name = f"{module}-{function}" + (f"-{seen[function]}" if seen[function] > 1 else "")
-        yield Posed(name, module, function, call, names, problem)
+        name = f"{module.replace('/', '-')}-{function}" + (f"-{seen[function]}" if seen[function] > 1 else "")
+        yield _one(name, module, call, answer, inputs)
+        if all(re.fullmatch(r"torch\.randn\([\d, ]+\)", drawn) for drawn in inputs):
+            yield _one(f"{name}-half", module, call, answer, [f"{drawn}.half()" for drawn in inputs])
+
+
+def _one(name: str, module: str, call: str, answer: str, inputs: list[str]) -> Posed:
+    names = ", ".join("xyzw"[: len(inputs)])
+    before = "".join(text for word, text in _BEFORE.items() if f"{word}(" in answer)
+    problem = _PROBLEM.format(before=before, names=names, answer=answer, inputs=", ".join(inputs))
+    return Posed(name, module.replace("/", "."), call.partition("(")[0].partition(".")[0], call, names, problem)

@@ -20,6 +20,7 @@ from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench
 from kbrl_async.kernels.problems import load_file
+from kbrl_async.kernels.stages import teller
 from kbrl_async.kernels.verify import Bench, zygote_for
 from protocols.records import Candidate, Problem
 
@@ -40,6 +41,7 @@ def sizes(
     options = msgspec.structs.replace(default_bench(()), device=device, memory_share=memory_share)
     rows: list[Result] = []
     begun = time.monotonic()
+    teller.set(say)
     with (
         zygote_for(device, LIBRARY.name) as zygote,
         contextlib.closing(Bench(zygote, options, random.Random(0))) as bench,

@@ -200,6 +200,12 @@ COMMANDS = {
         "kbrl plan default --rollouts-per-hour 100000",
         "a second",
     ),
+    "rehearse": Command(
+        SETUP,
+        "a run at a model's real shape: random weights, given answers",
+        "kbrl rehearse --model Qwen2.5-0.5B --length 600:1.5",
+        "a minute and a few updates (max_steps); making large weights takes more",
+    ),
     "chaos": Command(
         SETUP,
         "do faults to a run by a plan, then check its counters",

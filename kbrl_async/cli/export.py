@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from kbrl_async.cli.shared import completed, find, run_names
@@ -18,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="RUN|POLICY DIR",
         nargs="+",
-        help="a run (its newest policy; default: the newest run) or the folder of a policy, and the folder to write, "
-        "which must not exist or be empty; or: verdicts RUN … FILE, what was found of every candidate of runs and "
-        "services, as FILE.jsonl or FILE.parquet",
+        help="a run (its newest policy; default: the newest run) or the folder of a policy or checkpoint, and the "
+        "folder to write, which must not exist or be empty; or: verdicts RUN … FILE, what was found of every candidate "
+        "of runs and services, as FILE.jsonl or FILE.parquet",
     )
     completed(words, run_names)
     parser.add_argument("--version", type=int, metavar="N", help="of a run: this policy version, not the newest")
@@ -37,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from kbrl_async.learning.policies.exporting import export
 
     wanted, target = ([LATEST, *args.words])[-2:]
-    policy = source(wanted, args.version)
-    made = export(policy, Path(target), merge=args.merge, dtype=args.dtype, role=args.role)
+    with policy_of(wanted, args.version) as policy:
+        made = export(policy, Path(target), merge=args.merge, dtype=args.dtype, role=args.role)
     print(
         f"{target}: version {made.policy_version} ({made.kind}, {made.dtype}); "
         f"loads with AutoModelForCausalLM, canary log-probs differ by at most {made.canary_difference:.1g}"
@@ -62,6 +65,27 @@ def _verdicts(words: list[str]) -> int:
 
 def _kind(target: str) -> str:
     return "json" if target.endswith(".jsonl") else "parquet"
+
+
+@contextlib.contextmanager
+def policy_of(wanted: str, version: int | None = None) -> Iterator[Path]:
+    """`source`, or a run's checkpoint as a policy, whoever wrote it."""
+    from kbrl_async.learning import checkpoints
+
+    if not (Path(wanted) / checkpoints.STATE).is_file():
+        yield source(wanted, version)
+        return
+    from kbrl_async.learning.policies import versions
+    from kbrl_async.runs.folder import load_run
+    from kbrl_async.runs.target_weights import published
+    from kbrl_async.runs.targets import resolve
+
+    target = resolve(wanted, Path())
+    if target.run is None:
+        raise UserError(f"{wanted} is in no run's folder, which says what its base is", "Put it back where it was")
+    with tempfile.TemporaryDirectory() as scratch:
+        made = published(target, Path(scratch), load_run(target.run), lambda *_: None)
+        yield versions.version_folder(Path(scratch), made.version)
 
 
 def source(wanted: str, version: int | None = None) -> Path:

@@ -16,6 +16,7 @@ from kbrl_async.cli.shared import say, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.problems import load_file, load_problems
+from kbrl_async.kernels.problems.cases import described_text
 
 if TYPE_CHECKING:
     from kbrl_async.rollouts.retrieval import Manifest, Retrieved
@@ -162,12 +163,12 @@ def _query(args: argparse.Namespace) -> int:
 
 def _show_hits(console: Console, found: Retrieved, why: bool) -> None:
     parts = list(found.hits[0].parts) if found.hits and why else []
-    rows = table(("example", "backend", "speedup", "score", *parts))
+    rows = table(("example", "backend", "workloads", "speedup", "score", *parts))
     for hit in found.hits:
         speedup = f"{hit.speedup:.2f}×" if hit.speedup is not None else ""
         values = [f"{hit.parts[part]:+.3f}" for part in parts]
         name = f"{hit.entry.uid} {hit.entry.problem_id}".strip()
-        rows.add_row(name, hit.entry.backend, speedup, f"{hit.score:.3f}", *values)
+        rows.add_row(name, hit.entry.backend, described_text(hit.entry.reference), speedup, f"{hit.score:.3f}", *values)
     console.print(rows)
     if not found.hits:
         console.print("nothing may be shown for this problem")

@@ -1,4 +1,7 @@
-"""`kbrl plan`, from measured stage times: how many of each process a wished throughput needs, and what a run costs."""
+"""`kbrl plan`, from measured stage times: how many of each process a wished throughput needs, and what a run costs.
+
+With `--gpus`, before any run: what of a model fits (`fitting`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kbrl_async.cli import fitting
 from kbrl_async.cli.shared import add_old_run, add_run, print_json, run_of, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.backends import runs_on_gpu
@@ -39,6 +43,8 @@ examples:
                                            will; it may be running
   kbrl plan default --for configs/gpu.yaml --price H100=2.49 --gpu H100
                                            before that one is started
+  kbrl plan --model Qwen2.5-7B --gpus 2 --gpu h200
+                                           what fits, and settings for it
 
 Formulas, and what to scale on: docs/capacity.md"""
 
@@ -56,12 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="seconds of one sampler, core, bench or learner per rollout: they replace measured ones",
     )
-    add("--model", metavar="FOLDER|SIZE", help="plan for this model, such as 7B: scales generation and updates")
+    add("--model", metavar="FOLDER|NAME", help="plan for this model, such as 7B: scales generation and updates")
     add("--utilisation", type=float, default=TARGET, metavar="U", help=f"largest share of busy time ({TARGET})")
     add("--variability", type=float, default=1.0, metavar="C", help="of arrivals and times: 1 Poisson, more in bursts")
     add("--for", dest="wanted", metavar="FILE", type=Path, help="say what a run of this configuration would cost")
     add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
-    add("--gpu", metavar="NAME", default="", help="the GPUs' name in the price table; default: this machine's")
+    add("--gpu", metavar="NAME", default="", help="the GPUs' name, for prices and --gpus; default: this machine's")
+    fitting.add_to(parser)
     add("--json", action="store_true", help="the plan as JSON")
 
 
@@ -76,6 +83,8 @@ class PlanBasis(msgspec.Struct, frozen=True):
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.gpus is not None:
+        return fitting.run(args)
     times = parse_times(args.times)
     measured = _told(times) if times and _names_no_run(args) else _of_run(run_of(args))
     observed = measured.observed.replaced(times)
@@ -112,7 +121,7 @@ def _paid(args: argparse.Namespace, measured: PlanBasis) -> Config:
 def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObservation) -> dict[str, Bill]:
     """In words: before a run of `--for`; of a measured run what it has cost and, until it ends, will."""
     config = _paid(args, measured)
-    machine = _machine(config, args.gpu)
+    machine = machine_of(config, args.gpu)
     prices = cost.prices(config, args.price)
     if args.wanted is not None:
         heldout = sum(problem.split == HELDOUT for problem in problems_of(config, config.levels))
@@ -127,7 +136,8 @@ def bills_of(args: argparse.Namespace, measured: PlanBasis, observed: RunObserva
     return bills
 
 
-def _machine(config: Config, gpu: str) -> Machine:
+def machine_of(config: Config, gpu: str) -> Machine:
+    """What a run of it takes of this host."""
     gpus = placement.inventory(os.environ)
     on_gpu = config.device == "cuda" or (config.device == "auto" and runs_on_gpu(config.backend))
     count = placement.wanted(config) if config.placement is not None else int(on_gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,9 +13,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
-from kbrl_async.errors import AddressTaken, CheckpointError, ConfigError, DiskFull, HostError, MissingTool, ProblemError
+from kbrl_async.errors import (
+    AddressTaken,
+    CheckpointError,
+    ConfigError,
+    DiskFull,
+    HostError,
+    MissingTool,
+    ProblemError,
+    UserError,
+)
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.problems import downloads
 from kbrl_async.kernels.problems.split import HELDOUT
@@ -23,11 +34,13 @@ from kbrl_async.rollouts.retrieval.store import MANIFEST as INDEX_MANIFEST
 from kbrl_async.runs.config import Config, available_cores, bound, cpu_layout, endpoints, placement
 from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
-from kbrl_async.runs.folder import Run, refused
+from kbrl_async.runs.folder import Run, refused, runs_in
 from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.runs.problems import problems_of, split_told
+from kbrl_async.runs.sizing import layout
 from kbrl_async.sampling.vllm.options import check_installed
 from kbrl_async.secret import secret
+from kbrl_async.shapes import ModelShape, read_shape
 from kbrl_async.tinker_service import KEY as TINKER_KEY
 from kbrl_async.weights import MANIFEST
 from protocols.sockets import AddressError, BoundRouter
@@ -60,8 +73,10 @@ def check_host(plan: Run, *, starts_here: bool = True) -> None:
     if config.placement is not None:
         placement.check_fit(config, placement.inventory(os.environ))
     if starts_here:
-        check_devices(config, placement.inventory(os.environ))
+        gpus = placement.inventory(os.environ)
+        check_devices(config, gpus)
         check_backend(config)
+        check_memory(config, gpus)
     check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
     if config.model_name == SMALL:
         check_writable(cache_folder(config), "Set cache_path=… to a folder that you may write")
@@ -108,10 +123,14 @@ def check_files(config: Config) -> None:
 
 def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
-    folder = Path(config.model_name).expanduser()
-    looks_like_path = folder.is_absolute() or config.model_name.startswith((".", "~"))
-    holds_one = any((folder / name).is_file() for name in ("config.json", MANIFEST))  # a model, or a policy
-    if looks_like_path and not holds_one:
+    folder, root = Path(config.model_name).expanduser(), Path(config.log_path).expanduser()
+    if any((folder / name).is_file() for name in ("config.json", MANIFEST)):  # a model, or a policy
+        return
+    if root in folder.parents or root.resolve() in folder.resolve().parents:
+        near = difflib.get_close_matches(folder.name, [path.name for path in runs_in(root)], 1)
+        cure = f"Did you mean model_name={root / near[0]}?" if near else "'kbrl runs' lists those that there are"
+        raise CheckpointError(f"model_name: there is no run {folder}", cure)
+    if folder.is_absolute() or config.model_name.startswith((".", "~")):
         cure = "Give a folder that a model was saved to, or model_name=small"
         raise CheckpointError(f"model_name: {folder} holds no model, it has no config.json", cure)
 
@@ -181,6 +200,28 @@ def check_devices(config: Config, gpus: Sequence[placement.Gpu]) -> None:
         raise HostError(f"{wanted}: this host has no GPU that may be used", f"See nvidia-smi, or use {otherwise}")
     if importlib.metadata.version("torch").endswith("+cpu"):
         raise MissingTool(f"{wanted}: this PyTorch computes on CPUs only", f"Install one for CUDA, or use {otherwise}")
+
+
+def check_memory(config: Config, gpus: Sequence[placement.Gpu]) -> None:
+    """What the policy needs is there, as far as its shape is known before it is loaded.
+
+    :raises HostError: it can't fit.
+    """
+    if (shape := shape_named(config.model_name)) is not None:
+        layout.check(config, shape, gpus, layout.host_memory())
+
+
+def shape_named(model: str) -> ModelShape | None:
+    """Of a model or of a run's policy; None for the small policy, and for what only the network knows."""
+    if model == SMALL:
+        return None
+    manifest = Path(model).expanduser() / MANIFEST
+    if manifest.is_file():
+        return shape_named(str(msgspec.json.decode(manifest.read_bytes())["base_model"]))
+    try:
+        return read_shape(model)
+    except UserError:
+        return None
 
 
 def check_backend(config: Config) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from kbrl_async.cli.launch import gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import MissingTool, UserError
+from kbrl_async.runs.config import process_counts
 from kbrl_async.runs.folder import plan, prepare, writing
 from kbrl_async.serving import settings as serving
 from kbrl_async.serving.settings import Serve
 
 DEFAULT = Serve()
 SERVICE = "verification"
-WORKERS = ("broker", "compile_farm", "timing_bench")
+WORKERS = ("broker", "compile_farm", "timing_bench", "verifier")
 FOLDER = "runs/serve"
 
 
@@ -80,7 +81,8 @@ def _over_broker(args: argparse.Namespace) -> tuple[Path, dict[str, int]]:
     config = resolve(args)
     plan(config)
     run = prepare(config)
-    return run.path, {name: getattr(run.config.processes, name, 1) for name in WORKERS}
+    counts = process_counts(run.config)
+    return run.path, {name: counts[name] for name in WORKERS if name in counts}
 
 
 def _check_libraries() -> None:

@@ -108,9 +108,11 @@ def _example(name: str) -> int:
 def _one(args: argparse.Namespace) -> int:
     from kbrl_async.kernels.funnel import VerifyOptions, verify
     from kbrl_async.kernels.funnel.verifier import under
+    from kbrl_async.kernels.stages import teller
 
     candidate = sys.stdin.read() + "\n" if args.candidate == "-" else Path(args.candidate)
     console = Console(stderr=True)
+    teller.set(lambda words: console.print(escape(words)))
     with console.status(f"verifying {args.candidate} against {args.problem} …"):
         result = verify(
             args.problem,

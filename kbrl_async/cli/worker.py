@@ -49,6 +49,7 @@ REPEAT_S = 1.0
 LONELY_S = 20.0
 SERVICES = {
     "compile": ("compile_farm", Role.COMPILE),
+    "verify": ("verifier", Role.VERIFIER),
     "bench": ("timing_bench", Role.BENCH),
     "sample": ("sampler", Role.SAMPLER),
 }

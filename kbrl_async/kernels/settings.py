@@ -27,10 +27,11 @@ PROBLEM_SOURCES = Door(
         "suite": "kbrl_async.kernels.problems.sources.folder:suite",
         "kernelbench": "kbrl_async.kernels.problems.sources.folder:kernelbench",
         "generated": "kbrl_async.kernels.generator:generated",
+        "grammar": "kbrl_async.lab.grammar:grammar",
     },
 )
 """Each `(shapes) -> problems`, or the path of a folder or file of problems. `shapes` is `"cpu"` or `"gpu"`. `generated`
-takes a word more: `generated:500`."""
+and `grammar` take a word more: `generated:500`."""
 HELDOUT_SHARE, HELDOUT_SEED = 0.1, 0
 """Share of each level that is held out of a source that marks none, and by which seed."""
 SplitKind = Literal["family", "kevin", "none"]

@@ -13,6 +13,15 @@ _SHOWN_S = 0.005
 spans: ContextVar[dict[str, float] | None] = ContextVar("spans", default=None)
 """Where seconds of parts are added up, for whoever asks what a candidate's time goes into."""
 
+teller: ContextVar[Callable[[str], None] | None] = ContextVar("teller", default=None)
+"""Who wants to hear what takes long, while it does."""
+
+
+def tell(words: str) -> None:
+    """To `teller`."""
+    if (found := teller.get()) is not None:
+        found(words)
+
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:

@@ -81,7 +81,8 @@ def rollouts_of(config: Config, heldout: int) -> int:
 def hours_of(config: Config, observed: RunObservation, target: float, heldout: int) -> float:
     """Of a whole run with these stage times: the slowest of samplers, benches and learner sets the pace, and is busy
     for `target` of the time."""
-    servers = {"generate": config.processes.sampler, "bench": config.processes.timing_bench, "train": 1}
+    counts = config.processes
+    servers = {"generate": counts.sampler, "bench": counts.timing_bench + counts.verifier, "train": 1}
     demand = max(observed.demand(stage) / count for stage, count in servers.items())
     hours = rollouts_of(config, heldout) * demand / target / 3600
     return hours if config.max_minutes is None else min(hours, config.max_minutes / 60)

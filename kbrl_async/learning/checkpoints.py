@@ -3,15 +3,21 @@
 ::
 
     step-000040/  tensors.safetensors   model.*, optimizer.{i}.*, rng.*
+                  shard-00001-model-….safetensors, …    in place of it where ranks share the weights out: each its own
                   state.json            counters, last batch id, SHA-256 of the tensors
-                 tinker.json           where weights and optimizer are, if they are not here
+                  tinker.json           where weights and optimizer are, if they are not here
                   COMPLETE
 
-Resuming from one continues bit by bit (on a CPU). LoRA checkpoints hold the adapter only.
+Invariants
+* Resuming from one with as many ranks continues bit by bit (on a CPU); any number of ranks can.
+* LoRA checkpoints hold the adapter only.
+* Shards are written while training goes on: such a checkpoint is there a while after `save`, or, after a crash, never;
+  then the one before it and the replay log are the truth.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +29,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kbrl_async.durable import (
+    complete,
     file_sha256,
     numbered,
     remove_folder,
     remove_leftovers,
+    temporary_of,
     write_folder,
 )
 from kbrl_async.errors import CheckpointError, KbrlError
+from kbrl_async.learning import shards, training_state
 from kbrl_async.learning.policies.models import MAIN
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.learning.updates import Updates
@@ -56,7 +65,14 @@ class _State(msgspec.Struct, frozen=True):
     progress: Progress
     optimizer_step: int
     tensors_sha256: str
+    """Of `TENSORS`, or of the sums of the shards."""
     format: int = 1
+    shards: dict[str, str] = msgspec.field(default_factory=dict)
+    """SHA-256 of each, by file name."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        return self.shards or {TENSORS: self.tensors_sha256}
 
 
 class Resumed(NamedTuple):
@@ -68,14 +84,46 @@ class Resumed(NamedTuple):
 
 def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
     """Writes `step-{version}` and deletes all but the newest `keep_checkpoints`."""
-    return _write(directory, _tensors(trainer), progress, trainer.optimizer_step, keep_checkpoints)
+    if trainer.is_sharded:
+        return _save_shards(directory, trainer, progress, keep_checkpoints)
+    live = training_state.tensors(trainer) | training_state.random_state(trainer)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in live.items()}
+    return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints)
+
+
+def _save_shards(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
+    """The same by all ranks. Returns before it is there; a run's first one is waited for, nothing else could be
+    resumed from."""
+    trainer.settle()
+    remove_leftovers(directory, PREFIX)
+    folder = directory / f"{PREFIX}{progress.version:06d}"
+    temporary, step = temporary_of(folder), trainer.optimizer_step
+    temporary.mkdir(parents=True)
+
+    def commit() -> None:
+        sums = shards.take_sums(temporary)
+        digest = hashlib.sha256("".join(sums.values()).encode()).hexdigest()
+        (temporary / STATE).write_bytes(msgspec.json.encode(_State(progress, step, digest, format=2, shards=sums)))
+        complete(temporary, folder)
+        _forget(directory, keep_checkpoints)
+
+    is_first = latest(directory) is None
+    trainer.save(temporary, commit)
+    if is_first:
+        trainer.settle()
+    return folder
+
+
+def _forget(directory: Path, keep_checkpoints: int) -> None:
+    for _, old in numbered(directory, PREFIX)[: -max(1, keep_checkpoints)]:
+        remove_folder(old)
 
 
 def save_remote(
     directory: Path, trainer: Updates, progress: Progress, write: Callable[[Path], None], keep_checkpoints: int
 ) -> Path:
     """The same where weights and optimizer are held elsewhere: `write` puts into the folder where."""
-    tensors = {"rng.order": trainer.order.get_state()}
+    tensors = {training_state.ORDER: trainer.order.get_state()}
     return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints, write)
 
 
@@ -97,8 +145,7 @@ def _write(
 
     remove_leftovers(directory, PREFIX)  # first: they may be what fills the disk
     write_folder(folder, fill)
-    for _, old in numbered(directory, PREFIX)[: -max(1, keep_checkpoints)]:
-        remove_folder(old)
+    _forget(directory, keep_checkpoints)
     return folder
 
 
@@ -116,6 +163,7 @@ def oldest(directory: Path) -> int:
 
 def resume(directory: Path, trainer: Trainer) -> Resumed | None:
     """Restores the newest readable checkpoint into `trainer`; None where there is none at all. See `resume_by`."""
+    trainer.settle()
     return resume_by(directory, lambda folder: restore(folder, trainer), (CheckpointError,))
 
 
@@ -141,34 +189,32 @@ def resume_by(
 
 def restore(folder: Path, trainer: Trainer) -> Progress:
     """Restores exactly this checkpoint; the trainer is untouched when it can't be read."""
-    state, tensors = _read(folder)
-    expected = _tensor_names(trainer)
-    if expected - tensors.keys():
-        missing = sorted(expected - tensors.keys())[0]
-        raise CheckpointError(f"{folder / TENSORS} lacks {missing}: it is of another model", "Use the run's own model")
-    for name, parameter in trainer.parameters.items():
-        if parameter.shape != tensors[f"model.{name}"].shape:
-            raise CheckpointError(f"{folder / TENSORS}: {name} has another shape", "Use the run's own model")
-    _load(trainer, state, tensors)
+    if trainer.is_sharded:
+        state = _state(folder)
+        trainer.load(folder, state.files)
+    else:
+        state, tensors = _read(folder)
+        training_state.check(trainer, {name: tensor.shape for name, tensor in tensors.items()}, folder)
+        for name, mine in training_state.to_read_into(trainer, tensors).items():
+            mine.copy_(tensors[name].view_as(mine))
+        training_state.set_random_state(trainer, tensors)
+    trainer.optimizer_step = state.optimizer_step
     return state.progress
 
 
 def restore_remote(folder: Path, trainer: Updates) -> Progress:
     """What of a checkpoint is here where its weights are held elsewhere."""
     state, tensors = _read(folder)
-    if "rng.order" not in tensors:
+    if training_state.ORDER not in tensors:
         raise CheckpointError(f"{folder / TENSORS} lacks the order of data", "Delete this folder")
     trainer.optimizer_step = state.optimizer_step
-    trainer.order.set_state(tensors["rng.order"])
+    trainer.order.set_state(tensors[training_state.ORDER])
     return state.progress
 
 
 def describe(folder: Path) -> tuple[int, str]:
     """Policy version and SHA-256 of the tensors, as the checkpoint says; the tensors are not read."""
-    try:
-        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", "Choose another one") from error
+    state = _state(folder)
     return state.progress.version, state.tensors_sha256
 
 
@@ -192,47 +238,23 @@ def adapters_in(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(found - {MAIN}))
 
 
-def _read(folder: Path) -> tuple[_State, dict[str, torch.Tensor]]:
-    cure = "Delete this folder to fall back to the checkpoint before it."
+_CURE = "Delete this folder to fall back to the checkpoint before it."
+
+
+def _state(folder: Path) -> _State:
     try:
-        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
-        if file_sha256(folder / TENSORS) != state.tensors_sha256:
-            raise CheckpointError(f"{folder / TENSORS} is truncated or changed (SHA-256 differs)", cure)
-        return state, load_file(str(folder / TENSORS))
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", cure) from error
+        return msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", _CURE) from error
 
 
-def _tensor_names(trainer: Trainer) -> set[str]:
-    return {f"model.{name}" for name in trainer.parameters} | {"rng.torch", "rng.order"}
-
-
-def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    # A tied weight stands there once; buffers are constants of the configuration.
-    out = {f"model.{name}": p.detach().cpu().contiguous() for name, p in trainer.parameters.items()}
-    for index, entry in trainer.optimizer.state_dict()["state"].items():
-        for key, value in entry.items():
-            out[f"optimizer.{index}.{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    out["rng.torch"] = torch.get_rng_state()
-    out["rng.order"] = trainer.order.get_state()
-    if trainer.device.type == "cuda":
-        out["rng.cuda"] = torch.cuda.get_rng_state(trainer.device)
-    return out
-
-
-@torch.no_grad()
-def _load(trainer: Trainer, state: _State, tensors: dict[str, torch.Tensor]) -> None:
-    for name, parameter in trainer.parameters.items():
-        parameter.copy_(tensors[f"model.{name}"])
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            moments.setdefault(int(index), {})[key] = tensor
-    groups = trainer.optimizer.state_dict()["param_groups"]
-    trainer.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-    trainer.optimizer_step = state.optimizer_step
-    torch.set_rng_state(tensors["rng.torch"])
-    trainer.order.set_state(tensors["rng.order"])
-    if trainer.device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], trainer.device)
+def _read(folder: Path) -> tuple[_State, dict[str, torch.Tensor]]:
+    """All of it, whoever wrote it."""
+    state = _state(folder)
+    try:
+        for name, digest in state.files.items():
+            if file_sha256(folder / name) != digest:
+                raise CheckpointError(f"{folder / name} is truncated or changed (SHA-256 differs)", _CURE)
+        return state, shards.read_whole(folder) if state.shards else load_file(str(folder / TENSORS))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read: {error}", _CURE) from error

@@ -12,6 +12,7 @@ To add one: a function of `Ratios`, named by `corrections=package.module:functio
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,6 +28,8 @@ class Ratios:
     log_rho_T: torch.Tensor
     advantage_T: torch.Tensor
     sample_T: torch.Tensor
+    log_mu_T: torch.Tensor
+    """Of the behaviour policy; with `log_rho_T` it is the learner's own."""
 
 
 Correction = Callable[..., torch.Tensor]
@@ -120,6 +123,18 @@ def m2po(r: Ratios, tau: float = 0.04) -> torch.Tensor:
     mean_T = square_T[order_T].cumsum(0) / torch.arange(1, len(order_T) + 1, device=square_T.device)
     mask_T = torch.zeros_like(square_T)
     mask_T[order_T] = (mean_T <= tau).to(square_T.dtype)
+    return mask_T
+
+
+@over_batch
+def clip_cov(r: Ratios, share: float = 2e-3) -> torch.Tensor:
+    """Drops the `share` of a batch's tokens for which log π and A vary together most: by these few, likely ones with
+    large advantages, entropy falls (Clip-Cov and KL-Cov, Cui et al. 2025; theirs are drawn between two bounds)."""
+    log_pi_T = r.log_rho_T + r.log_mu_T
+    covariance_T = (log_pi_T - log_pi_T.mean()) * (r.advantage_T - r.advantage_T.mean())
+    most = covariance_T.argsort(descending=True)[: math.ceil(share * len(covariance_T))]
+    mask_T = torch.ones_like(r.log_rho_T)
+    mask_T[most] = (covariance_T[most] <= 0).to(mask_T.dtype)
     return mask_T
 
 

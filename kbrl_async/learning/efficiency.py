@@ -13,41 +13,47 @@ from typing import Any
 
 import torch
 
+from kbrl_async.learning.fused.memory import head_depth
+
 _MIB = 1 << 20
 
 
 def flops_per_token(model: torch.nn.Module, length: float) -> float:
     """Of a forward and backward pass: 6 a weight (4 a frozen one: it needs no gradient of its own) and 12·L·d·T of
-    attention, halved because it is causal. Input embeddings are looked up, not multiplied."""
-    config = model.config
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    embedding = 0 if tied else int(config.vocab_size) * int(config.hidden_size)  # type: ignore[union-attr, arg-type]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    if frozen:
-        frozen -= embedding
-    else:
-        trained -= embedding
-    attention = 6.0 * int(config.num_hidden_layers) * int(config.hidden_size) * length  # type: ignore[union-attr, arg-type]
-    return float(6.0 * trained + 4.0 * frozen + attention)
+    attention, halved because it is causal. Input embeddings are looked up, not multiplied; of experts those count that
+    a token goes through."""
+    config: Any = model.config
+    chosen = getattr(config, "num_experts_per_tok", None)
+    every = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    share = chosen / every if chosen and every else 1.0
+    weights = 0.0
+    is_frozen = any(not p.requires_grad for p in model.parameters())
+    for name, p in model.named_parameters():
+        weights += (6.0 if p.requires_grad else 4.0) * p.numel() * (share if ".experts." in name else 1.0)
+    if not getattr(config, "tie_word_embeddings", False):
+        weights -= (4.0 if is_frozen else 6.0) * config.vocab_size * config.hidden_size
+    query = config.num_attention_heads * head_depth(config)
+    return float(weights + 6.0 * config.num_hidden_layers * query * length)
 
 
-def lora_flops_per_token(config: Any, rank: int, length: float, scored: float, recomputed: bool = False) -> float:
-    """FLOPs that a forward and backward pass with LoRA on every linear layer needs, per token of causal sequences.
+def shape_flops_per_token(config: Any, rank: int, length: float, scored: float, recomputed: bool = False) -> float:
+    """The same of a dense model that there need not be, with LoRA of `rank` on every linear layer (0: all weights are
+    trained), per token of causal sequences.
 
-    4 a frozen weight (2 forward, 2 for the input's gradient), 6 an adapter weight, attention 2·d·L forward (causal) and
+    6 a trained weight, 4 a frozen one (2 forward, 2 for the input's gradient), attention 2·d·L forward (causal) and
     twice and a half of it backward, the head at the `scored` share of tokens. `recomputed` adds the layers' forward
     pass once more, as full gradient checkpointing does.
     """
     d, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    depth = getattr(config, "head_dim", None) or d // config.num_attention_heads
+    depth = head_depth(config)
     query, kv = config.num_attention_heads * depth, config.num_key_value_heads * depth
     linear = layers * (2 * d * query + 2 * d * kv + 3 * d * inner)
     adapters = layers * rank * (2 * (d + query) + 2 * (d + kv) + 3 * (d + inner))
     attention = 2.0 * layers * query * length
-    head = 4.0 * config.vocab_size * d * scored
+    each = 4.0 if rank else 6.0
     again = 2.0 * (linear + adapters) + attention if recomputed else 0.0
-    return float(4.0 * linear + 6.0 * adapters + 3.5 * attention + head + again)
+    head = each * config.vocab_size * d * scored
+    return float(each * linear + 6.0 * adapters + 3.5 * attention + head + again)
 
 
 def measured_peak(device: torch.device, bf16: bool, repeats: int = 5) -> float:

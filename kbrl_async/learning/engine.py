@@ -155,10 +155,13 @@ class LocalEngine:
             self._base,
             logprobs_of=trainer.sequence_logprobs,
             copied=self._copy.of,
+            gathered=trainer.gathered_weights(),
         )
 
     def adopt(self, folder: Path) -> bool:
         """What was published counts: on a GPU, batches that are trained again differ in their last bits."""
+        if self.trainer.is_sharded:
+            return False
         versions.load_weights(folder, self.trainer.model)
         return True
 
@@ -166,6 +169,5 @@ class LocalEngine:
         versions.collect_garbage(self._policies, keep, needed)
 
     def close(self) -> None:
-        """Lets the other ranks go."""
-        if self.trainer.process_group is not None:
-            self.trainer.process_group.close()
+        """Ends what is being written, and lets the other ranks go."""
+        self.trainer.close()

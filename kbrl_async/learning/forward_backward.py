@@ -1,32 +1,40 @@
-"""Two ways to compute a policy's log-probs and their gradients: through the model's own modules, or fused for speed.
+"""Three ways to compute a policy's log-probs and their gradients.
 
 ::
 
     samples ─ pack ─▶ microbatches ─ forward ─▶ visit(scored) ─ loss, or None ─▶ backward ─▶ tick
+
+    Plain      any causal LM of transformers, as it is
+    Modules    families of `fused.families`: flat rows and fused kernels in its own modules; shards, trained weights
+    Fused      LoRA on them, its backward pass by hand: prompts shared, and the fastest
 
 Invariants
 * `visit` sees every response token exactly once, and the gradients that are left add up to those of its losses.
 * Between the first forward and the last backward pass the host never waits for the device.
 """
 
-# ruff: noqa: N806, N815 - capital suffixes of names give tensor shapes
+# ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
+import structlog
 import torch
+from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.distributed import ShardedModel
-from kbrl_async.learning.fused import memory
-from kbrl_async.learning.fused.decoder import FusedDecoder, why_not
+from kbrl_async.learning.fused import context, families, memory
+from kbrl_async.learning.fused.decoder import FusedDecoder
 from kbrl_async.learning.fused.flat import Bundle, FlatBatch, bundle
+from kbrl_async.learning.fused.modules import ModuleDecoder
 from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
 from kbrl_async.learning.policies.models import active, adapter_names, adapter_of, causal_lm
+from kbrl_async.learning.recompute import Recompute, decoder_layers
 from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.sharded import ShardedModel
 from protocols.records import TrainSample
 
 
@@ -45,11 +53,17 @@ class Scored(NamedTuple):
 BLANK = TrainSample("idle", [0], [0], [0.0], 0.0, 0.0, 0)
 Visit = Callable[[Scored], torch.Tensor | None]
 Tick = Callable[[], None]
+Batch = TypeVar("Batch", Microbatch, FlatBatch)
+log = structlog.get_logger()
 
 
 def computes_bf16(learner: Learner, device: torch.device) -> bool:
     """`learner.dtype` with `auto` resolved: fp32 on a CPU, where sampler and learner then agree to 1e-3 a ratio."""
     return learner.dtype == "bfloat16" or (learner.dtype == "auto" and device.type != "cpu")
+
+
+def _computed_in(learner: Learner, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if computes_bf16(learner, device) else torch.float32
 
 
 def _chunk_elements(device: torch.device) -> int:
@@ -65,48 +79,64 @@ class ForwardBackward(Protocol):
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None: ...
 
 
-class Plain:
-    """The model's own forward pass under autograd, with its prompts shared in small trees (`packing`)."""
+class OfModules(Generic[Batch]):
+    """The model's own modules under autograd and autocast, sharded or not; subclasses say how samples are packed."""
 
-    name = "plain"
+    name: str
+    path: memory.Path
 
     def __init__(
         self, model: torch.nn.Module, learner: Learner, device: torch.device, sharded: ShardedModel | None = None
     ) -> None:
         self._model, self._learner, self._device, self._sharded = model, learner, device, sharded
         self._adapters = adapter_names(model)
+        self._recompute: Recompute | None = None
+
+    def recomputing(self) -> Self:
+        """Chooses what is computed again, from now on: the model's layers are wrapped, once."""
+        inner, learner = causal_lm(self._model), self._learner
+        itemsize = _computed_in(learner, self._device).itemsize
+        self.shape = memory.shape_of(inner.config, itemsize, self.path, learner.offload_activations)
+        self._room = _room(self._model, learner, self._device)
+        self._recompute = Recompute(inner, learner.offload_activations)
+        return self
+
+    def plan(self, tokens: int) -> memory.Plan:
+        """What a microbatch of so many tokens keeps for its backward pass."""
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
-        packed = [(adapter, batch.to(self._device)) for adapter, batch in self._pack(samples)]
+        packed = [(adapter, batch.to(self._device)) for adapter, batch in self._grouped(samples)]
         # Asked before the first pass: every collective comes at the same place on all ranks.
         passes = len(packed) if self._sharded is None else self._sharded.passes(len(packed))
         for adapter, batch in packed:
-            # Held through the backward pass: gradient checkpointing runs the forward pass again there.
+            # Held through the backward pass: what is computed again there needs it, too.
             with active(self._model, adapter):
                 logp_T, entropy_T = self._scores(batch, temperature)
-                scored = Scored(logp_T, entropy_T, batch.sample_T, batch.offset_T, batch.input_BL.numel())
-                _backward(visit(scored))
+                scored = Scored(logp_T, entropy_T, batch.sample_T, batch.offset_T, batch.inputs)
+                _visited(scored, visit)
             tick()
         for _ in range(len(packed), passes):
             self._idle()
             tick()
 
-    def _scores(self, batch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         def compute(lm: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-            logp_T, entropy_T = batch_logprobs(lm, batch, temperature, _chunk_elements(self._device))
+            logp_T, entropy_T = self._computed(lm, batch, temperature)
             return logp_T.clone(), entropy_T  # no view: FSDP can't follow one
 
+        if self._recompute is not None:
+            self._recompute.plan = self.plan(batch.inputs)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=computes_bf16(self._learner, self._device)):
             return compute(causal_lm(self._model)) if self._sharded is None else self._sharded(compute)
 
     def _idle(self) -> None:
         """A pass without effect, while another rank makes one of its own."""
-        (batch,) = pack([BLANK], self._learner.microbatch_tokens)
+        (batch,) = self._packed([BLANK])
         logp_T, _ = self._scores(batch.to(self._device), 1.0)
-        if logp_T.requires_grad:
-            _backward((logp_T * 0.0).sum())
+        _nothing(logp_T)
 
-    def _pack(self, samples: Sequence[TrainSample]) -> list[tuple[str, Microbatch]]:
+    def _grouped(self, samples: Sequence[TrainSample]) -> list[tuple[str, Batch]]:
         """Microbatches, each with the adapter that all its samples belong to."""
         members: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -114,9 +144,56 @@ class Plain:
         packed = []
         for adapter, indices in members.items():
             where = torch.tensor(indices)
-            batches = pack([samples[i] for i in indices], self._learner.microbatch_tokens)
+            batches = self._packed([samples[i] for i in indices])
             packed += [(adapter, dataclasses.replace(b, sample_T=where[b.sample_T])) for b in batches]
         return packed
+
+    def _packed(self, samples: Sequence[TrainSample]) -> list[Batch]:
+        raise NotImplementedError
+
+    def _computed(self, lm: torch.nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+class Plain(OfModules[Microbatch]):
+    """The model's own forward pass, with its prompts shared in small trees (`packing`)."""
+
+    name, path = "plain", "plain"
+
+    def _packed(self, samples: Sequence[TrainSample]) -> list[Microbatch]:
+        return pack(samples, self._learner.microbatch_tokens)
+
+    def _computed(
+        self, lm: torch.nn.Module, batch: Microbatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch_logprobs(lm, batch, temperature, _chunk_elements(self._device))
+
+
+class Modules(OfModules[FlatBatch]):
+    """`fused.ModuleDecoder` over flat rows, each sequence with its prompt; a row may lie on several ranks."""
+
+    name, path = "modules", "modules"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        learner: Learner,
+        device: torch.device,
+        sharded: ShardedModel | None = None,
+        ranks: context.Context | None = None,
+    ) -> None:
+        super().__init__(model, learner, device, sharded)
+        self._decoder = ModuleDecoder(causal_lm(model), ranks)
+        self._ranks = ranks
+
+    def _packed(self, samples: Sequence[TrainSample]) -> list[FlatBatch]:
+        made = bundle(samples, self._learner.microbatch_tokens, share=False)
+        batches = [batch for one in made for batch in one.batches]
+        return batches if self._ranks is None else [self._ranks.cut(batch) for batch in batches]
+
+    def _computed(self, lm: torch.nn.Module, batch: FlatBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_TH = self._decoder(batch, _computed_in(self._learner, self._device))
+        return _head_scores(lm, hidden_TH.index_select(0, batch.predict_N), batch, temperature)
 
 
 class Fused:
@@ -124,26 +201,37 @@ class Fused:
 
     name = "fused"
 
-    def __init__(self, model: torch.nn.Module, learner: Learner, device: torch.device) -> None:
-        self._learner, self._device = learner, device
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        learner: Learner,
+        device: torch.device,
+        ranks: context.Context | None = None,
+    ) -> None:
+        self._learner, self._device, self._ranks = learner, device, ranks
         self._model = model
         self._causal_lm = causal_lm(model)
-        self._decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0])
-        self._shape = _shape(self._causal_lm)
+        offload = learner.offload_activations
+        self._decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0], ranks, offload)
+        itemsize = next(self._causal_lm.parameters()).element_size()
+        self.shape = memory.shape_of(self._causal_lm.config, itemsize, "fused", offload)
         self._room = _room(model, learner, device)
-        self._plain = Plain(model, learner, device)
+        self._unadapted = Modules(model, learner, device, ranks=ranks)
 
     def plan(self, tokens: int) -> memory.Plan:
         """What a microbatch of so many tokens keeps for its backward pass."""
-        return memory.plan(self._shape, tokens, self._room)
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         if not _is_adapted(self._model):
-            self._plain.run(samples, temperature, visit, tick)
+            self._unadapted.run(samples, temperature, visit, tick)
             return
         self._decoder.refresh()
+        share = self._learner.share_prompts and self._ranks is None
         # Packed and sent one by one: the host prepares a bundle while the device computes those before it.
-        for cpu in bundle(samples, self._learner.microbatch_tokens, self._learner.share_prompts):
+        for cpu in bundle(samples, self._learner.microbatch_tokens, share):
+            if self._ranks is not None:
+                cpu = Bundle([self._ranks.cut(batch) for batch in cpu.batches])
             made = cpu.to(self._device)
             if made.prompt is None:
                 self._batches(made, [], None, temperature, visit, tick)
@@ -152,10 +240,9 @@ class Fused:
 
     def _continued(self, made: Bundle, prompt: FlatBatch, temperature: float, visit: Visit, tick: Tick) -> None:
         """A prompt, everything that continues it, then the prompt's backward pass."""
-        prompt_plan = self.plan(len(prompt.input_T) + max(len(batch.input_T) for batch in made.batches))
+        plan = self.plan(prompt.inputs + max(batch.inputs for batch in made.batches))
         collected: list[tuple[torch.Tensor, torch.Tensor]] = []
-        kept, whole = prompt_plan
-        last_1H = self._decoder(prompt, None, kept, whole, collected, prompt.predict_N)
+        last_1H = self._decoder(prompt, None, plan, collected, prompt.predict_N)
         roots = [*(x for pair in collected for x in pair), last_1H]
         # fp32, so that the gradients of many responses add up without loss.
         leaves = [root.detach().float().requires_grad_(root.requires_grad) for root in roots]
@@ -173,28 +260,41 @@ class Fused:
         visit: Visit,
         tick: Tick,
     ) -> None:
-        head = self._causal_lm.get_output_embeddings()  # type: ignore[operator]
-        shared = 0 if prompt is None else len(prompt.input_T)
+        shared = 0 if prompt is None else prompt.inputs
         for number, batch in enumerate(made.batches):
-            plan = self.plan(shared + len(batch.input_T))
-            near = [leaf.to(head.weight.dtype) for leaf in leaves]
+            near = [leaf.to(self._decoder.dtype) for leaf in leaves]
             prefix = list(zip(near[:-1:2], near[1:-1:2], strict=True)) or None
-            is_first_N = batch.predict_N == len(batch.input_T)  # predicted by the shared prompt's last token
+            is_first_N = batch.predict_N == batch.inputs  # predicted by the shared prompt's last token
             rows_N = batch.predict_N.masked_fill(is_first_N, 0)
-            hidden_NH = self._decoder(batch, prefix, plan.kept, plan.whole, wanted_N=rows_N)
+            hidden_NH = self._decoder(batch, prefix, self.plan(shared + batch.inputs), wanted_N=rows_N)
             if near:
                 hidden_NH = torch.where(is_first_N[:, None], near[-1], hidden_NH)
-            hidden_NH = self._decoder.normed(hidden_NH)
-            vocabulary, chunk = head.weight.shape[0], _chunk_elements(self._device)
-            scores = token_logprobs(hidden_NH, head, batch.target_N, temperature, vocabulary, chunk)
-            inputs = len(batch.input_T) + (shared if number == 0 else 0)
-            _backward(visit(Scored(*scores, batch.sample_T, batch.offset_T, inputs)))
+            scores = _head_scores(self._causal_lm, self._decoder.normed(hidden_NH), batch, temperature)
+            inputs = batch.inputs + (shared if number == 0 else 0)
+            _visited(Scored(*scores, batch.sample_T, batch.offset_T, inputs), visit)
             tick()
 
 
-def _backward(loss: torch.Tensor | None) -> None:
-    if loss is not None:
+def _head_scores(
+    lm: torch.nn.Module, hidden_NH: torch.Tensor, batch: FlatBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    head = lm.get_output_embeddings()  # type: ignore[operator]
+    vocabulary, chunk = head.weight.shape[0], _chunk_elements(hidden_NH.device)
+    return token_logprobs(hidden_NH, head, batch.target_N, temperature, vocabulary, chunk)
+
+
+def _visited(scored: Scored, visit: Visit) -> None:
+    """`visit` and the backward pass: of nothing, where this rank scores none of a row's tokens."""
+    if not len(scored.sample_T):
+        _nothing(scored.log_pi_T)
+    elif (loss := visit(scored)) is not None:
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _nothing(logp_T: torch.Tensor) -> None:
+    """A backward pass without effect, in which other ranks may wait for this one."""
+    if logp_T.requires_grad:
+        (logp_T * 0.0).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _is_adapted(model: torch.nn.Module) -> bool:
@@ -203,44 +303,58 @@ def _is_adapted(model: torch.nn.Module) -> bool:
     return not any(getattr(layer, "disable_adapters", False) for layer in layers)
 
 
-def _shape(lm: torch.nn.Module) -> memory.Shape:
-    config: Any = lm.config
-    depth = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return memory.Shape(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads * depth,
-        2 * config.num_key_value_heads * depth,
-        next(lm.parameters()).element_size(),
-    )
-
-
 def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:
-    """Bytes for activations: what may be held, less what is held already, gradients and Adam's moments."""
+    """Bytes for activations: what may be held, less what is held already and what the first update adds to it."""
     if device.type != "cuda":
         return learner.memory_gb * 1e9 or float("inf")
     limit = learner.memory_gb * 1e9 or 0.9 * torch.cuda.get_device_properties(device).total_memory
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return limit - torch.cuda.memory_allocated(device) - 12 * trained
+    return float(limit - torch.cuda.memory_allocated(device) - update_bytes(model, computes_bf16(learner, device)))
+
+
+def update_bytes(model: torch.nn.Module, bf16: bool) -> float:
+    """Beside the weights and activations: gradients, AdamW's two moments, and the copies that autocast makes of fp32
+    weights for a pass in `bf16`. Of a sharded model this rank's, and what is whole while it is computed: what is no
+    layer's, and three layers with a gradient."""
+    parameters = list(model.parameters())
+    own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    trained = 3.0 * sum(p.nbytes for p in own if p.requires_grad and not p.is_cpu)
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return trained + (sum(p.nbytes for p in own if p.dtype == torch.float32) / 2 if bf16 else 0)
+    layers = decoder_layers(causal_lm(model))
+    in_layers = sum(p.numel() for layer in layers for p in layer.parameters())
+    itemsize = 2 if bf16 else 4
+    outside = itemsize * (sum(p.numel() for p in parameters) - in_layers)
+    return float(trained + outside + (3 * itemsize + 4) * in_layers / max(1, len(layers)))
 
 
 def forward_backward(
     model: torch.nn.Module, learner: Learner, device: torch.device, sharded: ShardedModel | None = None
 ) -> ForwardBackward:
-    """What `learner.kernels` names; `auto` is fused on a GPU where the model allows it, else plain.
+    """What `learner.kernels` names; `auto` is fused on a GPU where the model's family allows it, else plain.
 
-    :raises ConfigError: `fused` can't be had.
+    :raises ConfigError: `fused`, or rows on several ranks, can't be had.
     """
-    if learner.kernels == "plain" or (learner.kernels == "auto" and device.type != "cuda"):
-        return Plain(model, learner, device, sharded)
-    by_ranks = "" if sharded is None else "its weights are sharded over the ranks (learner.shard)"
-    refusal = by_ranks or why_not(model) or _wrong_precision(model, learner, device)
-    if not refusal:
-        return Fused(model, learner, device)
-    if learner.kernels == "auto":
-        return Plain(model, learner, device, sharded)
-    raise ConfigError(f"learner.kernels=fused can't be had for this model: {refusal}", "Use auto or plain")
+    spreads = learner.context_parallel > 1
+    if learner.kernels == "plain" or (learner.kernels == "auto" and device.type != "cuda" and not spreads):
+        refused = "learner.kernels is plain"
+    else:
+        refused = families.why_not(model)
+    if not refused and spreads:
+        refused = context.why_not(causal_lm(model).config, learner.context_parallel)
+    if refused and (spreads or learner.kernels == "fused"):
+        asked = f"learner.context_parallel={learner.context_parallel}" if spreads else "learner.kernels=fused"
+        cure = "Use learner.context_parallel=1" if spreads else "Use auto or plain"
+        raise ConfigError(f"{asked} can't be had for this model: {refused}", cure)
+    if refused:
+        if learner.kernels == "auto" and device.type == "cuda":
+            log.warning("the learner computes by the model's own modules", because=refused, so="slower than fused")
+        return Plain(model, learner, device, sharded).recomputing()
+    ranks = context.join(learner.context_parallel) if spreads else None
+    by_ranks = "" if sharded is None else "its weights are sharded over the ranks"
+    refused = by_ranks or families.why_not_by_hand(model) or _wrong_precision(model, learner, device)
+    if not refused:
+        return Fused(model, learner, device, ranks)
+    return Modules(model, learner, device, sharded, ranks).recomputing()
 
 
 def _wrong_precision(model: torch.nn.Module, learner: Learner, device: torch.device) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning.fused.elementwise import softmax_scores
 from kbrl_async.learning.packing import Microbatch
+from kbrl_async.learning.recompute import again
 
 CHUNK_ELEMENTS = 1 << 24
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -42,7 +42,7 @@ def token_logprobs(
     if len(target_T) <= chunk:
         return _chunk_logprobs(hidden_TH, head, target_T, temperature)
     parts = [
-        checkpoint(_chunk_logprobs, h, head, y, temperature, use_reentrant=False)
+        again(_chunk_logprobs, h, head, y, temperature)
         for h, y in zip(torch.split(hidden_TH, chunk), torch.split(target_T, chunk), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

@@ -42,15 +42,15 @@ class Objective:
         self.needs_reference = learner.kl != "none" and learner.kl_weight > 0
         self.needs_proximal = bool(getattr(found, "needs_proximal", False)) or bool(self._over_batch)
 
-    def batch_weights(self, log_rho_T: torch.Tensor, advantage_T: torch.Tensor, sample_T: torch.Tensor) -> Any:
+    def batch_weights(self, ratios: Ratios) -> torch.Tensor | None:
         """The corrections that see a whole batch at once, multiplied [T]; None where there are none."""
-        return multiplier(Ratios(log_rho_T, advantage_T, sample_T), self._over_batch) if self._over_batch else None
+        return multiplier(ratios, self._over_batch) if self._over_batch else None
 
     def __call__(self, tokens: Tokens) -> tuple[torch.Tensor, Diagnostics]:
         loss_T, diagnostics = self._loss(tokens, self._learner)
         if self._corrections or tokens.weight_T is not None:
             near_T = tokens.log_pi_T.detach() if tokens.log_prox_T is None else tokens.log_prox_T
-            ratios = Ratios(near_T - tokens.log_mu_T, tokens.advantage_T, tokens.sequences())
+            ratios = Ratios(near_T - tokens.log_mu_T, tokens.advantage_T, tokens.sequences(), tokens.log_mu_T)
             weight_T = multiplier(ratios, self._corrections)
             weight_T = weight_T if tokens.weight_T is None else weight_T * tokens.weight_T
             diagnostics = {**diagnostics, "masked": (weight_T == 0).float()}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 
@@ -35,16 +36,20 @@ def rate_at(step: int, peak: float, warmup: int, schedule: str, progress: float,
 def guarded_step(optimizer: torch.optim.Optimizer, loss: float, clip: float, rate: float) -> float:
     """Clips, checks that loss and gradient are finite, then steps; returns the gradient norm before clipping.
 
-    NonFiniteLoss leaves weights and optimizer state untouched and clears the gradients.
+    Where parameters are sharded, loss and norm are those of all ranks, which so decide alike. NonFiniteLoss leaves
+    weights and optimizer state untouched and clears the gradients.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf))
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    norm = float(total)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise NonFiniteLoss(
             f"loss {loss} or gradient norm {norm} is not finite; the step was not taken",
             "Lower the learning rate, or look at the batch's log-probs and advantages",
         )
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip if clip > 0 else math.inf, total)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

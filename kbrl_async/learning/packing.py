@@ -57,6 +57,11 @@ class Microbatch:
         to send to a GPU than to compute there."""
         return None if self.segment_BL is None else _tree_mask(self.segment_BL)
 
+    @property
+    def inputs(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.input_BL.numel()
+
     def to(self, device: torch.device | str) -> Microbatch:
         """The same on another device."""
         segment = None if self.segment_BL is None else self.segment_BL.to(device)

@@ -54,11 +54,14 @@ CORRECTIONS = Door(
         "veto": "kbrl_async.learning.corrections:veto",
         "opsm": "kbrl_async.learning.corrections:opsm",
         "m2po": "kbrl_async.learning.corrections:m2po",
+        "clip_cov": "kbrl_async.learning.corrections:clip_cov",
     },
 )
 """`ratios -> multiplier [T]`, see `corrections`."""
 WEIGHTS = frozenset({"tis", "tis_sequence"})
 """Corrections that weigh by the importance ratio; the others of ours only drop."""
+OF_SEQUENCES = frozenset({"gspo", "tis_sequence", "sequence_mask", "geometric_mask", "k3_reject", "veto", "opsm"})
+"""Of ours, losses and corrections that need all tokens of a sequence at once."""
 LossName = Annotated[str, Meta(extra={"door": LOSSES})]
 CorrectionName = Annotated[str, Meta(extra={"door": CORRECTIONS})]
 
@@ -122,6 +125,8 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Largest norm of the gradient."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number format of the forward and backward pass; auto: bfloat16 on a GPU, float32 on a CPU."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """lora_rank=0: number format of weights, gradients and moments between passes; bfloat16: half the memory."""
     threads: AtLeastOne | None = None
     """Threads of torch in the learner; null: one per core it may use."""
     peak_tflops: Positive | None = None
@@ -129,15 +134,23 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     processes: AtLeastOne = 1
     """Ranks that share every update, one GPU each; the first one starts the others."""
     shard: bool = False
-    """processes > 1: each rank holds its share of the frozen weights (FSDP2) instead of all; slower, plain kernels."""
+    """processes > 1: each rank holds its share of weights, gradients and moments (FSDP2) instead of all."""
+    offload: bool = False
+    """shard: the shares are kept on the host, where the optimizer computes too: slower, and hardly any GPU memory."""
     base_quantisation: Literal["none", "nf4", "int8"] = "none"
     """Of the frozen base under a LoRA adapter on a GPU (QLoRA); needs bitsandbytes, has plain kernels."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
-    """How the model is computed; fused: LoRA on Llama and Qwen2 families; auto: fused on a GPU where it can be had."""
+    """How the model is computed; fused: Llama, Mistral, Qwen2 and Qwen3; auto: fused on a GPU where it can be had."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What the backward pass computes again; selective: each MLP; full: each layer; auto: what memory_gb asks for."""
+    offload_activations: bool = False
+    """Inputs of layers that are computed again wait in pinned memory of the host, not on the GPU."""
+    context_parallel: AtLeastOne = 1
+    """Ranks that share each sequence's tokens, for very long ones; learner.processes is a multiple of it."""
     share_prompts: bool = True
     """kernels=fused: compute the prompt of a group once, not once a sample."""
     memory_gb: NonNegative = 0.0
-    """kernels=fused: most GPU memory to hold, in 10^9 bytes; the less, the more is computed twice. 0: 9/10 of it."""
+    """Most GPU memory to hold, in 10^9 bytes; the less, the more is computed twice. 0: 9/10, a CPU: no limit."""
     token_budget: Count = 0
     """Tokens of one microbatch; longer sequences stand alone. 0: 2048."""
     checkpoint_every: AtLeastOne = 1

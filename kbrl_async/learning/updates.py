@@ -26,6 +26,7 @@ import torch
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
+from kbrl_async.learning.corrections import Ratios
 from kbrl_async.learning.forward_backward import ForwardBackward, Scored, Tick
 from kbrl_async.learning.fused.flat import to_device
 from kbrl_async.learning.losses import Tokens, token_weights
@@ -161,7 +162,7 @@ class Updates(ABC):
         if log_prox_T is not None:
             lengths = torch.tensor([len(s.token_ids) for s in samples])
             sample_T = to_device(torch.arange(len(samples)).repeat_interleave(lengths), self.device)
-            weight_T = needs.batch_weights(log_prox_T - log_mu_T, advantage_T, sample_T)
+            weight_T = needs.batch_weights(Ratios(log_prox_T - log_mu_T, advantage_T, sample_T, log_mu_T))
         return Recorded(
             to_device(_starts(samples), self.device),
             log_mu_T,

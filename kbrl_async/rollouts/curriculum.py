@@ -34,6 +34,8 @@ RATE = 0.2
 """Weight of the newest rollout in a problem's success estimate."""
 FLOOR = 0.1
 """kind=learnable: weight of a problem that is always, or never, solved, against 1 for one solved half of the time."""
+HALF = 10
+"""kind=learnable: batches after which half of what a problem is expected to give is what all give by now."""
 
 
 class BatchRates(msgspec.Struct, frozen=True):
@@ -50,6 +52,8 @@ class CurriculumState(msgspec.Struct, frozen=True):
     recent: list[BatchRates]
     rises: int = 0
     batches: int = 0
+    met: dict[str, int] = {}
+    """Batches that had been trained when a problem's last rollout ended."""
 
 
 class CurriculumTracker:
@@ -62,15 +66,17 @@ class CurriculumTracker:
         self.rises, self.batches = 0, 0
         self._problems, self._seed = list(problems), seed
         self._success: dict[str, dict[int, float]] = {}
+        self._met: dict[str, int] = {}
         self._recent: deque[BatchRates] = deque(maxlen=settings.window)
 
     def state(self) -> CurriculumState:
-        return CurriculumState(self.stage, self.share, self._success, list(self._recent), self.rises, self.batches)
+        recent = list(self._recent)
+        return CurriculumState(self.stage, self.share, self._success, recent, self.rises, self.batches, self._met)
 
     def restore(self, state: CurriculumState) -> None:
         self.stage, self.share, self._success = state.stage, state.share, state.success
         self._recent = deque(state.recent, maxlen=self.settings.window)
-        self.rises, self.batches = state.rises, state.batches
+        self.rises, self.batches, self._met = state.rises, state.batches, state.met
 
     @property
     def strictness(self) -> Strictness | None:
@@ -85,6 +91,7 @@ class CurriculumTracker:
         known = self._success.setdefault(problem_id, {})
         before = known.get(turn, 0.5)
         known[turn] = before + RATE * (float(correct) - before)
+        self._met[problem_id] = self.batches
 
     def success(self, problem: Problem) -> float:
         """Estimated chance that a rollout of this problem ends correct: its turns' rates, 1 − Π(1 − rate); before any
@@ -143,8 +150,19 @@ class CurriculumTracker:
         if self.settings.kind == "levels":
             return self._level_weights()
         if self.settings.kind == "learnable":
-            return [FLOOR + (1 - FLOOR) * 4 * p * (1 - p) for p in map(self.success, self._problems)]
+            return [FLOOR + (1 - FLOOR) * 4 * p * (1 - p) for p in self._expected()]
         return [1.0] * len(self._problems)
+
+    def _expected(self) -> list[float]:
+        """Of each problem, what of its rollouts would be correct now. What was measured long ago says less than what
+        the others have given since: a policy that learns would never meet its first failures again."""
+        known = [p for p in self._problems if p.problem_id in self._met]
+        fresh = {p.problem_id: 0.5 ** ((self.batches - self._met[p.problem_id]) / HALF) for p in known}
+        if not fresh:
+            return [self.success(problem) for problem in self._problems]
+        of_all = sum(fresh[p.problem_id] * self.success(p) for p in known) / sum(fresh.values())
+        shares = [fresh.get(problem.problem_id, 0.0) for problem in self._problems]
+        return [of_all + x * (self.success(p) - of_all) for x, p in zip(shares, self._problems, strict=True)]
 
     def _level_weights(self) -> list[float]:
         """Levels in order: of what is at a level or above it, `share` is above."""

@@ -15,7 +15,7 @@ from kbrl_async.rollouts.rewards.parts import earns, has_format, is_built, is_co
 from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of, spread_of
 from kbrl_async.rollouts.stats import RolloutStats, steps_of
 from kbrl_async.rollouts.turns import TurnScore
-from protocols.records import DISTURBED, Candidate, Fault, Timing, TrainSample
+from protocols.records import DISTURBED, Candidate, Fault, Timing, TrainSample, Verdict
 from protocols.rollout import Record, RecordError
 
 
@@ -120,4 +120,10 @@ def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[st
         role=request.role,
         trust=record.verdict.trust,
         own_share=record.verdict.own_share,
+        workload_share=_workload_share(record.verdict),
     )
+
+
+def _workload_share(verdict: Verdict) -> float | None:
+    right = [one.fault is Fault.OK for one in verdict.workloads]
+    return sum(right) / len(right) if right else None

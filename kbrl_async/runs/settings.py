@@ -48,6 +48,8 @@ class Broker(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after the last heartbeat until a generation is given to another worker."""
     lease_compile_s: Positive = 60.0
     """The same for a compilation."""
+    lease_verify_s: Positive = 30.0
+    """The same for verifying, where there are verifiers."""
     lease_bench_s: Positive = 30.0
     """The same for verifying and timing."""
     lease_score_s: Positive = 30.0
@@ -87,6 +89,8 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     """Compile farms."""
     timing_bench: AtLeastOne = 1
     """Timing benches; each needs a core (or a GPU) of its own."""
+    verifier: Count = 0
+    """Verifiers, which prove candidates right, so that benches only time what is; 0: benches do both."""
 
 
 class Archive(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kbrl_async.durable import write_atomically
+from kbrl_async.evaluation.metrics import mean_over_problems, pass_at_k, sample_of
 from kbrl_async.evaluation.proportions import KEY, wilson
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
@@ -36,7 +37,9 @@ from protocols.records import TIMING_CONFIDENCE
 
 Summary = dict[str, Any]
 
-HELDOUT_FIELDS = ("correct_rate", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
+TRIES = 8
+"""Answers to a held-out problem of which one has to be correct, for `pass_at_8`."""
+HELDOUT_FIELDS = ("correct_rate", f"pass_at_{TRIES}", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
 BEST_KERNELS = 10
 SAYS_NOTHING = 100
 """Ends of a mean speedup's interval that are such a factor apart are not shown: kernels of two or three groups."""
@@ -128,7 +131,10 @@ def _heldout(rollouts: Sequence[RolloutStats], prefix: str, suffix: str) -> Summ
     for answer in answers:
         problems[answer.problem_id].append(answer)
     intervals["speedup_mean"] = speed_interval(problems.values())
-    rates = outcome_rates(answers)
+    rates: dict[str, float | None] = {**outcome_rates(answers)}
+    if several := [[sample_of(answer) for answer in of] for _, of in sorted(problems.items()) if len(of) >= TRIES]:
+        solved = mean_over_problems(several, lambda of: pass_at_k(len(of), sum(s.correct for s in of), TRIES))
+        rates[f"pass_at_{TRIES}"], intervals[f"pass_at_{TRIES}"] = solved.value, (solved.lo, solved.hi)
     return {
         f"{prefix}answers{suffix}": len(answers),
         **{f"{prefix}{name}{suffix}": rates.get(name) for name in HELDOUT_FIELDS},

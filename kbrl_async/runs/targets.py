@@ -77,7 +77,7 @@ def _of_folder(folder: Path, wanted: str) -> Target:
 
     if (folder / versions.MANIFEST).is_file():
         return _published(folder)
-    if (folder / checkpoints.STATE).is_file() and (folder / checkpoints.TENSORS).is_file():
+    if (folder / checkpoints.STATE).is_file():
         return _checkpoint(folder)
     if (folder / CONFIG_FILE).is_file():
         return _of_run(folder, wanted)

@@ -79,6 +79,8 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """engine=vllm, update=full: answers in flight keep the old weights' KV; false: it is computed anew."""
     eager: bool = False
     """engine=vllm: no CUDA graphs; starts faster, runs slower."""
+    forced: str | None = None
+    """transformers, vllm: file of answers that are given instead of drawn, for a rehearsal; null: none."""
     train_logprobs: bool = False
     """engine=openai: the endpoint returns token ids and log-probs of the sampling distribution; else no training."""
 

@@ -30,12 +30,13 @@ async def main(stop: asyncio.Event) -> None:
     from services.runtime.service import Service
     from services.runtime.worker import Outcome, Worker
 
-    if ranks.is_launched():
+    launched = ranks.is_launched()
+    if launched:
         choose_run()
     service = Service.start("learner")
     loop = asyncio.get_running_loop()
     others = ranks.start(service.config.learner.processes)
-    watching = asyncio.create_task(ranks.watch(others, service.log))
+    watching = asyncio.create_task(ranks.leave_after(stop) if launched else ranks.watch(others, service.log))
     pool = ThreadPoolExecutor(1)
     learning = await loop.run_in_executor(pool, Learning.open, service, stop.is_set)
     if learning is None:
@@ -67,7 +68,8 @@ async def main(stop: asyncio.Event) -> None:
     try:
         await watched(asyncio.create_task(worker.run(stop)), [asyncio.create_task(learning.failed())])
     finally:
-        watching.cancel()
+        if not launched:
+            watching.cancel()
     await loop.run_in_executor(pool, learning.close)
     ranks.end(others)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from kbrl_async.errors import KbrlError
@@ -23,8 +22,7 @@ def follow() -> None:
 
 def _follow() -> None:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 says when it is over
+    ranks.leave_in_time()
     from services.runtime.service import Service, choose_run
 
     if CHILD_MARK not in os.environ:  # a launcher's: nobody has chosen the run for it
@@ -43,5 +41,6 @@ def _follow() -> None:
     assert process_group is not None
     base = process_group.receive_text()
     service.log.info("follows", rank=process_group.rank, of=process_group.size)
-    process_group.follow(make_trainer(service.config, base, service.device, process_group))
-    process_group.close()
+    trainer = make_trainer(service.config, base, service.device, process_group)
+    trainer.follow()
+    trainer.close()

@@ -12,7 +12,9 @@ from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LearnerSetup
 from kbrl_async.learning.forward_backward import computes_bf16
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import load_model, load_tokenizer
+from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer, wrap_lora
+from kbrl_async.learning.policies.streaming import Folder, Source, skeleton
+from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, learner_threads
@@ -91,28 +93,76 @@ def sender_of(service: Service) -> Sender | None:
 def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:
     """The trainer before its first batch: a function of the base model, the configuration and its seed."""
     torch.manual_seed(config.seed)
+    if config.learner.shard and process_group is not None:
+        return _sharded_trainer(config, str(base), process_group)
     place = device if process_group is None else str(process_group.device)
-    is_sharded = config.learner.shard and process_group is not None
     model = load_model(
         str(base),
-        "cpu" if is_sharded else place,  # what is sharded need not fit on one device
+        place,
         dtype=held_precision(config, place),
         lora_rank=config.lora_rank,
         adapters=role_adapters(config),
-        gradient_checkpointing=is_sharded,
         base_quantisation=config.learner.base_quantisation,
     )
     reference = reference_model(config, base, place)
     return Trainer(model, config, place, reference=reference, process_group=process_group)
 
 
+def _sharded_trainer(config: Config, base: str, ranks: ProcessGroup) -> Trainer:
+    """The same where each rank gets its share only, layer by layer."""
+    arithmetic = torch.bfloat16 if _gathers_bf16(config, ranks.device) else None
+    held = held_precision(config, str(ranks.device))
+
+    def shard(dtype: str, lora_rank: int) -> tuple[torch.nn.Module, ShardedModel]:
+        model, source = unfilled(base, dtype, lora_rank)
+        offload = config.learner.offload
+        return model, ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=source)
+
+    model, sharded = shard(held, config.lora_rank)
+    reference, sharded_reference = None, None
+    if _wants_reference(config):
+        reference, sharded_reference = shard("bf16" if arithmetic else "fp32", 0)
+    return Trainer(
+        model,
+        config,
+        ranks.device,
+        reference=reference,
+        process_group=ranks,
+        sharded=sharded,
+        sharded_reference=sharded_reference,
+    )
+
+
+def unfilled(base: str, dtype: str, lora_rank: int) -> tuple[torch.nn.Module, Source | None]:
+    """A model without weights, and where they come from; a whole one on the host, where they can't come in parts."""
+    model = skeleton(base, DTYPES[dtype])
+    source = Folder.of(base, model)
+    if source is None:
+        return load_model(base, dtype=dtype, lora_rank=lora_rank), None
+    with torch.random.fork_rng(devices=[]):  # the adapter is drawn when it is given memory
+        return (wrap_lora(model, lora_rank) if lora_rank else model), source
+
+
+def _gathers_bf16(config: Config, device: torch.device) -> bool:
+    """See `held_precision` about the transformers engine: with it, autocast rounds each product instead."""
+    return computes_bf16(config.learner, device) and config.sampler.engine != "transformers"
+
+
 def held_precision(config: Config, place: str) -> str:
-    """Of the base's weights: frozen ones are held as they are computed with, and adapters always in fp32.
+    """Of the base's weights: frozen ones are held as they are computed with, and adapters always in fp32; trained ones
+    as `learner.master_dtype` says.
 
     The transformers engine holds fp32, and proves each version to 1e-3 by log-probs: with it, so does the learner.
     """
-    is_frozen = bool(config.lora_rank) and place.startswith("cuda") and config.sampler.engine != "transformers"
-    return "bf16" if is_frozen and computes_bf16(config.learner, torch.device(place)) else "fp32"
+    if not config.lora_rank:
+        return "bf16" if config.learner.master_dtype == "bfloat16" else "fp32"
+    on_gpu = place.startswith("cuda") and config.sampler.engine != "transformers"
+    return "bf16" if on_gpu and computes_bf16(config.learner, torch.device(place)) else "fp32"
+
+
+def _wants_reference(config: Config) -> bool:
+    """A KL penalty is taken against a model of its own; the base under a LoRA adapter serves without one."""
+    return config.learner.kl != "none" and config.learner.kl_weight != 0 and not config.lora_rank
 
 
 def role_adapters(config: Config) -> tuple[str, ...]:
@@ -121,10 +171,8 @@ def role_adapters(config: Config) -> tuple[str, ...]:
 
 
 def reference_model(config: Config, base: Path | str, device: str) -> torch.nn.Module | None:
-    """The frozen policy that a KL penalty is taken against; None where there is none, or the LoRA base serves."""
-    if config.learner.kl == "none" or config.learner.kl_weight == 0 or config.lora_rank:
-        return None
-    return load_model(str(base), device=device).requires_grad_(False).eval()
+    """The frozen policy that a KL penalty is taken against, where it wants one."""
+    return load_model(str(base), device=device).requires_grad_(False).eval() if _wants_reference(config) else None
 
 
 def base_model(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:

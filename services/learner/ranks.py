@@ -9,21 +9,25 @@
 Invariants
 * No rank outlives rank 0 (PR_SET_PDEATHSIG), and rank 0 outlives none: a collective with a dead rank never returns.
 * A launcher that sets RANK itself, such as torchrun, is left alone: nothing is started then, and it takes the nanny's
-  place. A rank that ended must start again together with all others, which a nanny of rank 0 alone can't do.
+  place. A rank that ended must start again together with all others, on all hosts, which a nanny of rank 0 alone can't
+  do. What a launcher asks to end is gone in `LEAVE_S`: in a collective with a dead rank nobody hears a signal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kbrl_async.errors import ConfigError
-from services.runtime.nanny import CHILD_MARK
+from services.runtime.nanny import CHILD_MARK, STOP_GRACE_S
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 END_S = 3.0
+LEAVE_S = STOP_GRACE_S + 0.5
 LAUNCHED = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LOST = 1
 """Exit code that has the nanny start all ranks again."""
@@ -51,6 +56,27 @@ def leave_out_nanny() -> None:
     os.environ[CHILD_MARK] = str(os.getppid())
 
 
+def leave_in_time() -> None:
+    """A follower, before its first thread: rank 0 says when it is over; if it doesn't, it ends `LEAVE_S` after the
+    first signal. By a thread: Python's handlers wait for the main one, which waits in a collective."""
+    asked = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
+
+    def leave() -> None:
+        signal.sigwait(asked)
+        time.sleep(LEAVE_S)
+        os._exit(LOST)
+
+    threading.Thread(target=leave, daemon=True).start()
+
+
+async def leave_after(stop: asyncio.Event) -> None:
+    """The same for rank 0, where no nanny kills it."""
+    await stop.wait()
+    await asyncio.sleep(LEAVE_S)
+    os._exit(LOST)
+
+
 def check_launcher(count: int, environment: Mapping[str, str] = os.environ) -> None:
     """:raises ConfigError: a launcher has started something else than `learner.processes` ranks."""
     if "RANK" not in environment:
@@ -59,8 +85,11 @@ def check_launcher(count: int, environment: Mapping[str, str] = os.environ) -> N
     if lacking:
         cure = "Start all ranks by torchrun, or unset RANK: learner.processes starts them without a launcher"
         raise ConfigError(f"RANK is set and {', '.join(lacking)} is not", cure)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        cause = "torchrun keeps one store over its restarts, where ranks that start again find addresses of dead ones"
+        raise ConfigError(cause, "Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
     if (size := int(environment["WORLD_SIZE"])) != count:
-        cure = f"Prepare the run with learner.processes={size}, or give torchrun --nproc-per-node {count}"
+        cure = f"Prepare the run with learner.processes={size}, or have torchrun start {count} on all hosts together"
         raise ConfigError(f"a launcher has started {size} ranks, and learner.processes={count}", cure)
 
 

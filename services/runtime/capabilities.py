@@ -5,6 +5,7 @@ from __future__ import annotations
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.runs.config import Config
 from protocols.messages import BACKENDS
 
 
@@ -22,8 +23,9 @@ def bench_caps(device: str, chosen: str) -> dict[str, str]:
     return {BACKENDS: ",".join(able)}
 
 
-def bench_device(wanted: str, name: str, instance: int) -> str:
-    """`"cpu"` or `"cuda:N"` for a bench of backend `name`. `wanted`: `"auto"`, `"cpu"` or `"cuda"`.
+def bench_device(wanted: str, name: str, instance: int, *, from_last: bool = False) -> str:
+    """`"cpu"` or `"cuda:N"` for a bench of backend `name`. `wanted`: `"auto"`, `"cpu"` or `"cuda"`. `from_last`: GPUs
+    are counted from the last one, because verifiers count from the first.
 
     :raises MissingTool: a GPU is needed and there is none.
     """
@@ -35,7 +37,19 @@ def bench_device(wanted: str, name: str, instance: int) -> str:
         return "cpu"
     if not count:
         raise MissingTool("this host has no GPU for the timing bench", f"Choose another backend than {name}")
-    return f"cuda:{instance % count}"
+    return f"cuda:{count - 1 - instance % count if from_last else instance % count}"
+
+
+def memory_share(config: Config, service: str) -> float:
+    """Of its GPU's memory, what each of several benches or verifiers there may plan with."""
+    import torch
+
+    counts = config.processes
+    benches = counts.timing_bench if "timing_bench" in config.timing_bench.shares_with else 1
+    is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
+    if counts.verifier and is_one_gpu:
+        return 1 / (counts.timing_bench + counts.verifier)
+    return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
 
 
 def said(isolation: Isolation) -> dict[str, object]:

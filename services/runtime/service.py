@@ -45,6 +45,7 @@ ROLES = {
     "sampler": Role.SAMPLER,
     "compile_farm": Role.COMPILE,
     "timing_bench": Role.BENCH,
+    "verifier": Role.VERIFIER,
     "learner": Role.LEARNER,
     "reward_aggregator": Role.AGGREGATOR,
 }

@@ -19,6 +19,7 @@ from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.runs.config import sampler_threads
 from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.sampling.engine import Engine, EngineSetup, EngineStats
+from kbrl_async.sampling.forced import Reciter, read_script
 from kbrl_async.sampling.settings import ENGINES
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
@@ -60,6 +61,10 @@ class Sampling:
         self._locate = functools.partial(kernel_tokens, tokenizer) if tokenizer and config.reward.pays_plan else None
         options = config.prompt_option, config.prompt.chat_template, config.prompt.thinking
         self._chat = PLAIN if tokenizer is None else chat_of(tokenizer, *options)
+        self._reciter = None
+        if config.sampler.forced and tokenizer is not None:
+            thought = self._chat.opens_thought
+            self._reciter = Reciter(read_script(config.sampler.forced), tokenizer, opens_thought=thought)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -165,7 +170,7 @@ class Sampling:
                 done = await self._engine.generate(
                     task.lease_id,
                     self._chat.render(request.prompt),
-                    request.sampling,
+                    request.sampling if self._reciter is None else self._reciter.params(request),
                     request.purpose,
                     request.role,
                 )

@@ -18,7 +18,7 @@ from services.runtime.worker import Worker
 
 PERIOD_S = 1.0
 ASK_S = 0.5
-BEHIND = (Stage.COMPILE, Stage.BENCH)
+BEHIND = (Stage.COMPILE, Stage.VERIFY, Stage.BENCH)
 
 
 async def steer(service: Service, worker: Worker, stats: Callable[[], EngineStats]) -> None:

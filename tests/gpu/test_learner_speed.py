@@ -24,13 +24,19 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def on(argument: object, device: str) -> object:
+    if isinstance(argument, e.HeadNorms):
+        return e.HeadNorms(argument.q_D.to(device), argument.k_D.to(device), argument.epsilon)
+    return argument.clone().to(device) if isinstance(argument, torch.Tensor) else argument
+
+
 def both(name: str, *arguments: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Results of a function of `elementwise` on the CPU and on the GPU, overwritten arguments included."""
 
     def run(device: str) -> list[torch.Tensor]:
-        given = [a.clone().to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        given = [on(a, device) for a in arguments]
         out = getattr(e, name)(*given)
-        made = list(out) if isinstance(out, tuple) else [out]
+        made = list(out) if isinstance(out, tuple) else [] if out is None else [out]
         return [x.cpu().float() for x in (*made, *(g for g in given if isinstance(g, torch.Tensor)))]
 
     return run("cpu"), run("cuda")
@@ -44,13 +50,17 @@ def test_each_kernel_computes_what_plain_torch_does(dtype: torch.dtype) -> None:
     cos, sin = (torch.cat([f(angle)] * 2, -1).to(dtype) for f in (torch.cos, torch.sin))
     qkv, bias = numbers(33, 18 * 64).to(dtype), numbers(18 * 64).to(dtype)
     turned = [numbers(n, 33, 64).to(dtype).transpose(0, 1) for n in (14, 2, 2)]
+    norms = e.HeadNorms(numbers(64).to(dtype), numbers(64, seed=1).to(dtype), 1e-6)
     cases = [
         ("rms_norm", x, weight, 1e-6, torch.zeros_like(x)),
         ("rms_norm_backward", x, numbers(33, 896, seed=1).to(dtype), weight, inverse, x),
         ("rotate", qkv, bias, cos, sin, 14, 2),
         ("rotate_backward", *turned, cos, sin),
-        ("swiglu", x),
-        ("swiglu_backward", numbers(33, 448, seed=2).to(dtype), x),
+        ("rotate", qkv, bias, cos, sin, 14, 2, norms),
+        ("rotate_backward", *turned, cos, sin, norms, qkv),
+        ("rms_norm_weight", numbers(33, 896, seed=1).to(dtype), x, inverse),
+        ("swiglu", *x.chunk(2, -1)),
+        ("swiglu_backward", numbers(33, 448, seed=2).to(dtype), *x.chunk(2, -1), True),
         ("softmax_scores", 3 * numbers(33, VOCABULARY).to(dtype), torch.arange(33), 0.7, False),
         ("softmax_scores", 3 * numbers(33, VOCABULARY).to(dtype), torch.arange(33), 0.7, True),
     ]

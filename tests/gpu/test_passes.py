@@ -102,7 +102,7 @@ def test_references_follow_each_other_in_one_process() -> None:
     ]
     setting = Problem("L1/09_x", 1, "x", "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True\n" + LINEAR)
     with zygote_for("cuda:0") as zygote:
-        device.open()
+        device.open(options.memory_share)
         device.enter()
         references = References(zygote, options, random.Random(1), device)
         with contextlib.closing(references):

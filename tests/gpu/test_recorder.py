@@ -33,7 +33,7 @@ def recorders() -> Iterator[tuple[References, Recorders]]:
     device = device_of("cuda:0")
     options = device.fitted(bench_options(TimingBench(), device="cuda:0"))
     with zygote_for("cuda:0") as zygote:
-        device.open()
+        device.open(options.memory_share)
         device.enter()
         references = References(zygote, options, random.Random(1), device)
         spares = spares_for(zygote, options.limits, "cuda:0", 1)

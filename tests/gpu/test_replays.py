@@ -280,3 +280,28 @@ def test_a_kernel_that_never_ends_is_killed_and_the_next_one_is_judged_rightly(j
     verdict = judge(ADD, nvrtc("while (x[0] == x[0]) {} out[i] = 0;"), "cuda-nvrtc").verdict
     assert verdict.fault is Fault.TIMEOUT, verdict
     assert judge(ADD, nvrtc(), "cuda-nvrtc").verdict.trust == REPLAYED
+
+
+def test_a_bench_times_what_a_verifier_has_proven_and_finds_out_what_it_has_not(
+    gpu_bench: Bench, gpu_builder: Builder
+) -> None:
+    posed = Problem("L1/01_test", 1, "test", ADD)
+
+    def judged(source: str, verified: BenchReport | None = None) -> tuple[BenchReport, str]:
+        candidate = Candidate(source, "cuda-nvrtc")
+        built = gpu_builder.build(candidate, posed)
+        assert built.fault is Fault.OK, built.message
+        found = {key: gpu_builder.store.path(address) for key, address in built.artifacts.items()}
+        paths = {key: path for key, path in found.items() if path is not None}
+        report = gpu_bench.evaluate(posed, candidate, paths, timing=verified is not None, verified=verified)
+        return report, next((stage.detail for stage in report.stages if stage.name == "full_inputs"), "")
+
+    first, _ = judged(nvrtc(GOOD))
+    assert (first.verdict.fault, first.verdict.trust) == (Fault.OK, REPLAYED), first.verdict
+    again, said = judged(nvrtc(GOOD), first)
+    assert said.startswith("2 of 2")
+    assert again.timing is not None
+    assert (again.plan, again.verdict) == (first.plan, first.verdict)
+    other, said = judged(instead("x = x.clone()")(nvrtc(GOOD)), first)
+    assert (other.verdict.fault, said[:8]) == (Fault.OK, "10 of 10")
+    assert other.plan != first.plan

@@ -58,6 +58,29 @@ def test_frames_that_are_missing_doubled_or_out_of_order_are_no_record(places: t
         Record.of(*(FRAMES[place] for place in places))
 
 
+def test_what_a_verifier_finds_right_has_its_report_before_the_benchs() -> None:
+    verified = BenchReport(RIGHT.verdict, worker_id="verifier.1", stages=(StageReport("full_inputs", Fault.OK, 1.0),))
+    whole = Record.of(*FRAMES[:3], verified, RIGHT)
+    assert (whole.verified, whole.bench, whole.timing) == (verified, RIGHT, FAST)
+    assert Record.decode(whole.encode()) == whole
+    assert [stage.name for stage in whole.stages] == ["format", "full_inputs"]
+    assert [span.stage for span in whole.spans] == ["generate", "compile", "bench", "bench"]
+    alone = Record.of(*FRAMES[:3], verified)
+    assert (alone.verified, alone.bench, alone.timing) == (None, verified, None)
+
+
+@pytest.mark.parametrize("first", [RIGHT, failing(Fault.INCORRECT)])
+def test_a_report_that_is_no_verifiers_has_none_behind_it(first: BenchReport) -> None:
+    with pytest.raises(RecordError, match="no record"):
+        Record.of(*FRAMES[:3], first, RIGHT)
+
+
+def test_work_of_a_stage_in_two_parts_is_added_up() -> None:
+    first = BenchReport(RIGHT.verdict, started_at=10.0, finished_at=12.0)
+    parts = first, msgspec.structs.replace(RIGHT, started_at=20.0, finished_at=22.0)
+    assert Record.of(*FRAMES[:3], *parts).seconds["bench"] == 4.0
+
+
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"type": "timing"})])
 def test_a_frame_that_cannot_be_read_is_an_error_of_the_protocol(garbage: bytes) -> None:
     with pytest.raises(RecordError, match="can't be read"):

@@ -12,6 +12,7 @@ from kbrl_async.kernels.verify import compare
 
 CHUNK = 1 << 24
 """Elements that are compared at once."""
+_HUGE = 1e300
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -23,14 +24,15 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def fit(got: torch.Tensor, expected: torch.Tensor, figure: float) -> Fit:
-    """As `torch.allclose(got, expected, atol=figure, rtol=figure)`; `got` may have one element for all."""
+    """As `torch.allclose` with `equal_nan` and `figure` for both tolerances; `got` may have one element for all."""
     wrong, worst, total = 0, 0.0, expected.numel()
     right, other = expected.flatten(), got.flatten()
     for start in range(0, total, CHUNK):
         want = _comparable(right[start : start + CHUNK])
         have = _comparable(other if other.numel() == 1 else other[start : start + CHUNK])
-        error = (have - want).abs()
-        inside = (error <= figure + figure * want.abs()) | (have == want)
+        same = (have == want) | (have.isnan() & want.isnan())  # infinity is the same as itself, too
+        error = torch.where(same, 0.0, (have - want).abs())
+        inside = same | (error <= figure + figure * want.abs())
         wrong += int((~inside).sum())
         finite = torch.nan_to_num(error, nan=float("inf"))
         worst = max(worst, float(finite.max())) if finite.numel() else worst
@@ -71,8 +73,8 @@ def trial(name: str, tolerance: str, fits: list[Fit]) -> Trial:
 
 
 def _short(value: float) -> float:
-    """Four digits are evidence enough."""
-    return float(f"{value:.4g}")
+    """Four digits are evidence enough; JSON has no infinity."""
+    return float(f"{min(value, _HUGE):.4g}")
 
 
 def zeros(expected: list[torch.Tensor]) -> list[torch.Tensor]:

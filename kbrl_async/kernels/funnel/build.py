@@ -17,7 +17,10 @@ from kbrl_async.kernels.backends.open import build as opened
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.settings import BACKENDS, CompileFarm
 from kbrl_async.kernels.stages import StageClock
+from kbrl_async.kernels.syntax.where import located
 from protocols.records import BuildReport, Candidate, Fault, Problem
+
+_MAX_TEXT = 800
 
 
 class Builder:
@@ -62,6 +65,9 @@ class Builder:
             build = functools.partial(opened.build, chosen) if is_free else chosen.build
             report = build(candidate, problem, self.context)
             clock.ends("compile", report.fault, "from the cache" if report.cached else "")
+        if report.fault is not Fault.OK and report.rule:
+            message = located(report.message, candidate.source, report.rule, _MAX_TEXT)
+            report = msgspec.structs.replace(report, message=message)
         ended = {"started_at": started, "finished_at": time.time(), "stages": clock.reports}
         return msgspec.structs.replace(report, rules=rules, **ended)
 

@@ -89,9 +89,10 @@ class Judge:
         alive: Tick = no_tick,
         watch: Watch | None = None,
         profile: bool = False,
+        verified: BenchReport | None = None,
     ) -> BenchReport:
         """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`
-        as in `Bench.evaluate`. `profile`: say in the report what limits a correct kernel.
+        and `verified` as in `Bench.evaluate`. `profile`: say in the report what limits a correct kernel.
 
         :raises ProblemError: the problem's reference fails.
         :raises InfraError: the host does, or what was built can't run on it.
@@ -100,7 +101,7 @@ class Judge:
         counts = Counts()
         watch = counts if profile and self._device == "cpu" else watch
         report = self.bench.evaluate(
-            problem, candidate, paths, timing=timing, strictness=strictness, tick=tick, watch=watch
+            problem, candidate, paths, timing=timing, strictness=strictness, tick=tick, watch=watch, verified=verified
         )
         verdict = msgspec.structs.replace(report.verdict, rules=build.rules)
         report = msgspec.structs.replace(report, verdict=verdict)

@@ -52,14 +52,14 @@ def as_model(source: str, entry: str) -> str:
         raise LeftOut("entry point is no name")
     if entry == "Model" or re.search(r"\bModel\b", source):
         return source
-    return re.sub(rf"\b{entry}\b", "Model", source)
+    return re.sub(rf"(?<![\w.]){entry}\b", "Model", source)  # not the library's own, as nn.Upsample
 
 
-def with_model_of(source: str, function: str, constants: str = "") -> str:
-    """A `Model` whose forward calls a function of the source. `constants`: keyword arguments, as text."""
+def with_model_of(source: str, function: str, words: str = "", given: str = "*inputs") -> str:
+    """A `Model` whose forward calls a function of the source with its inputs. `words`: keyword arguments, as text."""
     imported = {alias.name for node in parsed(source) if isinstance(node, ast.Import) for alias in node.names}
     source = source if "torch" in imported else f"import torch\n\n{source}"
-    call = f"{function}(*inputs{', ' + constants if constants else ''})"
+    call = f"{function}({given}{', ' + words if words else ''})"
     model = f"class Model(torch.nn.Module):\n    def forward(self, *inputs):\n        return {call}\n"
     return f"{source.rstrip()}\n\n\n{model}"
 

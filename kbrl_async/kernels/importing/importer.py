@@ -20,6 +20,7 @@ from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing.found import Found
 from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, ProblemAudit
 from kbrl_async.kernels.problems.contract import parse_problem
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.sources.folder import INDEX
 from kbrl_async.kernels.syntax import Reading, Unreadable, read
 from kbrl_async.kernels.syntax.scope import INPUT_MAKERS
@@ -97,7 +98,8 @@ class Importer:
         except (ProblemError, Unreadable) as error:
             why = _without_place(str(error), found.origin)
             return lambda: (msgspec.structs.replace(row, reason=why), True)
-        row = msgspec.structs.replace(row, structure=f"{reading.code_hash:x}-{_makers(found.source):x}")
+        kind = "-backward" if declared(found.source).backward else ""
+        row = msgspec.structs.replace(row, structure=f"{reading.code_hash:x}-{_makers(found.source):x}{kind}")
         if why := self._near(row, reading):
             return lambda: (msgspec.structs.replace(row, reason=why), True)
         self._structures.add(row.structure)

@@ -31,7 +31,9 @@ class Trial(msgspec.Struct, frozen=True):
     """An output that does not do the work, against the right one, over all inputs that were tried."""
 
     name: str
-    """`zeros`, `constant`, `input_independent`, `half_rows` or `half_batch`."""
+    """`zeros`, `constant`, `input_independent`, `half_rows` or `half_batch`; `unchanged_input`, also where on some sets
+    it is zeros or a constant: what a verdict means that says its problem proves nothing.
+    """
     tolerance: str
     """`kernelbench` (1e-4 in fp32), `kernelbench_half` (1e-2) or `ours`."""
     passes: bool

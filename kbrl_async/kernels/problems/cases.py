@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import Declared, declared
 from kbrl_async.kernels.problems.model_contract import load
 from kbrl_async.kernels.problems.workloads import INPUTS, Bound, Workload, bind, tails
@@ -32,6 +33,14 @@ def described(problem: Problem) -> str:
         return ""
     words = "input groups" if found.has_groups else str(len(_named(found)))
     return words + (" and secret shapes" if found.free else "")
+
+
+def described_text(source: str) -> str:
+    """The same of a stranger's text: one that declares nothing that can be read has one workload."""
+    try:
+        return described(Problem("", 0, "", source)) or "1"
+    except (ProblemError, SyntaxError, ValueError, RecursionError):
+        return "1"
 
 
 def asks(problem: Problem) -> str:

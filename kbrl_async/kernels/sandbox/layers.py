@@ -25,6 +25,8 @@ _NAMESPACES = {
 _CORE_LAYERS = frozenset({"user namespace", "landlock", "seccomp"})
 _PID_MAX_OF_NAMESPACES = (6, 14)
 _LEAST_PID_MAX = 301
+_FILES = 4096
+"""In a child's scratch folder: autotuning leaves half a dozen for each configuration."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
@@ -136,7 +138,9 @@ def _private_scratch(options: Options, limits: Limits, missing: list[str]) -> st
     def mount() -> None:
         linux.unshare(linux.CLONE_NEWNS)
         flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-        linux.mount("tmpfs", options.scratch, "tmpfs", flags, f"size={limits.scratch_bytes},nr_inodes=256,mode=0700")
+        linux.mount(
+            "tmpfs", options.scratch, "tmpfs", flags, f"size={limits.scratch_bytes},nr_inodes={_FILES},mode=0700"
+        )
 
     if "mount namespace" not in missing and _attempt("private tmp", mount, missing):
         os.chdir(options.scratch)

@@ -3,7 +3,7 @@
 ::
 
     sample() ─▶ Pair ─▶ polluted? set aside ─▶ every `looks` pairs: interval (all looks hold together), widened by what
-                        the bench can't resolve at this length ─▶ resolved · decided · slower · cap ─▶ Measured
+                        the bench can't resolve at this length ─▶ resolved · decided · slower · faster · cap ─▶ Measured
 
 The same for CPU and GPU: the sampler knows how a pair is taken, the clock says what is spent (wall or GPU seconds).
 
@@ -29,7 +29,7 @@ from kbrl_async.kernels.timing.statistics import Interval, Sequential, few, stop
 from protocols.records import DISTURBED, TIMING_CONFIDENCE
 
 PLACEMENT = 0.02
-SLOWER, _ENOUGH_PAIRS = "slower", 4
+SLOWER, FASTER = "slower", "faster"
 CAREFUL_PAIRS_A_PLACE = 4
 """`Recipe.pairs_a_place` of a careful measurement: a move costs about as much as a pair or two."""
 
@@ -59,9 +59,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.05
     """… or when the interval is this far away from 1 and at most three times as wide."""
     enough_below: float = 0.8
-    """Four pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing. 0:
-    never.
+    """A few pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing.
+    0: never.
     """
+    enough_above: float = math.inf
+    """And where all of it is above this, and three times as narrow as `resolution` asks for: a kernel that is clearly
+    faster. For a device whose pairs hardly scatter.
+    """
+    few: tuple[int, ...] = (4,)
+    """Numbers of pairs after which these two are asked; the intervals of all of them hold together."""
     confidence: float = TIMING_CONFIDENCE
     placement: float = PLACEMENT
     """What two processes of the same code differ by, because of where their memory lies, where `resolved` is empty."""
@@ -170,20 +176,27 @@ class _Run:
         n = len(self._kept)
         if self._is_over(n, spent):
             self._interval, self.stopped = self._look(is_last=True), "cap"
-        elif not pair.polluted and n == _ENOUGH_PAIRS and (slow := self._clearly_slower()) is not None:
-            self._interval, self.stopped = slow, SLOWER
+        elif not pair.polluted and n in self._recipe.few and (clear := self._clearly()) is not None:
+            self._interval, self.stopped = clear
         elif not pair.polluted and n >= self._recipe.min_pairs and n % self._recipe.looks == 0:
             self._interval = self._look()
             if self._interval is not None:
                 self.stopped = self._reason(self._interval, n)
 
-    def _clearly_slower(self) -> Interval | None:
-        """The interval of a few pairs, by Student's t with half of the error, where all of it is low enough."""
-        ratios = [_ratio(pair) for pair in self._kept]
-        if max(ratios) >= self._recipe.enough_below:
+    def _clearly(self) -> tuple[Interval, str] | None:
+        """The interval of a few pairs, by Student's t with half of the error for all such looks together, and what it
+        says where all of it is low or high enough.
+        """
+        recipe, ratios = self._recipe, [_ratio(pair) for pair in self._kept]
+        if max(ratios) >= recipe.enough_below and min(ratios) <= recipe.enough_above:
             return None
-        interval = few(ratios, (1 + self._recipe.confidence) / 2)
-        return interval if widened(interval, self._share()).hi < self._recipe.enough_below else None
+        interval = few(ratios, 1 - (1 - recipe.confidence) / (2 * len(recipe.few)))
+        wide = widened(interval, self._share())
+        if wide.hi < recipe.enough_below:
+            return interval, SLOWER
+        if wide.lo > recipe.enough_above and interval.half_width <= 3 * recipe.resolution:
+            return interval, FASTER
+        return None
 
     def _is_over(self, n: int, spent: float) -> bool:
         recipe = self._recipe

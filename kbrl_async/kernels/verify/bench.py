@@ -9,7 +9,7 @@ import functools
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
-from kbrl_async.kernels.verify.report import verdict_of
+from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
@@ -73,7 +73,7 @@ class Bench:
         self._references = References(zygote, self._options, self._rng, self._device)
         self._surplus = Surplus()
         self._generation = zygote.generation
-        self._device.open()
+        self._device.open(self._options.memory_share)
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
@@ -82,6 +82,8 @@ class Bench:
         fast kernels would seem impossible.
         """
         self._peaks = self._options.peaks
+        self._plan = ""
+        """Of the last candidate that was right on its input sets."""
 
     def close(self) -> None:
         self._references.close()
@@ -109,9 +111,11 @@ class Bench:
         strictness: Strictness | None = None,
         tick: Tick = no_tick,
         watch: Watch | None = None,
+        verified: BenchReport | None = None,
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
-        thread to the options' cores. `watch` sees a correct candidate on a processor run once more.
+        thread to the options' cores. `watch` sees a correct candidate on a processor run once more. `verified`: what a
+        verifier has found of it, which holds here too where what it records has the same steps.
         """
         started = time.time()
         clock = StageClock()
@@ -121,11 +125,14 @@ class Bench:
         self._surplus.check()
         self._notice_restart()
         self._device.enter()
-        with pinned(self._options.cores), _without_gradients():
+        with pinned(self._options.cores), _without_gradients(), self._resting():
             family = self._references.get(problem, tick)
             clock.ends("reference")
             try:
                 options = self._options_for(candidate, strictness)
+                self._plan = ""
+                if verified is not None and len(family.cases) == 1:
+                    options = msgspec.structs.replace(options, known=verified.plan)
                 verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
             except (CandidateFault, PermissionError, OSError) as error:
                 # What is the candidate's has become its verdict: what arrives here is the reference's.
@@ -135,7 +142,19 @@ class Bench:
                 self._references.drop(family.cases[0].reference)
                 raise
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
-        return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports)
+        plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
+        if verified is not None and plan and plan == verified.plan:
+            verdict = verified.verdict
+        verdict = placed(verdict, candidate.source)
+        return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports, plan=plan)
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """What others wait for is theirs afterwards."""
+        try:
+            yield
+        finally:
+            self._references.rest()
 
     def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
         is_interpreted = backend(candidate.backend).is_interpreted(self._options.device)
@@ -256,7 +275,9 @@ class Bench:
             stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
             clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
             timed = None
-            if verdict.fault is Fault.OK and options.is_proven:
+            if verdict.fault is Fault.OK and checker.session is not None:
+                self._plan = checker.session.plan
+            if verdict.fault is Fault.OK and options.is_proven and not checker.is_known:
                 with clock.part("proof"):
                     self._device.prove(checker, candidate, self._options, self._rng, tick)
                 verdict = verdict_of(checker)
@@ -266,7 +287,7 @@ class Bench:
             if verdict.fault is Fault.OK and watch is not None and checker.session is not None:
                 call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
                 watch(checker.session.host_pid, call)
-            if verdict.fault is Fault.OK:
+            if verdict.fault is Fault.OK and not checker.is_known:
                 checker.prove()
                 verdict = verdict_of(checker)
             return verdict, timed if verdict.fault is Fault.OK else None

@@ -55,8 +55,11 @@ class Device:
         """The options with what this kind needs at least."""
         return options
 
-    def open(self) -> None:
-        """:raises MissingTool: it is not there."""
+    def open(self, memory_share: float) -> None:
+        """`memory_share`: of its own memory, what this process may have at most.
+
+        :raises MissingTool: it is not there.
+        """
 
     def enter(self) -> None:
         """The calling thread uses it from now on.
@@ -124,6 +127,14 @@ class Device:
     def room(self, options: BenchOptions) -> float:
         """Bytes of its own memory that all references together may take."""
         return 0.0
+
+    def may_use(self, size: int) -> bool:
+        """Whether a verification may plan with so many bytes of its memory beside other verifiers' plans, now."""
+        return True
+
+    def rest(self, kept: int) -> bool:
+        """After a candidate, with `kept` bytes in references; false: others have to wait for these."""
+        return True
 
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""

@@ -35,6 +35,11 @@ class Family:
     def device_bytes(self) -> int:
         return sum(reference.device_bytes for reference in self.references)
 
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak of a verification, as predicted."""
+        return max(reference.needed for reference in self.references)
+
     def close(self) -> None:
         for reference in self.references:
             reference.close()

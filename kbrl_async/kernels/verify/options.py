@@ -58,13 +58,17 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Secret draws that timed inputs are mixed from."""
     slots: int = 3
     is_light: bool = False
-    """A secret few of the input sets: for a workload beside others."""
+    """A secret few of the input sets: for a workload beside others, and where a verifier has looked at all."""
     is_proven: bool = True
     """Own kernels have to do the work: on workloads that are only checked it is enough to be right."""
     timed_workloads: int
     """As `TimingBench.timed_workloads`."""
     outputs: Outputs
     """As `TimingBench.outputs`."""
+    known: str = ""
+    """A digest of steps (`Judged.plan`) that a verifier has found right and own: two of the sets are enough for a
+    candidate that is recorded with these, and nothing is proven again.
+    """
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""
     alone_share: float = 1.0

@@ -20,8 +20,9 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
+from kbrl_async.kernels.verify.forecast import forecast
 from kbrl_async.kernels.verify.fresh import Pool
-from kbrl_async.kernels.verify.inputs import host_bytes
+from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
 from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
@@ -65,6 +66,8 @@ class Reference:
         self.seed: int = rng.getrandbits(31) if first is None else first.seed
         self._rehearsals: list[InputSet] = []
         self._replays = Replays(options)
+        self.needed = 0
+        """Bytes at the peak of a verification, as predicted."""
         try:
             self.session = self._begin(zygote) if first is None else self._shared(first)
         except CandidateFault as fault:
@@ -236,7 +239,9 @@ class Reference:
         )
         self.pool = Pool(draws, self.examples, self._rng, maker.fixed)
         with span("a reference's sets"):
-            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, self.tick, self._planned)
+            kinds = kinds_for(self.examples)
+            tick = forecast(self.tick, self.problem.problem_id, len(kinds), lambda: self.keeps_sets)
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self.declared = maker.declared
@@ -267,6 +272,7 @@ class Reference:
         sizes.refuse(self.problem.problem_id, memory)
         self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
         self.widens &= sizes.widened <= memory
+        self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else sizes.asked
         return self.keeps_sets, self.widens
 
     def _memory(self) -> int:
@@ -298,6 +304,11 @@ class Reference:
         if not self.keeps_sets:
             self._forget_outputs()
         return outcome, read
+
+    def recall(self) -> None:
+        """The outputs of the last call of `ask` are in the child again, where they were given back."""
+        if not self.keeps_sets:
+            self.session.call(wire.OP_RUN, 0, self._options.reference_deadline_s)
 
     def _forget_outputs(self) -> None:
         """Of the reference's child, where memory is short; on a processor others have none of its."""

@@ -35,6 +35,9 @@ class References:
     def get(self, problem: Problem, tick: Tick = no_tick) -> Family:
         """`tick` is called between the steps of making one, which takes seconds."""
         family = self._kept.pop(problem.source, None)
+        if family is not None and not self._device.may_use(family.needed + self._device_bytes):
+            family.close()
+            family = None
         if family is not None and family.uses >= self._options.reuse:
             family = self._renewed(family, problem, tick)
         if family is None:
@@ -102,8 +105,19 @@ class References:
             return True
         if sum(family.host_bytes for family in self._kept.values()) > self._options.reference_bytes:
             return True
-        on_device = sum(family.device_bytes for family in self._kept.values())
+        on_device = self._device_bytes
         return on_device > 0 and on_device > self._device.room(self._options)
+
+    @property
+    def _device_bytes(self) -> int:
+        return sum(family.device_bytes for family in self._kept.values())
+
+    def rest(self) -> None:
+        """After a candidate: what others wait for is given back."""
+        if not self._device.rest(self._device_bytes):
+            while self._kept:
+                self._kept.popitem()[1].close()
+            self._device.rest(0)
 
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.syntax.where import located
 from kbrl_async.kernels.timing import Measured, Recipe
 from kbrl_async.kernels.verify.compare import Difference
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -113,6 +116,14 @@ def verdict_of(found: Findings) -> Verdict:
         near=found.near,
         own_share=found.own_share,
     )
+
+
+def placed(verdict: Verdict, source: str) -> Verdict:
+    """With the line of the candidate that its fault is about, where the message names none."""
+    if verdict.fault is Fault.OK:
+        return verdict
+    message = located(verdict.message, source, verdict.rule or verdict.fault.value, MAX_TEXT)
+    return msgspec.structs.replace(verdict, message=message)
 
 
 def _kernelbench(found: Findings) -> bool | None:

@@ -76,6 +76,8 @@ class Judged(Protocol):
     """Whether outputs of earlier calls are still there after a later one."""
     is_shared: bool
     """Whether a process that had served others had a part in it: then what counts is found out once more without."""
+    plan: str
+    """A digest of the steps of a replay, the same in every process that has recorded the same work; empty: none."""
 
     @property
     def host_pid(self) -> int: ...
@@ -129,7 +131,7 @@ class Session:
     ) -> None:
         self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
-        self.trust_reason, self.is_shared = "", False
+        self.trust_reason, self.is_shared, self.plan = "", False, ""
         self._arena: mmap.mmap | None = None
         self._copies_from = self._took_ns = 0
         self.slots: list[list[torch.Tensor]] = []

@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.known import Asked, Draws, Held, Known, Recent, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
-from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, is_noise
+from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, is_noise
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
@@ -71,6 +71,9 @@ class Oracle(Protocol):
 
     def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
         """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
+
+    def recall(self) -> None:
+        """The outputs of the last call of `ask` are in the child again, where they were given back."""
 
 
 class SetMaker:
@@ -193,11 +196,12 @@ class SetMaker:
         if not self.sets:
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
-        tolerances, forgiving = self._tolerances(kind, blocks, expected)
+        moves = self._moves(blocks, expected)
+        tolerances, forgiving = self._tolerances(kind, blocks, expected, moves)
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
-        if reason := self._strays(blocks, expected):
+        if reason := self._strays(blocks, expected, moves):
             self._leave(kind, reason)
             return None
         if not self.sets:
@@ -213,7 +217,7 @@ class SetMaker:
     def _leave(self, kind: inputs.Kind, reason: str) -> None:
         self.replaced.setdefault(kind.name, reason)
 
-    def _strays(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    def _strays(self, blocks: list[torch.Tensor], expected: list[torch.Tensor], moves: list[float]) -> str:
         """Why these inputs are outside of what the problem is for; empty where they are not.
 
         The first nominal set is the measure, so it never strays: outputs grow at most as a polynomial of the inputs
@@ -221,7 +225,6 @@ class SetMaker:
         than there. (A reference that casts inside is noise beyond that, and its fp64 run is the same noise.)
         """
         sizes = [compare.output_scale(block) for block in blocks]
-        moves = self._moves(blocks, expected)
         if not self.sets:
             self._nominal_inputs, self._nominal_moves = sizes, moves
             return ""
@@ -250,15 +253,22 @@ class SetMaker:
         self.kinds = [meta.kind for meta in outcome.tensors]
         self.strides = [meta.strides for meta in outcome.tensors]
         self._nominal_scales = [compare.output_scale(tensor) for tensor in expected]
+        if not mutated:
+            self._oracle.recall()
         self.aliases = mutated or follows_inputs(self._oracle.session, 0, outcome, expected)
 
     def _tolerances(
-        self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor]
+        self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor], moves: list[float]
     ) -> tuple[list[compare.Tolerance], list[compare.Tolerance]]:
         """What tells a reference from a random one, and what a candidate is held to: an output that is nothing but
-        rounding errors proves nothing, but no honest kernel is wrong for making others.
+        rounding errors proves nothing, but no honest kernel is wrong for making others. In half precision kernels round
+        what lies in between, too (attention its scaled queries), by half of what `moves` moved the inputs by.
         """
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
+        rounded = [
+            move * compare.output_scale(tensor) / 2 / HONEST_FACTOR if tensor.dtype in HALF else 0.0
+            for move, tensor in zip(moves, expected, strict=True)
+        ]
         wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         found = [
             compare.tolerance(
@@ -267,7 +277,7 @@ class SetMaker:
                 self._nominal_scales[i],
                 binary=kind.shape == "binary",
                 declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
-                error=errors[i],
+                error=max(errors[i], rounded[i]),
             )
             for i, tensor in enumerate(expected)
         ]
@@ -344,8 +354,12 @@ def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], toler
 
 
 def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: compare.Tolerance) -> bool:
-    """Whether zeros, its first value everywhere, and each of these are all no right answer."""
-    guesses = (torch.zeros_like(expected), torch.full_like(expected, expected[0].item()), *inputs)
+    """Whether zeros, its first value everywhere, and each of these are all no right answer.
+
+    The first value of a single one is that one: it says nothing of a loss.
+    """
+    constant = [torch.full_like(expected, expected[0].item())] if expected.numel() > 1 else []
+    guesses = (torch.zeros_like(expected), *constant, *inputs)
     return all(compare.difference(guess, expected, tolerance).wrong for guess in guesses)
 
 

@@ -42,8 +42,10 @@ UNSAID = frozenset({"name", "resume"})
 """Settings that differ between any two runs."""
 CONFIG_FILE = "config.yaml"
 
+PASSED = f"pass_at_{summary.TRIES}"
 WHAT = {
-    "reward_mean": "reward", "compile_rate": "compiles", "correct_rate": "correct", SOLVED: "solved in a rollout",
+    "reward_mean": "reward", "compile_rate": "compiles", "correct_rate": "correct",
+    PASSED: f"pass@{summary.TRIES}", SOLVED: "solved in a rollout",
     "fast_1": "fast_1", "fast_1_proven": "proven faster", "speedup_mean": "speedup of correct kernels",
 }  # fmt: skip
 """Figures of `summary.json` in words."""
@@ -178,7 +180,7 @@ def rows(sides: Sequence[Side]) -> list[ComparedFigure]:
         found.append(_answers(sides, end))
         found += [_training(sides, field, end) for field in WHAT]
     for phase in (BEFORE, AFTER):
-        found += [_heldout(sides, field, phase) for field in HELDOUT]
+        found += [_heldout(sides, field, phase) for field in (*HELDOUT, PASSED)]
     found += _evaluations(sides)
     return [row for row in found if any(cell.value != "–" for cell in row.cells)]
 
@@ -218,12 +220,18 @@ def _of_two(
 def _heldout(sides: Sequence[Side], field: str, phase: str) -> ComparedFigure:
     key = f"heldout_{field}_{phase.removeprefix('eval-')}"
     asked = [side.heldout.get(phase, {}) for side in sides]
-    apart = [None, *(_paired(asked[0], other, HELDOUT[field]) for other in asked[1:])]
+    apart = [None, *(_heldout_apart(field, asked[0], other) for other in asked[1:])]
     cells = [
         _cell(field, side.summary.get(key), _interval(side.summary, key), difference)
         for side, difference in zip(sides, apart, strict=True)
     ]
     return ComparedFigure(f"held-out, {phase.removeprefix('eval-')} training", WHAT[field], cells)
+
+
+def _heldout_apart(field: str, first: Samples, second: Samples) -> Delta | None:
+    if field == PASSED:
+        return differences.paired(_chances(first, summary.TRIES), _chances(second, summary.TRIES))[0]
+    return _paired(first, second, HELDOUT[field])
 
 
 def _interval(found: Mapping[str, Any], key: str) -> Interval | None:
@@ -266,12 +274,14 @@ def _evaluated(field: str, asked: Sequence[Samples], found: Sequence[Figure | No
 
 def _passed(k: int, asked: Sequence[Samples], found: Sequence[Figure | None]) -> ComparedFigure:
     """Each problem's own chance is the value that is paired."""
-    chances = [
-        {name: [pass_at_k(len(of), sum(s.correct for s in of), k)] for name, of in samples.items() if len(of) >= k}
-        for samples in asked
-    ]
+    chances = [_chances(samples, k) for samples in asked]
     apart = [differences.paired(chances[0], of)[0] for of in chances[1:]]
     return ComparedFigure(EVALUATION, f"pass@{k}", _figures("pass", found, apart))
+
+
+def _chances(samples: Samples, k: int) -> dict[str, list[float]]:
+    """By problem, that one of k answers is correct; without those that have fewer."""
+    return {name: [pass_at_k(len(of), sum(s.correct for s in of), k)] for name, of in samples.items() if len(of) >= k}
 
 
 def _figures(field: str, found: Sequence[Figure | None], apart: Sequence[Delta | None]) -> list[Cell]:

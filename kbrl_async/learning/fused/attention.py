@@ -27,6 +27,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kbrl_async.learning.fused.context import Context
+
 BUCKET = 256
 """cuDNN makes a plan for each length, tenths of a second: lengths are rounded up. A causal query can't see padding."""
 TOLERANCE = 0.02
@@ -44,11 +46,18 @@ def attend(
     v_TND: torch.Tensor,
     lengths: Sequence[int],
     prefix: KeysValues | None = None,
+    context: Context | None = None,
 ) -> torch.Tensor:
-    """[T, heads · D]. `lengths` of the segments add up to T; `prefix` is k and v [P, kv heads, D], seen by all."""
+    """[T, heads · D]. `lengths` of the segments add up to T; `prefix` is k and v [P, kv heads, D], seen by all.
+
+    With `context`, q, k, v and the result are this rank's tokens of a row that has T, and there is no prefix.
+    """
+    if context is not None:
+        q_TND, k_TND, v_TND = (context.spread(x) for x in (q_TND, context.widened(k_TND), context.widened(v_TND)))
     split = [torch.split(x, list(lengths)) for x in (q_TND, k_TND, v_TND)]
     parts = [_segment(q, k, v, prefix) for q, k, v in zip(*split, strict=True)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+    out_TND = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out_TND if context is None else context.gathered(out_TND)).flatten(1)
 
 
 def _segment(

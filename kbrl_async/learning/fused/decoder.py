@@ -1,4 +1,4 @@
-"""The decoder of the Llama and Qwen2 families with LoRA on every linear layer: forward and backward by hand, for speed.
+"""The decoder of the fused families with LoRA on every linear layer: forward and backward by hand, for speed.
 
 It computes what the peft model computes, from the peft model's own parameters, and is checked against it::
 
@@ -25,13 +25,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning.fused import elementwise as e
 from kbrl_async.learning.fused.attention import KeysValues, attend
+from kbrl_async.learning.fused.context import Context
+from kbrl_async.learning.fused.families import linear_of
 from kbrl_async.learning.fused.flat import FlatBatch
+from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.recompute import again, waiting_on_host
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2"})
 Prefix = Sequence[KeysValues]
 """Of a shared prompt, one pair a layer."""
 
@@ -118,13 +120,14 @@ class _Layer:
     """One decoder layer: its joint matrices, and norm weights as they are."""
 
     def __init__(self, layer: Any, adapter: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Joint([attention.q_proj, attention.k_proj, attention.v_proj], adapter, dtype, beside=True)
-        self.out = _Joint([attention.o_proj], adapter, dtype, beside=False)
-        self.gate_up = _Joint([mlp.gate_proj, mlp.up_proj], adapter, dtype, beside=True)
-        self.down = _Joint([mlp.down_proj], adapter, dtype, beside=False)
+        q, k, v, out, gate, up, down = linear_of(layer)
+        self.qkv = _Joint([q, k, v], adapter, dtype, beside=True)
+        self.out = _Joint([out], adapter, dtype, beside=False)
+        self.gate_up = _Joint([gate, up], adapter, dtype, beside=True)
+        self.down = _Joint([down], adapter, dtype, beside=False)
         self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
         self.epsilon = float(self.norm_1.variance_epsilon)
+        self.head_norms = head_norms(layer.self_attn)
         self.heads, self.kv_heads = heads, kv_heads
 
     @property
@@ -137,8 +140,15 @@ class _Layer:
         return h_TX, e.rms_norm(x_TH, norm.weight, self.epsilon, h_TX[:, : x_TH.shape[1]])
 
 
+def head_norms(attention: Any) -> e.HeadNorms | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = attention.q_norm, attention.k_norm
+    return e.HeadNorms(q.weight, k.weight, float(q.variance_epsilon))
+
+
 class _Projections(torch.autograd.Function):
-    """x → q, k, v. Keeps x; the norm is computed again."""
+    """x → q, k, v. Keeps x, and what head norms are taken of; the norm before is computed again."""
 
     @staticmethod
     def forward(
@@ -147,15 +157,19 @@ class _Projections(torch.autograd.Function):
         joint = layer.qkv
         h_TX, inverse_T = layer.normed(x_TH, layer.norm_1, len(joint.small))
         qkv_TO, middle_TR = joint.wide(h_TX)
+        bias_O, norms = joint.bias, layer.head_norms
+        if norms is not None and bias_O is not None:
+            qkv_TO, bias_O = qkv_TO.add_(bias_O), None
         ctx.layer = layer
-        ctx.save_for_backward(x_TH, inverse_T, middle_TR, cos_TD, sin_TD)
-        return e.rotate(qkv_TO, joint.bias, cos_TD, sin_TD, layer.heads, layer.kv_heads)
+        kept = (qkv_TO,) if norms is not None else ()
+        ctx.save_for_backward(x_TH, inverse_T, middle_TR, cos_TD, sin_TD, *kept)
+        return e.rotate(qkv_TO, bias_O, cos_TD, sin_TD, layer.heads, layer.kv_heads, norms)
 
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
         layer: _Layer = ctx.layer
-        x_TH, inverse_T, middle_TR, cos_TD, sin_TD = ctx.saved_tensors
-        gradient_TO = e.rotate_backward(dq, dk, dv, cos_TD, sin_TD)
+        x_TH, inverse_T, middle_TR, cos_TD, sin_TD, *kept = ctx.saved_tensors
+        gradient_TO = e.rotate_backward(dq, dk, dv, cos_TD, sin_TD, layer.head_norms, *kept)
         h_TH, _ = layer.normed(x_TH, layer.norm_1, 0)
         needed = ctx.needs_input_grad[0]
         dh_TH, weights = layer.qkv.wide_backward(gradient_TO, h_TH, middle_TR, needed)
@@ -188,7 +202,7 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x_TH: torch.Tensor, layer: _Layer, keep: bool, *_: Any) -> torch.Tensor:
         h_TX, inverse_T = layer.normed(x_TH, layer.norm_2, len(layer.gate_up.small))
         both_T2I, middle_TR = layer.gate_up.wide(h_TX)
-        out_TH, last_TR = layer.down.narrow(e.swiglu(both_T2I), x_TH)
+        out_TH, last_TR = layer.down.narrow(e.swiglu(*both_T2I.chunk(2, -1)), x_TH)
         ctx.layer, ctx.both, ctx.is_spent = layer, both_T2I if keep else None, False
         ctx.save_for_backward(x_TH, inverse_T, middle_TR, last_TR)
         return out_TH
@@ -201,9 +215,9 @@ class _Mlp(torch.autograd.Function):
         h_TX, _ = layer.normed(x_TH, layer.norm_2, len(layer.gate_up.small))
         both_T2I = layer.gate_up.wide(h_TX)[0] if ctx.both is None else ctx.both
         ctx.both, ctx.is_spent = None, True
-        da_TI, to_last_TR = layer.down.narrow_gradient(gradient_TH)
-        a_TI = e.swiglu_backward(da_TI, both_T2I)
-        del da_TI
+        a_TI, to_last_TR = layer.down.narrow_gradient(gradient_TH)  # the gradient there, until it is overwritten
+        gate_TI, up_TI = both_T2I.chunk(2, -1)
+        e.swiglu_backward(a_TI, gate_TI, up_TI, again=True)
         down = layer.down.narrow_weights(gradient_TH, to_last_TR, a_TI, last_TR)
         del a_TI
         h_TH = h_TX[:, : x_TH.shape[1]]
@@ -216,12 +230,14 @@ class _Mlp(torch.autograd.Function):
 class FusedDecoder:
     """The decoder stack of a peft-wrapped causal LM; takes its frozen weights over (see the module's invariants)."""
 
-    def __init__(self, causal_lm: torch.nn.Module, adapter: str) -> None:
+    def __init__(self, causal_lm: torch.nn.Module, adapter: str, context: Context | None, offload: bool) -> None:
+        """`offload`: the inputs of layers that are computed again wait on the host."""
         config: Any = causal_lm.config
+        self._context, self._offload = context, offload
         self._decoder: Any = causal_lm.get_decoder()  # type: ignore[operator]
-        self._dtype = self._decoder.embed_tokens.weight.dtype
+        self.dtype = self._decoder.embed_tokens.weight.dtype
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [_Layer(layer, adapter, self._dtype, heads, kv_heads) for layer in self._decoder.layers]
+        self._layers = [_Layer(layer, adapter, self.dtype, heads, kv_heads) for layer in self._decoder.layers]
         joints = [joint for layer in self._layers for joint in layer.joints]
         self._sources = [p for joint in joints for p in joint.parameters()]
         self._targets = [c for joint in joints for c in joint.copies()]
@@ -243,29 +259,30 @@ class FusedDecoder:
         self,
         rows: FlatBatch,
         prefix: Prefix | None = None,
-        kept: int | None = None,
-        whole: int | None = None,
+        plan: Plan | None = None,
         collect: list[KeysValues] | None = None,
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, H] before the last norm; [N, H] of the rows `wanted_N`, where given: the last layer
         computes no others.
 
-        `kept` layers keep gate and up, `whole` layers anything but their input. They are the last ones: what those
-        hold is free again when the first ones compute theirs anew. `collect` receives each layer's k and v.
+        The layers of `plan` that keep more are the last ones: what those hold is free again when the first ones compute
+        theirs anew. `collect` receives each layer's k and v.
         """
-        kept, whole = (len(self) if n is None else n for n in (kept, whole))
+        kept, whole = plan or (len(self), len(self))
         x_TH = torch.nn.functional.embedding(rows.input_T, self._decoder.embed_tokens.weight)
         cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TH[None], rows.position_T[None])
         with torch.autocast(x_TH.device.type, enabled=False):
             for number, layer in enumerate(self._layers):
                 before, behind = None if prefix is None else prefix[number], len(self) - number
                 wanted = wanted_N if behind == 1 else None
-                arguments = (layer, x_TH, cos_1TD[0], sin_1TD[0], rows.lengths, before, behind <= kept, wanted)
+                turned = (cos_1TD[0], sin_1TD[0])
+                arguments = (layer, x_TH, *turned, rows.lengths, before, behind <= kept, wanted, self._context)
                 if behind <= whole or not torch.is_grad_enabled():
                     x_TH, k_TND, v_TND = _run(*arguments)
                 else:
-                    x_TH, k_TND, v_TND = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                    with waiting_on_host(self._offload):
+                        x_TH, k_TND, v_TND = again(_run, *arguments)
                 if collect is not None:
                     collect.append((k_TND, v_TND))
         return x_TH
@@ -285,49 +302,12 @@ def _run(
     prefix: KeysValues | None,
     keep: bool,
     wanted_N: torch.Tensor | None,
+    context: Context | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = _Projections.apply(x_TH, cos_TD, sin_TD, layer, *layer.qkv.parameters())  # type: ignore[no-untyped-call]
-    out_TI = attend(q, k, v, lengths, prefix)
+    out_TI = attend(q, k, v, lengths, prefix, context)
     if wanted_N is not None:
         out_TI, x_TH = out_TI.index_select(0, wanted_N), x_TH.index_select(0, wanted_N)
     x_TH = _Output.apply(out_TI, x_TH, layer, *layer.out.parameters())  # type: ignore[no-untyped-call]
     adapters = (*layer.gate_up.parameters(), *layer.down.parameters())
     return _Mlp.apply(x_TH, layer, keep, *adapters), k, v  # type: ignore[no-untyped-call]
-
-
-def why_not(model: torch.nn.Module) -> str:
-    """Why this model can't be fused; empty where it can."""
-    config: Any = getattr(model, "config", None)
-    adapters: dict[str, Any] = getattr(model, "peft_config", {})
-    if not adapters:
-        return "it has no LoRA adapter"
-    if len(adapters) > 1:
-        return "it has several adapters"
-    if getattr(config, "model_type", "") not in FAMILIES:
-        return f"its family is {getattr(config, 'model_type', 'unknown')}"
-    if getattr(config, "use_sliding_window", False) or getattr(config, "sliding_window", None):
-        return "it attends within a sliding window"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"its activation is {config.hidden_act}"
-    return _odd_layer(model)
-
-
-def _odd_layer(model: torch.nn.Module) -> str:
-    decoder: Any = model.get_base_model().get_decoder()  # type: ignore[operator]
-    (adapter,) = model.peft_config  # type: ignore[misc]
-    for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        linear = (
-            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-        )
-        for module in linear:
-            if adapter not in getattr(module, "lora_A", {}):
-                return "a linear layer has no adapter"
-            if type(module.base_layer) is not torch.nn.Linear:
-                return f"its linear layers are {type(module.base_layer).__name__}"
-            if module.use_dora.get(adapter) or module.lora_A[adapter].bias is not None:
-                return "its adapters are more than A and B"
-            if module.base_layer.weight.requires_grad:
-                return "its base is trained"
-    return ""

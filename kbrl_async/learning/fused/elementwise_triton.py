@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kbrl_async.learning.fused.elementwise import HeadNorms
+
 
 @triton.jit
 def _rms_norm(x, weight, out, inverse, n, ld_out, eps, BLOCK: tl.constexpr):
@@ -53,17 +55,33 @@ def _rms_norm_backward(
 
 
 @triton.jit
+def _rms_norm_weight(gradient, x, inverse, out, rows, n, ld_gradient, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, rows)):
+        value = tl.load(x + row * n + cols, mask, other=0.0).to(tl.float32) * tl.load(inverse + row)
+        total += value * tl.load(gradient + row * ld_gradient + cols, mask, other=0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0) * n + cols, total, mask)
+
+
+@triton.jit
 def _rotate(
     qkv,
     bias,
     cos,
     sin,
+    q_weight,
+    k_weight,
     q,
     k,
     v,
     heads,
     kv_heads,
+    eps,
     BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
@@ -80,10 +98,18 @@ def _rotate(
         one = (one + tl.load(bias + first, turned, other=0.0).to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
         two += tl.load(bias + first + HALF, turned, other=0.0).to(tl.float32)
         two = two.to(qkv.dtype.element_ty).to(tl.float32)
+    is_q = head < heads
+    if NORMS:
+        r = 1.0 / tl.sqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / (2 * HALF) + eps)
+        one = (one * r[:, None]).to(qkv.dtype.element_ty).to(tl.float32)
+        two = (two * r[:, None]).to(qkv.dtype.element_ty).to(tl.float32)
+        low_weight = tl.where(is_q, tl.load(q_weight + lane), tl.load(k_weight + lane)).to(tl.float32)
+        high_weight = tl.where(is_q, tl.load(q_weight + HALF + lane), tl.load(k_weight + HALF + lane)).to(tl.float32)
+        one = (one * low_weight).to(qkv.dtype.element_ty).to(tl.float32)
+        two = (two * high_weight).to(qkv.dtype.element_ty).to(tl.float32)
     c = tl.load(cos + row * 2 * HALF + lane).to(tl.float32)
     s = tl.load(sin + row * 2 * HALF + lane).to(tl.float32)
     low, high = one * c - two * s, two * c + one * s
-    is_q = head < heads
     to_q = row * heads * 2 * HALF + first
     tl.store(q + to_q, low, is_q)
     tl.store(q + to_q + HALF, high, is_q)
@@ -102,12 +128,30 @@ def _rotate(
 
 
 @triton.jit
+def _unnormed(one, two, x, weight, eps, mask, lane, NORMS: tl.constexpr, HALF: tl.constexpr):
+    """The gradient of a head norm's input at `x` (its first halves), of that of its output."""
+    if NORMS:
+        low = tl.load(x, mask, other=0.0).to(tl.float32)
+        high = tl.load(x + HALF, mask, other=0.0).to(tl.float32)
+        r = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        low, high = low * r, high * r
+        one = one * tl.load(weight + lane).to(tl.float32)
+        two = two * tl.load(weight + HALF + lane).to(tl.float32)
+        along = ((tl.sum(one * low, 1) + tl.sum(two * high, 1)) / (2 * HALF))[:, None]
+        one, two = r * (one - low * along), r * (two - high * along)
+    return one, two
+
+
+@triton.jit
 def _rotate_backward(
     dq,
     dk,
     dv,
     cos,
     sin,
+    qkv,
+    q_weight,
+    k_weight,
     out,
     heads,
     kv_heads,
@@ -117,6 +161,8 @@ def _rotate_backward(
     dk_h,
     dv_t,
     dv_h,
+    eps,
+    NORMS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
@@ -132,16 +178,20 @@ def _rotate_backward(
     at = dq + row * dq_t + head * dq_h + lane
     one = tl.load(at, head < heads, other=0.0).to(tl.float32)
     two = tl.load(at + HALF, head < heads, other=0.0).to(tl.float32)
-    to = out + row * width + head * 2 * HALF + lane
-    tl.store(to, one * c + two * s, head < heads)
-    tl.store(to + HALF, two * c - one * s, head < heads)
+    to = row * width + head * 2 * HALF + lane
+    one, two = one * c + two * s, two * c - one * s
+    one, two = _unnormed(one, two, qkv + to, q_weight, eps, head < heads, lane, NORMS, HALF)
+    tl.store(out + to, one, head < heads)
+    tl.store(out + to + HALF, two, head < heads)
 
     at = dk + row * dk_t + kv * dk_h + lane
     one = tl.load(at, kv < kv_heads, other=0.0).to(tl.float32)
     two = tl.load(at + HALF, kv < kv_heads, other=0.0).to(tl.float32)
-    to = out + row * width + (heads + kv) * 2 * HALF + lane
-    tl.store(to, one * c + two * s, kv < kv_heads)
-    tl.store(to + HALF, two * c - one * s, kv < kv_heads)
+    to = row * width + (heads + kv) * 2 * HALF + lane
+    one, two = one * c + two * s, two * c - one * s
+    one, two = _unnormed(one, two, qkv + to, k_weight, eps, kv < kv_heads, lane, NORMS, HALF)
+    tl.store(out + to, one, kv < kv_heads)
+    tl.store(out + to + HALF, two, kv < kv_heads)
 
     at = dv + row * dv_t + kv * dv_h + lane
     to = out + row * width + (heads + kv_heads + kv) * 2 * HALF + lane
@@ -150,28 +200,29 @@ def _rotate_backward(
 
 
 @triton.jit
-def _swiglu(both, out, n, BLOCK: tl.constexpr):
+def _swiglu(gate, up, out, n, ld, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
-    gate = tl.load(both + row * 2 * n + cols, mask, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * n + n + cols, mask, other=0.0).to(tl.float32)
-    tl.store(out + row * n + cols, gate / (1.0 + tl.exp(-gate)) * up, mask)
+    one = tl.load(gate + row * ld + cols, mask, other=0.0).to(tl.float32)
+    two = tl.load(up + row * ld + cols, mask, other=0.0).to(tl.float32)
+    tl.store(out + row * n + cols, one / (1.0 + tl.exp(-one)) * two, mask)
 
 
 @triton.jit
-def _swiglu_backward(gradient, both, n, BLOCK: tl.constexpr):
+def _swiglu_backward(gradient, gate, up, n, ld, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
-    gate = tl.load(both + row * 2 * n + cols, mask, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * n + n + cols, mask, other=0.0).to(tl.float32)
+    one = tl.load(gate + row * ld + cols, mask, other=0.0).to(tl.float32)
+    two = tl.load(up + row * ld + cols, mask, other=0.0).to(tl.float32)
     wide = tl.load(gradient + row * n + cols, mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * sigmoid
-    tl.store(both + row * 2 * n + cols, wide * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), mask)
-    tl.store(both + row * 2 * n + n + cols, wide * silu, mask)
-    tl.store(gradient + row * n + cols, silu * up, mask)
+    sigmoid = 1.0 / (1.0 + tl.exp(-one))
+    silu = one * sigmoid
+    tl.store(gate + row * ld + cols, wide * two * (sigmoid * (1.0 + one * (1.0 - sigmoid))), mask)
+    tl.store(up + row * ld + cols, wide * silu, mask)
+    if AGAIN:
+        tl.store(gradient + row * n + cols, silu * two, mask)
 
 
 @triton.jit
@@ -258,6 +309,17 @@ def rms_norm_backward(
     return out_TH
 
 
+def rms_norm_weight(gradient_TH: torch.Tensor, x_TH: torch.Tensor, inverse_T: torch.Tensor) -> torch.Tensor:
+    x_TH, (count, n) = x_TH.contiguous(), x_TH.shape
+    rows, block = max(64, triton.cdiv(count, 512)), min(1024, triton.next_power_of_2(n))
+    grid = (triton.cdiv(count, rows), triton.cdiv(n, block))
+    parts = torch.empty(grid[0], n, dtype=torch.float32, device=x_TH.device)
+    _rms_norm_weight[grid](
+        gradient_TH, x_TH, inverse_T, parts, count, n, gradient_TH.stride(0), ROWS=rows, BLOCK=block, num_warps=4
+    )
+    return parts.sum(0)
+
+
 def rotate(
     qkv_TO: torch.Tensor,
     bias_O: torch.Tensor | None,
@@ -265,6 +327,7 @@ def rotate(
     sin_TD: torch.Tensor,
     heads: int,
     kv_heads: int,
+    norms: HeadNorms | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     count, depth = len(qkv_TO), cos_TD.shape[1]
     q_TND = qkv_TO.new_empty(count, heads, depth)
@@ -274,12 +337,16 @@ def rotate(
         qkv_TO if bias_O is None else bias_O,
         cos_TD.contiguous(),
         sin_TD.contiguous(),
+        qkv_TO if norms is None else norms.q_D,
+        qkv_TO if norms is None else norms.k_D,
         q_TND,
         k_TND,
         v_TND,
         heads,
         kv_heads,
+        0.0 if norms is None else norms.epsilon,
         BIAS=bias_O is not None,
+        NORMS=norms is not None,
         HALF=depth // 2,
         HEADS=triton.next_power_of_2(heads + kv_heads),
         KV=triton.next_power_of_2(kv_heads),
@@ -293,7 +360,13 @@ def _rows_whole(x_TND: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_backward(
-    dq_TND: torch.Tensor, dk_TND: torch.Tensor, dv_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    dq_TND: torch.Tensor,
+    dk_TND: torch.Tensor,
+    dv_TND: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    norms: HeadNorms | None,
+    qkv_TO: torch.Tensor | None,
 ) -> torch.Tensor:
     dq_TND, dk_TND, dv_TND = map(_rows_whole, (dq_TND, dk_TND, dv_TND))
     (count, heads, depth), kv_heads = dq_TND.shape, dk_TND.shape[1]
@@ -305,10 +378,15 @@ def rotate_backward(
         dv_TND,
         cos_TD.contiguous(),
         sin_TD.contiguous(),
+        out_TO if qkv_TO is None else qkv_TO,
+        out_TO if norms is None else norms.q_D,
+        out_TO if norms is None else norms.k_D,
         out_TO,
         heads,
         kv_heads,
         *strides,
+        0.0 if norms is None else norms.epsilon,
+        NORMS=norms is not None,
         HALF=depth // 2,
         HEADS=triton.next_power_of_2(heads),
         KV=triton.next_power_of_2(kv_heads),
@@ -317,20 +395,21 @@ def rotate_backward(
     return out_TO
 
 
-def swiglu(both_T2I: torch.Tensor) -> torch.Tensor:
-    count, n = len(both_T2I), both_T2I.shape[1] // 2
-    out_TI = both_T2I.new_empty(count, n)
-    _swiglu[(count, triton.cdiv(n, _COLUMNS))](both_T2I, out_TI, n, BLOCK=_COLUMNS, num_warps=4)
+def swiglu(gate_TI: torch.Tensor, up_TI: torch.Tensor) -> torch.Tensor:
+    count, n = gate_TI.shape
+    assert gate_TI.stride() == up_TI.stride(), "one distance between rows for both"
+    out_TI = gate_TI.new_empty(count, n)
+    grid = (count, triton.cdiv(n, _COLUMNS))
+    _swiglu[grid](gate_TI, up_TI, out_TI, n, gate_TI.stride(0), BLOCK=_COLUMNS, num_warps=4)
     return out_TI
 
 
-def swiglu_backward(gradient_TI: torch.Tensor, both_T2I: torch.Tensor) -> torch.Tensor:
-    assert both_T2I.is_contiguous(), "its gradient is written in its place"
+def swiglu_backward(gradient_TI: torch.Tensor, gate_TI: torch.Tensor, up_TI: torch.Tensor, again: bool) -> None:
+    assert gate_TI.stride() == up_TI.stride(), "one distance between rows for both"
     assert gradient_TI.is_contiguous(), "the product is written in its place"
-    n = gradient_TI.shape[1]
-    grid = (len(gradient_TI), triton.cdiv(n, _COLUMNS))
-    _swiglu_backward[grid](gradient_TI, both_T2I, n, BLOCK=_COLUMNS, num_warps=4)
-    return gradient_TI
+    count, n = gate_TI.shape
+    grid = (count, triton.cdiv(n, _COLUMNS))
+    _swiglu_backward[grid](gradient_TI, gate_TI, up_TI, n, gate_TI.stride(0), AGAIN=again, BLOCK=_COLUMNS, num_warps=4)
 
 
 def softmax_scores(

@@ -40,6 +40,11 @@ class FlatBatch:
     offset_T: torch.Tensor
     """[N]: index of the token in its response."""
 
+    @property
+    def inputs(self) -> int:
+        """Tokens that are computed."""
+        return len(self.input_T)
+
     def to(self, device: torch.device) -> FlatBatch:
         """The same on another device, copied without waiting."""
         tensors = (self.predict_N, self.target_N, self.sample_T, self.offset_T)

@@ -30,7 +30,6 @@ def load_model(
     dtype: str = "fp32",
     lora_rank: int = 0,
     adapters: Sequence[str] = (),
-    gradient_checkpointing: bool = False,
     base_quantisation: str = "none",
 ) -> torch.nn.Module:
     """The causal LM in eval mode (no dropout: sampler and learner must agree), LoRA-wrapped if asked for.
@@ -55,9 +54,6 @@ def load_model(
     except (OSError, ValueError) as error:
         raise _cannot_load("model", path, error) from error
     model = (model if quantised else model.to(device)).eval()
-    if gradient_checkpointing:
-        enable_checkpointing(model)
-        model.train()  # checkpointing is only active in training mode; dropout is 0 in the supported families
     if lora_rank:
         model = wrap_lora(model, lora_rank)
         add_adapters(model, adapters)
@@ -97,13 +93,6 @@ def _quantised(kind: str, device: str) -> dict[str, Any]:
     return {"quantization_config": settings, "device_map": {"": place.index or 0}}
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Has each decoder layer computed again in the backward pass; active in training mode."""
-    # transformers 5.23 has another name for it, and warns of the one before.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def load_tokenizer(path: str) -> Any:
     """The tokenizer beside the model; must know its end-of-text token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -130,14 +119,18 @@ def _is_plain_tokenizer(path: str) -> bool:
 
 
 def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable."""
+    """`model` with a LoRA adapter of `rank` on all linear layers; only the adapter is trainable.
+
+    Of a mixture of experts those of attention alone: a router that is adapted sends tokens elsewhere than the sampler's
+    did, and experts are stacked weights that samplers load no adapters for.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=_adapted(model),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -146,6 +139,13 @@ def wrap_lora(model: torch.nn.Module, rank: int) -> torch.nn.Module:
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def _adapted(model: torch.nn.Module) -> str | list[str]:
+    if not getattr(model.config, "num_experts_per_tok", None):
+        return "all-linear"
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return [name for name in linear if "attn" in name or "attention" in name]
 
 
 def add_adapters(model: torch.nn.Module, names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@ the next update: writing, hashing, sending.
 
 ::
 
-    named_weights(model): whole tensors, one after the other ─▶ HostCopy.of ─▶ name ─▶ tensor on the host, of one dtype
+    named_weights(model), or those of all ranks: one after the other ─▶ HostCopy.of ─▶ name ─▶ tensor on the host
 
 Invariant: a copy is valid until the next one is made with the same `HostCopy`, which reuses its memory: so much memory
 as one version takes, pinned where the weights are on a GPU.
@@ -14,23 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state dict without tied duplicates (safetensors stores no aliases). What is sharded over ranks is gathered
-    tensor by tensor: all ranks have to go through this together."""
+    """The state dict without tied duplicates: safetensors stores no aliases."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, whole(tensor.detach())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor.detach()
 
 
 class HostCopy:

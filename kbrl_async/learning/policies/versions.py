@@ -37,7 +37,7 @@ from kbrl_async.durable import (
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.models import DTYPES, MAIN, active, adapter_names, causal_lm, is_lora
-from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights, whole
+from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights
 from kbrl_async.weights import FILES, LISTED, POLICY_PREFIX, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
@@ -106,11 +106,13 @@ def publish(
     texts: Sequence[tuple[str, list[int]]] = (),
     logprobs_of: Callable[[list[int]], list[float]] | None = None,
     rounded_to: str = "fp32",
+    gathered: Named | None = None,
 ) -> PolicyVersion:
     """`prepare`, written at once; full weights rounded to a key of `DTYPES`."""
     copied = as_they_are if rounded_to == "fp32" else HostCopy(DTYPES[rounded_to]).of
     proof = Canaries(canary, list(texts))
-    return prepare(directory, model, version, parent, step, proof, base_model, clock, logprobs_of, copied).write()
+    made = prepare(directory, model, version, parent, step, proof, base_model, clock, logprobs_of, copied, gathered)
+    return made.write()
 
 
 def prepare(
@@ -124,18 +126,20 @@ def prepare(
     clock: Callable[[], float] = time.time,
     logprobs_of: Callable[[list[int]], list[float]] | None = None,
     copied: Callable[[Named], dict[str, torch.Tensor]] = as_they_are,
+    gathered: Named | None = None,
 ) -> Pending:
     """`policy-v{version}`, proven by the canaries' log-probs. `logprobs_of` computes the policy's of a prompt, where
     the model can't be asked directly: `Trainer.sequence_logprobs`. `copied` holds the weights until they are written:
-    a `HostCopy` where the model is trained on meanwhile.
+    a `HostCopy` where the model is trained on meanwhile. `gathered`: the trained weights, where `model` holds a share
+    of them only (`Trainer.gathered_weights`).
 
     Publishing a version again replaces it: after a crash between publishing and checkpoint the learner does so.
     """
     score = logprobs_of or (lambda ids: sequence_logprobs(causal_lm(model), ids))
     if is_lora(model):
-        fill, weights = _adapters(model, copied), None
+        fill, weights = _adapters(model, copied, gathered), None
     else:
-        weights = copied(named_weights(model))
+        weights = copied(named_weights(model) if gathered is None else gathered)
         fill = functools.partial(_write_full, weights, model.config)
     made = prepare_as(
         directory, "lora" if is_lora(model) else "full", fill, score, version, parent, step, canaries, base_model, clock
@@ -182,17 +186,20 @@ def _write_full(weights: Mapping[str, torch.Tensor], config: Any, folder: Path) 
 
 
 def _adapters(
-    model: torch.nn.Module, copied: Callable[[Named], dict[str, torch.Tensor]]
+    model: torch.nn.Module, copied: Callable[[Named], dict[str, torch.Tensor]], gathered: Named | None
 ) -> Callable[[Path], Mapping[str, str]]:
     """All adapters as peft writes them, each beside its settings."""
     from peft import get_peft_model_state_dict
 
+    held = None if gathered is None else dict(gathered)
     named = {
         f"{name}/{key}": tensor
         for name in adapter_names(model)
-        for key, tensor in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).items()
+        for key, tensor in get_peft_model_state_dict(
+            model, state_dict=held, adapter_name=name, save_embedding_layers=False
+        ).items()
     }
-    weights = copied((key, whole(tensor.detach())) for key, tensor in named.items())
+    weights = copied((key, tensor.detach()) for key, tensor in named.items())
     settings = {name: _adapter_settings(model, name) for name in adapter_names(model)}
 
     def fill(folder: Path) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends import Shot, backend
-from kbrl_async.kernels.problems.cases import asks
+from kbrl_async.kernels.problems.cases import asks, described_text
 from kbrl_async.rollouts.prompts import custom
 from kbrl_async.rollouts.prompts.budget import UNBOUNDED, TokenBudget
 from protocols.records import Problem
@@ -91,7 +91,9 @@ def _examples(shots: tuple[Shot, ...]) -> str:
 
 def worked_example(reference: str, kernel: str, speedup: float | None = None) -> str:
     """One example as it stands in a prompt."""
-    speed = f" ({speedup:.2f}× the speed of PyTorch)" if speedup is not None else ""
+    several = described_text(reference)
+    over = "" if several == "1" else f", workloads: {several}"
+    speed = f" ({speedup:.2f}× the speed of PyTorch{over})" if speedup is not None else ""
     module, written = reference.rstrip() + "\n", kernel.rstrip() + "\n"
     return f"Module:\n\n```python\n{module}```\n\nIts kernel{speed}:\n\n```python\n{written}```\n"
 

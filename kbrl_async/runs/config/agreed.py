@@ -25,11 +25,16 @@ from kbrl_async.runs.config.sources import Setting
 AGREED: Mapping[str, tuple[str, ...]] = {
     "compile_farm": (
         "backend", "compile_farm.deadline_s", "compile_farm.march", "compile_farm.arch", "compile_farm.rules",
+        "processes.verifier",
     ),
     "timing_bench": (
         "backend", "timing_bench.min_pairs", "timing_bench.max_pairs", "timing_bench.cap_s", "timing_bench.timed",
         "timing_bench.deadline_s", "timing_bench.baselines", "timing_bench.sanitize_share", "timing_bench.flush_bytes",
-        "timing_bench.outputs", "timing_bench.timed_workloads",
+        "timing_bench.outputs", "timing_bench.timed_workloads", "processes.verifier",
+    ),
+    "verifier": (
+        "backend", "timing_bench.timed", "timing_bench.deadline_s", "timing_bench.outputs",
+        "timing_bench.timed_workloads", "processes.verifier",
     ),
     "sampler": ("lora_rank", "agents.adapters", "sampler.engine"),
 }  # fmt: skip

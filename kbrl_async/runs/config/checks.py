@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, check_combination
+from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, OF_SEQUENCES, check_combination
 from kbrl_async.rollouts.buffer.buffer import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
@@ -208,6 +208,12 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
     if sampler.data_parallel > sampler.slots:
         cause = f"sampler.data_parallel={sampler.data_parallel} is more than sampler.slots={sampler.slots}"
         yield "sampler.data_parallel", cause, "Raise slots: the copies of the model share them"
+    if sampler.forced and sampler.engine not in ("transformers", "vllm"):
+        cause = f"sampler.forced can't be had with sampler.engine={sampler.engine}"
+        yield "sampler.forced", cause, "Use transformers or vllm"
+    if sampler.forced and config.temperature != 1:
+        cause = f"sampler.forced records log-probs at temperature 1, not {config.temperature:g}"
+        yield "sampler.forced", cause, "Use temperature=1"
     if sampler.engine != "vllm":
         if sampler.update != "auto":
             cause = f"sampler.update={sampler.update} needs sampler.engine=vllm"
@@ -275,20 +281,15 @@ def _tinker(config: Config) -> Iterator[tuple[str, str, str]]:
 def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
     """How the learner holds weights that are too many for a GPU."""
     learner = config.learner
-    for name in ("shard", "base_quantisation"):
-        if getattr(learner, name) in (False, "none"):
-            continue
-        said = f"learner.{name}={str(getattr(learner, name)).lower()}"
-        if not config.lora_rank:
-            yield f"learner.{name}", f"{said} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
-        if learner.kernels == "fused":
-            yield "learner.kernels", f"learner.kernels=fused holds whole weights, {said} does not", "Use auto or plain"
-    if learner.shard and learner.processes == 1:
-        cure = "Add learner.processes=2, one GPU each"
-        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    quantised = f"learner.base_quantisation={learner.base_quantisation}"
+    if learner.base_quantisation != "none" and not config.lora_rank:
+        yield "learner.base_quantisation", f"{quantised} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
+    if learner.kernels == "fused" and learner.base_quantisation != "none":
+        yield "learner.kernels", f"learner.kernels=fused has no kernels for {quantised}", "Use auto or plain"
+    yield from _shares(config)
     if learner.base_quantisation == "none":
         return
-    said = f"learner.base_quantisation={learner.base_quantisation}"
+    said = quantised
     if learner.shard:
         yield "learner.shard", f"learner.shard=true and {said} do not go together", "Use one of them"
     if config.device == "cpu":
@@ -298,9 +299,46 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
 
 
+def _shares(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Weights shared out over ranks, and what they are held in."""
+    learner = config.learner
+    if learner.shard and learner.processes == 1:
+        cure = "Add learner.processes=2, one GPU each"
+        yield "learner.shard", "learner.shard=true with learner.processes=1: nobody to share with", cure
+    if learner.shard and config.agents.adapters:
+        cause = "learner.shard=true shares one adapter out, and agents.adapters=true trains several"
+        yield "learner.shard", cause, "Leave one of them out"
+    if learner.offload and not learner.shard:
+        cause = "learner.offload=true keeps shares on the host, and learner.shard=false makes none"
+        yield "learner.offload", cause, "Add learner.shard=true learner.processes=2"
+    if learner.offload and config.device == "cpu":
+        yield "learner.offload", "learner.offload=true with device=cpu: everything is on the host", "Leave it out"
+    if learner.master_dtype == "float32":
+        return
+    said = "learner.master_dtype=bfloat16"
+    if config.lora_rank:
+        yield "learner.master_dtype", f"{said} with lora_rank={config.lora_rank}: adapters are fp32", "Leave it out"
+    if learner.dtype == "float32":
+        yield "learner.master_dtype", f"{said} with learner.dtype=float32", "Leave one of them out"
+    if config.sampler.engine == "transformers":
+        cause = f"{said} with sampler.engine=transformers, which holds fp32 and would find other log-probs"
+        yield "learner.master_dtype", cause, "Use sampler.engine=vllm, or leave it out"
+
+
 def _ranks(config: Config) -> Iterator[tuple[str, str, str]]:
     """Several learner processes need a GPU each."""
     count, placement = config.learner.processes, config.placement
+    together, again = config.learner.context_parallel, config.learner.activation_checkpointing
+    if config.learner.offload_activations and again in ("none", "selective"):
+        cause = f"learner.offload_activations keeps inputs of layers, and activation_checkpointing={again} has none"
+        yield "learner.offload_activations", cause, "Use learner.activation_checkpointing=full or auto"
+    if count % together:
+        cause = f"learner.context_parallel={together} with learner.processes={count}: they don't come out even"
+        yield "learner.context_parallel", cause, f"Use learner.processes={together} or a multiple of it"
+    whole = [name for name in (config.loss, *config.corrections) if name in OF_SEQUENCES]
+    if together > 1 and whole:
+        cause = f"{whole[0]} weighs whole sequences, and learner.context_parallel={together} scores each in parts"
+        yield "learner.context_parallel", cause, "Use learner.context_parallel=1, or what weighs tokens"
     if count > 1 and placement not in (None, "split"):
         cause = f"learner.processes={count} with placement={placement}, which gives the learner a single GPU"
         yield "learner.processes", cause, "Use placement=split, which gives each of them its own, or one process"

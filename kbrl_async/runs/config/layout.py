@@ -15,13 +15,13 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.schema import Config
 from protocols.sockets import MAX_IPC_PATH_BYTES
 
-SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "reward_aggregator")
+SERVICES = ("broker", "learner", "sampler", "compile_farm", "timing_bench", "reward_aggregator", "verifier")
 """Every service, in starting order."""
-EVALUATION_SERVICES = ("broker", "sampler", "compile_farm", "timing_bench", "evaluator")
+EVALUATION_SERVICES = ("broker", "sampler", "compile_farm", "timing_bench", "evaluator", "verifier")
 """Those of an evaluation: what training learns with is replaced by an evaluator."""
 BEHIND = "KBRL_BROKER_BEHIND"
 """Variable for a broker that `kbrl chaos` started behind a proxy: its socket files are those of `behind`."""
-SCALABLE = ("sampler", "compile_farm", "timing_bench")
+SCALABLE = ("sampler", "compile_farm", "timing_bench", "verifier")
 
 
 class CpuLayout(msgspec.Struct, frozen=True):
@@ -126,6 +126,7 @@ def bound(found: Endpoints, environment: Mapping[str, str]) -> Endpoints:
 
 
 def process_counts(config: Config) -> dict[str, int]:
-    """How many processes of each service run on this host, in starting order."""
+    """How many processes of each service run on this host, in starting order; none of a service that has none."""
     services = EVALUATION_SERVICES if config.evaluation.policy is not None else SERVICES
-    return {name: getattr(config.processes, name, 1) for name in services}
+    counts = {name: getattr(config.processes, name, 1) for name in services}
+    return {name: count for name, count in counts.items() if count}

@@ -1,10 +1,10 @@
 """Which GPU each process of a run gets: presets, what they tell a process, and whether they fit a machine.
 
-| `placement` | GPUs | learner | samplers | benches |
-|---|---|---|---|---|
-| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns |
-| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns |
-| `split` | all of these | one each of its processes | tensor_parallel × data_parallel each | one each, alone |
+| `placement` | GPUs | learner | samplers | benches | verifiers |
+|---|---|---|---|---|---|
+| `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns | 0 |
+| `two_gpus` | 2 | 0 | 0 | 1, alone or in turns | 0 |
+| `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each, alone | the last |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
@@ -39,7 +39,9 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    apart = config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench
+    apart = (
+        config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
+    )
     return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
 
 
@@ -81,7 +83,7 @@ def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, s
     if config.placement is None:
         return {}
     service, _, number = process.partition(".")
-    if service not in ("learner", "sampler", "timing_bench"):
+    if service not in ("learner", "sampler", "timing_bench", "verifier"):
         return {}
     at = _assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
     return {VISIBLE: ",".join(gpus[i].id for i in at)} if at[-1] < len(gpus) else {}
@@ -96,6 +98,8 @@ def _assigned(config: Config, service: str, instance: int) -> range:
     ranks = config.learner.processes
     if service == "learner":
         return range(ranks)
+    if service == "verifier":
+        return range(wanted(config) - 1, wanted(config))
     each = config.sampler.gpus
     if service == "sampler":
         return range(ranks + instance * each, ranks + (instance + 1) * each)
@@ -117,7 +121,8 @@ def _terms(config: Config) -> str:
     counts = config.processes
     learner = f"learner.processes={config.learner.processes}"
     each = f" × {config.sampler.gpus} GPUs" if config.sampler.gpus > 1 else ""
-    return f"{learner} + processes.sampler={counts.sampler}{each} + processes.timing_bench={counts.timing_bench}"
+    rest = f"processes.timing_bench={counts.timing_bench}" + (" + 1 for verifiers" if counts.verifier else "")
+    return f"{learner} + processes.sampler={counts.sampler}{each} + {rest}"
 
 
 def inventory(environment: Mapping[str, str]) -> list[Gpu]:

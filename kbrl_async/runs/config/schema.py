@@ -60,7 +60,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     backend: BackendName = "c"
     """What kernels are written in: C or C++ on the CPU; CUDA by load_inline or by NVRTC, or Triton, on a GPU."""
     problems: str | None = None
-    """Folder of problems, file of tasks, data set of the hub, kernelbench or package.module:object; null: our suite."""
+    """Folder, task file, hub data set, kernelbench, generated:N, grammar:N or package.module:object; null: ours."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Number format of the problems' modules and inputs, as KernelBench means it."""
     level: Count | list[Count] = msgspec.field(default_factory=_all_levels)

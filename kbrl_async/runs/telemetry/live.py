@@ -23,7 +23,15 @@ from kbrl_async.runs.telemetry.progress import MAKING, Progress
 from kbrl_async.runs.telemetry.system_metrics import WorkerSample
 from protocols.messages import Load, StatusReport, Trouble, WorkerStanding
 
-RESULT_FACTS = ("reward_mean", "compile_rate", "correct_rate", "fast_1", "fast_1_proven", "speedup_mean")
+RESULT_FACTS = (
+    "reward_mean",
+    "compile_rate",
+    "correct_rate",
+    "fast_1",
+    "fast_1_proven",
+    "speedup_mean",
+    "workload_rate",
+)
 """Facts of the newest policy version all of whose answers are in, as the reward aggregator sends them."""
 LEARNER_FACTS = ("loss", "entropy", "grad_norm", "ess")
 """Facts of the last update, as the learner sends them."""

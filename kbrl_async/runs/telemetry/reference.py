@@ -29,6 +29,7 @@ _RATES = {
     "fast_1": "share that was correct and more than once as fast by the point estimate",
     "fast_1_proven": "share that was correct and whose whole interval lies above 1",
     "speedup_mean": "geometric mean of the speedups of correct kernels",
+    "workload_rate": "share of workloads that kernels were right on, of problems with several",
 }
 _BY_UPDATE = {
     **{f"batch/{name}": words for name, words in _RATES.items()},
@@ -102,6 +103,7 @@ _VERSIONS = {
     f"version/{name}": f"{words}, of all answers that a policy version wrote" for name, words in _RATES.items()
 } | {
     "version/{figure}_{end}": "ends of its 95 % interval over groups, lo and hi",
+    "rate/{rate}": "`version/{rate}_rate` by the name that other dashboards have: format, compile, correct, cheat",
     "_overview/1_heldout_correct": "`eval/correct_rate`, where TensorBoard shows it first",
     "_overview/2_correct": "`version/correct_rate`, likewise",
     "_overview/3_reward": "`version/reward_mean`, likewise",

@@ -116,7 +116,10 @@ def _update(view: View) -> Text:
     )
 
 
-_RATES = (("compile", "compile_rate"), ("correct", "correct_rate"), ("fast_1", "fast_1"), ("proven", "fast_1_proven"))
+_RATES = (
+    ("compile", "compile_rate"), ("correct", "correct_rate"), ("workloads", "workload_rate"), ("fast_1", "fast_1"),
+    ("proven", "fast_1_proven"),
+)  # fmt: skip
 
 
 def _learner(view: View) -> Text:

@@ -54,6 +54,7 @@ DASHBOARDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Rates": {
         "stages passed, by policy version": ["version/(format_rate|compile_rate|correct_rate|fast_1|fast_1_proven)"],
         "of the batch: stages passed": ["batch/(format_rate|compile_rate|correct_rate|fast_1|fast_1_proven)"],
+        "by the names of other dashboards, by policy version": ["rate/.*"],
         "cheating": ["(version|batch)/cheat_rate"],
         "answers cut at max_tokens": ["batch/truncated_rate"],
         "length of answers, tokens": ["tokens/answer_mean"],

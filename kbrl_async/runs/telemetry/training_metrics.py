@@ -43,8 +43,8 @@ def speedups(rollouts: Iterable[RolloutStats]) -> list[float]:
 
 
 def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
-    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, fast_1_proven, and speedup_mean where
-    there is one, of the rollouts that wrote a kernel.
+    """reward_mean, format_rate, compile_rate, correct_rate, cheat_rate, fast_1, fast_1_proven, and speedup_mean and
+    workload_rate where there is one, of the rollouts that wrote a kernel.
 
     `speedup_mean` is the geometric mean: 2× and ½× cancel, and one lucky problem does not outshine the rest.
     """
@@ -58,6 +58,7 @@ def outcome_rates(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
         "fast_1": mean(r.fast_1 for r in rollouts),
         "fast_1_proven": mean(r.fast_1_proven for r in rollouts),
         "speedup_mean": geometric_mean(speedups(rollouts)),
+        "workload_rate": mean(r.workload_share for r in rollouts if r.workload_share is not None),
     }
     return _present(values)
 
@@ -75,9 +76,15 @@ def kernels(rollouts: Iterable[RolloutStats]) -> list[RolloutStats]:
     return [msgspec.structs.replace(r, role=SOLVER) for r in rollouts if r.role != VERIFIER]
 
 
+ALIASED = ("format_rate", "compile_rate", "correct_rate", "cheat_rate")
+"""Of a version, also written as `rate/format` and so on, for those who come with dashboards of other programs."""
+
+
 def version_scalars(answers: Sequence[RolloutStats], *, per_level: bool) -> dict[str, float]:
     """TensorBoard tag → value for all answers that a policy version wrote."""
-    values = {f"version/{name}": value for name, value in outcome_rates(answers).items()}
+    rates = outcome_rates(answers)
+    values = {f"version/{name}": value for name, value in rates.items()}
+    values |= {f"rate/{name.removesuffix('_rate')}": rates[name] for name in ALIASED if name in rates}
     if per_level:
         values |= _broken_down(answers, "level", lambda r: r.level)
     if any(r.turn for r in answers):

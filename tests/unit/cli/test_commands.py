@@ -99,7 +99,7 @@ def test_an_unknown_option_ends_the_command(capsys: pytest.CaptureFixture[str]) 
 def test_only_some_services_can_be_several(capsys: pytest.CaptureFixture[str]) -> None:
     code, line = fails(capsys, "train", "--processes", "learner=2")
     assert code == 2
-    assert "only sampler, compile_farm, timing_bench can be several" in line
+    assert "only sampler, compile_farm, timing_bench, verifier can be several" in line
 
 
 def test_a_failed_check_leaves_nothing_behind(

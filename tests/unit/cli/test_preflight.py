@@ -84,6 +84,22 @@ def test_a_folder_without_a_model_is_named(folder: Path) -> None:
         preflight.check_policy(load(overrides=[f"model_name={folder}"]))
 
 
+@pytest.mark.parametrize(
+    ("named", "cure"),
+    [
+        ("runs/defualt", "Did you mean model_name=runs/default"),
+        ("./runs/defualt", "Did you mean model_name=runs/default"),
+        ("runs/default/policies/policy-v9", "'kbrl runs' lists"),
+    ],
+)
+def test_a_run_that_is_not_there_is_no_hub_name(folder: Path, named: str, cure: str) -> None:
+    (folder / "runs/default").mkdir(parents=True)
+    (folder / "runs/default/config.yaml").write_text("seed: 0\n")
+    with pytest.raises(CheckpointError, match="there is no run") as refused:
+        preflight.check_policy(load(overrides=[f"model_name={named}"]))
+    assert cure in str(refused.value)
+
+
 def test_a_model_folder_and_a_hub_name_pass(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     preflight.check_policy(load(overrides=[f"model_name={folder}"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kbrl_async.cli.export import policy_of
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning import checkpoints
@@ -123,6 +124,17 @@ def test_a_damaged_version_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="SHA-256"):
         publish(resolve("mine", run.parent), tmp_path / "policies", load())
     assert versions.newest(tmp_path / "policies") is None
+
+
+def test_a_checkpoint_of_a_run_is_exported_as_a_policy(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoints" / "step-000004"
+    with policy_of(str(checkpoint)) as policy:
+        manifest = versions.load_manifest(policy)
+        prove(policy, manifest)
+    assert manifest.version == 4
+    checkpoint.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="in no run's folder"), policy_of(str(tmp_path / "elsewhere")):
+        pass
 
 
 def test_a_checkpoint_is_published_with_its_own_weights_and_canary(run: Path, tmp_path: Path, base: Path) -> None:

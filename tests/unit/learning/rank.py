@@ -1,95 +1,147 @@
-"""One of two ranks on a CPU, a process: `python -m tests.unit.learning.rank FOLDER plain|fused|sharded`.
+"""Ranks on a CPU, forked: `python -m tests.unit.learning.rank FOLDER replicated|full|lora SIZE …`, group by group.
 
-Rank 0 trains, checkpoints, publishes, trains on, goes back to the checkpoint and trains the same again.
+Rank 0 trains, checkpoints, publishes, trains on, goes back to the checkpoint and trains the same again. Where there is
+a checkpoint already, of whatever number of ranks, it goes on from there instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
+from kbrl_async.errors import NonFiniteLoss
 from kbrl_async.learning import checkpoints
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup
-from tests.models import tiny_model, update_settings
+from services.learner.policy import make_trainer
+from tests.models import update_settings
 
-SETTINGS = update_settings(
-    epochs=1,
-    minibatches=2,
-    loss="decoupled",
-    learning_rate=1e-3,
-    warmup_steps=0,
-    token_budget=24,  # so little that the ranks have different numbers of microbatches
-)
 CANARY = [3, 1, 4, 1, 5, 9]
-
-
-def make(how: str) -> torch.nn.Module:
-    model = wrap_lora(tiny_model(), rank=2)
-    if how == "sharded":
-        enable_checkpointing(causal_lm(model))
-        model.train()  # as the learner loads it
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    return model
+LORA_RANK = 2
 
 
 def settings(how: str) -> Config:
-    learner = msgspec.structs.replace(
-        SETTINGS.learner, kernels="fused" if how == "fused" else "plain", shard=how == "sharded", processes=2
+    """`full` holds against a reference policy, too."""
+    penalty: dict[str, Any] = {"kl": "k3", "kl_weight": 0.1} if how == "full" else {}
+    return update_settings(
+        epochs=1,
+        minibatches=2,
+        loss="decoupled",
+        learning_rate=1e-3,
+        warmup_steps=0,
+        token_budget=24,  # so little that the ranks have different numbers of microbatches
+        lora_rank=0 if how == "full" else LORA_RANK,
+        kernels="fused" if how == "lora" else "plain",
+        activation_checkpointing="full" if how == "full" else "selective",
+        shard=how != "replicated",
+        processes=2,
+        **penalty,
     )
-    return msgspec.structs.replace(SETTINGS, learner=learner)
 
 
 def digest(trainer: Trainer) -> list[float]:
-    return [float(p.detach().double().square().sum()) for p in trainer.parameters.values()]
+    weights = dict(trainer.gathered_weights() or trainer.parameters)
+    return [float(p.detach().double().square().sum()) for p in weights.values()]
 
 
 def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
-    """Metrics of two updates and of a third one: twice from a checkpoint, once from a published version."""
+    """Metrics of two updates, of a third one, and of that again from the checkpoint before it."""
     metrics = [trainer.step(groups, 0.7, version=1) for _ in range(2)]
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=2), keep_checkpoints=2)
-    scores = trainer.sequence_logprobs
-    versions.publish(folder / "policies", trainer.model, 2, None, 0, CANARY, texts=[("x", [7, 8])], logprobs_of=scores)
+    publish(trainer, folder, 2)
     metrics.append(trainer.step(groups, 0.7, version=2))
-    checkpoints.resume(folder / "checkpoints", trainer)
+    spoil(trainer, groups)
+    assert checkpoints.resume(folder / "checkpoints", trainer) is not None
     metrics.append(trainer.step(groups, 0.7, version=2))
-    versions.load_weights(folder / "policies" / "policy-v2", trainer.model)
-    metrics.append(trainer.step(groups, 0.7, version=2))
+    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=3), keep_checkpoints=2)
     return metrics
 
 
-def main() -> None:
-    folder, how = Path(sys.argv[1]), sys.argv[2]
+def spoil(trainer: Trainer, groups: list[TrainGroup]) -> None:
+    """What is no number on one rank is found by all, and none of them takes a step."""
+    first = next(iter(trainer.parameters.values())).detach()
+    (first.to_local() if isinstance(first, DTensor) else first).fill_(float("nan"))
+    try:
+        trainer.step(groups, 0.7, version=3)
+    except NonFiniteLoss:
+        return
+    raise AssertionError("trained on what is no number")
+
+
+def go_on(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
+    """A fourth one, from the checkpoint."""
+    resumed = checkpoints.resume(folder / "checkpoints", trainer)
+    assert resumed is not None
+    assert resumed.progress.version == 3, resumed.notes
+    return [trainer.step(groups, 0.7, version=3)]
+
+
+def publish(trainer: Trainer, folder: Path, version: int) -> None:
+    versions.publish(
+        folder / "policies",
+        trainer.model,
+        version,
+        None,
+        0,
+        CANARY,
+        texts=[("x", [7, 8])],
+        logprobs_of=trainer.sequence_logprobs,
+        gathered=trainer.gathered_weights(),
+    )
+
+
+def rank(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
     ranks = ProcessGroup(torch.device("cpu"))
-    torch.manual_seed(ranks.rank)  # rank 1 begins with other adapters: rank 0's count
-    model = make(how)
-    trainer = Trainer(model, settings(how), process_group=ranks)
+    trainer = make_trainer(settings(how), folder / "base", "cpu", ranks)
     if ranks.rank:
-        ranks.follow(trainer)
-    else:
-        groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
-        metrics = train(trainer, groups, folder)
-        (folder / "metrics.json").write_text(json.dumps(metrics))
-        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
-        (folder / "held.json").write_text(json.dumps(held))
-    (folder / f"weights-{ranks.rank}.json").write_text(json.dumps(digest(trainer)))
-    ranks.close()
+        trainer.follow()
+        trainer.close()
+        return
+    groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
+    goes_on = (folder / "checkpoints").is_dir()
+    metrics = (go_on if goes_on else train)(trainer, groups, folder)
+    tensors = [*trainer.model.parameters(), *(x for s in trainer.optimizer.state.values() for x in s.values())]
+    held = sum(x.to_local().numel() for x in tensors if isinstance(x, DTensor))
+    whole = sum(x.numel() for x in tensors if not isinstance(x, DTensor) and x.ndim)
+    said = {"metrics": metrics, "held": held, "whole": whole, "weights": digest(trainer)}
+    (folder / f"said-{ranks.size}.json").write_text(json.dumps(said))
+    trainer.close()
+
+
+def fork(folder: Path, how: str, size: int) -> list[int]:
+    """Exit codes of `size` ranks, which need not load torch again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    pids = []
+    for number in range(size):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        os.environ["RANK"] = str(number)
+        try:
+            rank(folder, how)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # gloo's threads may outlive the interpreter's teardown
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads may outlive the interpreter's teardown
+    for size in map(int, sys.argv[3:]):
+        if any(fork(Path(sys.argv[1]), sys.argv[2], size)):
+            sys.exit(1)

@@ -19,7 +19,10 @@ from kbrl_async.learning.settings import CORRECTIONS
 
 def ratios(rho: list[float], advantage: list[float] | None = None, sample: list[int] | None = None) -> Ratios:
     return Ratios(
-        torch.tensor(rho).log(), torch.tensor(advantage or [1.0] * len(rho)), torch.tensor(sample or [0, 0, 1, 1])
+        torch.tensor(rho).log(),
+        torch.tensor(advantage or [1.0] * len(rho)),
+        torch.tensor(sample or [0, 0, 1, 1]),
+        torch.full((len(rho),), -1.0),
     )
 
 
@@ -58,11 +61,19 @@ def test_opsm_drops_only_bad_sequences_that_the_policy_has_left() -> None:
 
 def test_m2po_masks_the_largest_ratios_until_the_mean_square_is_small() -> None:
     log_rho = torch.tensor([0.1, -0.2, 0.3, 1.0])
-    r = Ratios(log_rho, torch.ones(4), torch.zeros(4, dtype=torch.long))
+    r = Ratios(log_rho, torch.ones(4), torch.zeros(4, dtype=torch.long), torch.zeros(4))
     assert applied("m2po", r, tau=0.05) == [1, 1, 1, 0]
     kept = log_rho[:3].square().mean()
     assert float(kept) <= 0.05 < float(log_rho.square().mean())
     assert applied("m2po", r, tau=0.03) == [1, 1, 0, 0]
+
+
+def test_clip_cov_drops_the_likely_tokens_of_good_answers_and_the_unlikely_ones_of_bad_answers() -> None:
+    log_pi = torch.tensor([-0.1, -3.0, -0.1, -3.0])
+    r = Ratios(torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([0, 0, 1, 1]), log_pi)
+    assert applied("clip_cov", r, share=0.5) == [0, 1, 1, 0]
+    assert applied("clip_cov", r, share=0.9) == [0, 1, 1, 0], "no token by which entropy rises is dropped"
+    assert sum(applied("clip_cov", r)) == 3, "one at least, in a batch as small as this"
 
 
 @pytest.mark.parametrize("name", CORRECTIONS.ours)
@@ -72,7 +83,7 @@ def test_an_unchanged_policy_is_not_corrected(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS.ours)
 def test_a_broken_ratio_gives_a_finite_multiplier(name: str) -> None:
-    r = Ratios(torch.tensor([80.0, -80.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]))
+    r = Ratios(torch.tensor([80.0, -80.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]), torch.zeros(2))
     assert all(map(math.isfinite, applied(name, r)))
 
 

@@ -15,7 +15,7 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.learning import trainer as trainer_module
 from kbrl_async.learning.forward_backward import Fused
 from kbrl_async.learning.fused import memory
-from kbrl_async.learning.fused.decoder import why_not
+from kbrl_async.learning.fused.families import why_not, why_not_by_hand
 from kbrl_async.learning.fused.flat import bundle
 from kbrl_async.learning.logprobs import sequence_logprobs, token_logprobs
 from kbrl_async.learning.policies.models import add_adapters, causal_lm, wrap_lora
@@ -162,12 +162,14 @@ def test_a_second_backward_pass_is_refused(adapted: torch.nn.Module) -> None:
 
 
 def test_what_can_not_be_fused_says_why(adapted: torch.nn.Module) -> None:
-    assert why_not(adapted) == ""
-    assert why_not(tiny_model()) == "it has no LoRA adapter"
-    with pytest.raises(ConfigError, match="no LoRA adapter"):
-        Trainer(tiny_model(), update_settings(kernels="fused"))
+    assert why_not(adapted) == why_not_by_hand(adapted) == ""
+    assert why_not_by_hand(tiny_model()) == "it has no LoRA adapter"
+    odd = tiny_model()
+    odd.config.hidden_act = "gelu"
+    with pytest.raises(ConfigError, match="its activation is gelu"):
+        Trainer(odd, update_settings(kernels="fused"))
     add_adapters(adapted, ["other"])
-    assert why_not(adapted) == "it has several adapters"
+    assert why_not_by_hand(adapted) == "it has several adapters"
     assert Trainer(tiny_model(), update_settings()).passes.name == "plain"
 
 

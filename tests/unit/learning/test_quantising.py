@@ -92,11 +92,14 @@ def test_fused_kernels_step_aside_for_layers_of_another_kind() -> None:
     [
         (["learner.base_quantisation=nf4"], "lora_rank=0"),
         (["learner.base_quantisation=nf4", "lora_rank=8", "device=cpu"], "needs a GPU"),
-        (["learner.base_quantisation=nf4", "lora_rank=8", "learner.kernels=fused"], "whole weights"),
+        (["learner.base_quantisation=nf4", "lora_rank=8", "learner.kernels=fused"], "has no kernels for"),
         (["learner.base_quantisation=nf4", "lora_rank=8", "sampler.engine=vllm"], "another base"),
-        (["learner.shard=true", "learner.processes=2"], "lora_rank=0"),
+        (["learner.offload=true"], "learner.shard=false makes none"),
+        (["learner.shard=true", "learner.processes=2", "learner.offload=true", "device=cpu"], "is on the host"),
+        (["learner.master_dtype=bfloat16", "lora_rank=8"], "adapters are fp32"),
+        (["learner.master_dtype=bfloat16"], "sampler.engine=transformers, which holds fp32"),
+        (["learner.master_dtype=bfloat16", "learner.dtype=float32", "sampler.engine=vllm"], "Leave one of them out"),
         (["learner.shard=true", "lora_rank=8"], "learner.processes=1: nobody to share with"),
-        (["learner.shard=true", "lora_rank=8", "learner.processes=2", "learner.kernels=fused"], "whole weights"),
         (
             ["learner.shard=true", "learner.base_quantisation=int8", "lora_rank=8", "learner.processes=2"],
             "do not go together",
@@ -108,6 +111,7 @@ def test_what_contradicts_is_refused_before_anything_starts(given: list[str], me
         load(overrides=given)
 
 
-def test_a_shared_out_base_is_a_valid_setting() -> None:
-    config = load(overrides=["learner.shard=true", "lora_rank=8", "learner.processes=2"])
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_a_shared_out_policy_is_a_valid_setting(lora_rank: int) -> None:
+    config = load(overrides=["learner.shard=true", f"lora_rank={lora_rank}", "learner.processes=2"])
     assert config.learner.shard

@@ -35,10 +35,16 @@ def check() -> None:
         cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
         outputs = (heads + 2 * kv_heads) * depth
         for bias in (None, torch.randn(outputs)):
-            compare("rotate", torch.randn(rows, outputs), bias, cos, sin, heads, kv_heads)
+            compare("rotate", torch.randn(rows, outputs), bias, cos, sin, heads, kv_heads, None)
         turned = [torch.randn(n, rows, depth).transpose(0, 1) for n in (heads, kv_heads, kv_heads)]
-        compare("rotate_backward", *turned, cos, sin)
-    compare("swiglu", torch.randn(rows, 74))
-    compare("swiglu_backward", torch.randn(rows, 37), torch.randn(rows, 74))
+        norms, raw = plain.HeadNorms(torch.randn(depth), torch.randn(depth), 1e-6), torch.randn(rows, outputs)
+        compare("rotate", raw, torch.randn(outputs), cos, sin, heads, kv_heads, norms)
+        compare("rotate_backward", *turned, cos, sin, None, None)
+        compare("rotate_backward", *turned, cos, sin, norms, raw)
+    compare("rms_norm_weight", apart, x, inverse)
+    compare("swiglu", *torch.randn(rows, 74).chunk(2, -1))
+    for again in (False, True):
+        both = torch.randn(rows, 74)
+        compare("swiglu_backward", torch.randn(rows, 37), *both.chunk(2, -1), again)
     for with_gradient in (False, True):
         compare("softmax_scores", 5 * torch.randn(rows, 101), torch.arange(rows), 0.7, with_gradient)

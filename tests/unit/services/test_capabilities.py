@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.runs.config import load
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
-from services.runtime.capabilities import farm_caps, said
+from services.runtime.capabilities import bench_device, farm_caps, memory_share, said
 from services.runtime.quiet import shared_resources
 
 
@@ -30,6 +32,33 @@ def test_processes_on_one_gpu_name_the_same_resource_and_others_do_not() -> None
     assert set(bench) <= set(sampler)
     assert not set(bench) & set(learner)
     assert resources_of({"shares": ",".join(sampler)}) == frozenset(sampler)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "bench", "verifier"),
+    [
+        ("", 1, 1.0, 1.0),
+        ("timing_bench.shares_with=[timing_bench] processes.timing_bench=3", 1, 1 / 3, 1.0),
+        ("processes.verifier=2", 1, 1 / 3, 1 / 3),
+        ("processes.verifier=2", 2, 1.0, 1 / 2),
+        ("processes.verifier=2 placement=one_gpu", 2, 1 / 3, 1 / 3),
+        ("processes.verifier=2 placement=two_gpus", 1, 1.0, 1 / 2),
+    ],
+)
+def test_benches_and_verifiers_of_one_gpu_share_its_memory(
+    words: str, gpus: int, bench: float, verifier: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = load(overrides=words.split())
+    assert (memory_share(config, "timing_bench"), memory_share(config, "verifier")) == (bench, verifier)
+
+
+def test_verifiers_take_gpus_from_the_first_and_benches_behind_them_from_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [bench_device("cuda", "cuda", number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [bench_device("cuda", "cuda", number, from_last=True) for number in (0, 1)] == ["cuda:1", "cuda:0"]
 
 
 def test_what_a_host_lacks_for_isolation_is_in_the_first_line_of_the_log() -> None:

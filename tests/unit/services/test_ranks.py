@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ import structlog
 from kbrl_async.errors import ConfigError
 from protocols.records import TrainGroup, TrainSample
 from services.learner import ranks
+from tests.unit.learning.test_process_group import policy
 from tests.unit.services import two_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,10 +33,10 @@ def groups() -> list[TrainGroup]:
     return [TrainGroup("g", "p", 1, samples)]
 
 
-def wait_for(path: Path, nanny: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, *processes: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 300
     while not path.exists():
-        assert nanny.poll() is None, "the learner has ended"
+        assert not any(process.poll() is not None for process in processes), "the learner has ended"
         assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.05)
 
@@ -45,38 +48,82 @@ def is_there(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Weights that one process trains, and nobody kills."""
+    folder = tmp_path_factory.mktemp("alone")
+    prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCHED:
+            patch.delenv(name, raising=False)
+        two_ranks.train(folder, [])
+    found: list[float] = json.loads((folder / "weights.json").read_text())
+    return found
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """What ranks need in `folder`, and in their environment."""
+    (folder / "groups.json").write_bytes(msgspec.json.encode(groups()))
+    policy(folder / "base", "full")
+    return {**os.environ, "TWO_RANKS": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+
+
+def kill_follower(folder: Path, *processes: subprocess.Popen[bytes]) -> None:
+    """After the second update, whose checkpoint is on disk."""
+    wait_for(folder / "checkpoints" / f"step-{two_ranks.KILL_AFTER:06d}" / "COMPLETE", *processes)
+    os.kill(int((folder / "follower").read_text()), signal.SIGKILL)
+    (folder / "killed").touch()
+
+
+def lives_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "lives.jsonl").read_text().splitlines()]
+
+
 def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, never_stopped: list[float]
 ) -> None:
-    (tmp_path / "groups.json").write_bytes(msgspec.json.encode(groups()))
-    environment = {**os.environ, "TWO_RANKS": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    nanny = subprocess.Popen([sys.executable, "-m", two_ranks.MODULE], env=environment, text=True)
+    nanny = subprocess.Popen([sys.executable, "-m", two_ranks.MODULE], env=prepare(tmp_path))
     try:
-        wait_for(tmp_path / "checkpoints" / f"step-{two_ranks.KILL_AFTER:06d}" / "COMPLETE", nanny)
-        (lost,) = json.loads((tmp_path / "lives.jsonl").read_text())["ranks"]
-        os.kill(lost, signal.SIGKILL)
-        (tmp_path / "killed").touch()
+        kill_follower(tmp_path, nanny)
         assert nanny.wait(300) == 0
     finally:
         nanny.kill()
         nanny.wait()
-    lives = [json.loads(line) for line in (tmp_path / "lives.jsonl").read_text().splitlines()]
-    assert [life["from"] for life in lives] == [0, two_ranks.KILL_AFTER]
-    assert not any(is_there(pid) for life in lives for pid in life["ranks"])
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "groups.json").write_bytes(msgspec.json.encode(groups()))
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-    two_ranks.train(alone, [])
-    never_stopped, found = (json.loads((place / "weights.json").read_text()) for place in (alone, tmp_path))
-    assert found == pytest.approx(never_stopped, rel=1e-3)
+    assert [life["from"] for life in lives_of(tmp_path)] == [0, two_ranks.KILL_AFTER]
+    assert not any(is_there(pid) for life in lives_of(tmp_path) for pid in life["ranks"])
+    assert json.loads((tmp_path / "weights.json").read_text()) == pytest.approx(never_stopped, rel=1e-3)
+
+
+def test_two_hosts_of_torchrun_start_again_together_when_one_loses_its_rank(
+    tmp_path: Path, never_stopped: list[float]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    environment = {**prepare(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    hosts = [subprocess.Popen([*launcher, "-m", two_ranks.MODULE], env=environment) for _ in range(2)]
+    try:
+        kill_follower(tmp_path, *hosts)
+        assert [host.wait(300) for host in hosts] == [0, 0]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [life["from"] for life in lives_of(tmp_path)] == [0, two_ranks.KILL_AFTER]
+    assert json.loads((tmp_path / "weights.json").read_text()) == pytest.approx(never_stopped, rel=1e-3)
 
 
 def test_a_launcher_must_start_as_many_ranks_as_the_run_says() -> None:
     ranks.check_launcher(2, LAUNCHED)
     with pytest.raises(ConfigError, match=r"has started 2 ranks, and learner.processes=1.*learner.processes=2"):
         ranks.check_launcher(1, LAUNCHED)
+
+
+def test_a_launcher_whose_restarts_would_meet_the_dead_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        ranks.check_launcher(2, {**LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE": "True"})
 
 
 def test_a_rank_without_its_team_is_refused_by_name() -> None:

@@ -1,7 +1,7 @@
 """A learner of two ranks under its nanny, without queues: `python -m tests.unit.services.two_ranks`.
 
-Its folder is in TWO_RANKS. Nanny, ranks and checkpoints are the learner's own. Rank 0 stops after its second update
-until the test has killed rank 1, and then goes on into an update with a rank that is not there.
+Its folder is in TWO_RANKS. Nanny or launcher, ranks, shards and checkpoints are the learner's own. Rank 0 stops after
+its second update until the test has killed rank 1, and then goes on into an update with a rank that is not there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def train(folder: Path, others: list[int]) -> None:
     import torch
 
     from kbrl_async.learning import checkpoints
-    from kbrl_async.learning.trainer import Trainer
     from protocols.records import TrainGroup
-    from tests.unit.learning.rank import digest, make, settings
+    from services.learner.policy import make_trainer
+    from tests.unit.learning.rank import digest, settings
 
     torch.set_num_threads(1)
     group = ranks.join("cpu")
-    torch.manual_seed(0)
-    trainer = Trainer(make("plain"), settings("plain"), process_group=group)
+    trainer = make_trainer(settings("full"), folder / "base", "cpu", group)
     if group is not None and group.rank:
-        group.follow(trainer)
-        group.close()
+        (folder / "follower").write_text(str(os.getpid()))
+        trainer.follow()
+        trainer.close()
         return
     groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
     resumed = checkpoints.resume(folder / "checkpoints", trainer)
@@ -48,17 +48,18 @@ def train(folder: Path, others: list[int]) -> None:
         trainer.step(groups, 0.7, version=version)
         version += 1
         checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=version), keep_checkpoints=2)
-        while version == KILL_AFTER and others and not (folder / "killed").exists():
+        while version == KILL_AFTER and group is not None and not (folder / "killed").exists():
             time.sleep(0.02)
     (folder / "weights.json").write_text(json.dumps(digest(trainer)))
-    if group is not None:
-        group.close()
+    trainer.close()
 
 
 async def main(stop: asyncio.Event) -> None:
+    launched = ranks.is_launched()
     started = ranks.start(2, MODULE)
     started_pids = [rank.pid for rank in started]
-    watching = asyncio.create_task(ranks.watch(started, structlog.get_logger()))
+    guard = ranks.leave_after(stop) if launched else ranks.watch(started, structlog.get_logger())
+    watching = asyncio.create_task(guard)
     folder = Path(os.environ["TWO_RANKS"])
     await asyncio.get_running_loop().run_in_executor(None, train, folder, started_pids)
     watching.cancel()
@@ -68,6 +69,9 @@ async def main(stop: asyncio.Event) -> None:
 if __name__ == "__main__":
     if ranks.is_follower():
         die_with_parent()
+        ranks.leave_in_time()
         train(Path(os.environ["TWO_RANKS"]), [])
         os._exit(0)
+    if ranks.is_launched():
+        ranks.leave_out_nanny()
     run_service("learner", main)

@@ -214,12 +214,17 @@ class Build:
         cuda = self._extension.with_cuda
         torch = ["c10", "torch_cpu", "torch", "torch_python", *(["c10_cuda", "torch_cuda"] if cuda else [])]
         found = [f"-l{name}" for name in torch if (here / f"lib{name}.so").exists()]
-        wanted = [*(["cudart"] if cuda else []), *self._flags.libraries]
+        wanted = [*(["cudart", *self._blas()] if cuda else []), *self._flags.libraries]
         system = {"m", "pthread", "gomp", "stdc++", "dl", "rt"}
         extra = [part for name in dict.fromkeys(wanted) if name not in torch for part in self._library(name, system)]
         # What stays open is a warning here and judged by name: the interpreter's symbols always do.
         checks = ["-Wl,--no-as-needed", "-Wl,-z,defs", "-Wl,--warn-unresolved-symbols"]
         return [f"-L{here}", *checks, *found, *extra, *self._flags.link]
+
+    def _blas(self) -> list[str]:
+        """torch has loaded these, so under torch's own build a source may call them without saying so."""
+        text = " ".join(unit.text for unit in self._extension.units)
+        return [name for name in ("cublas", "cublasLt") if name in text]
 
     def _library(self, name: str, system: set[str]) -> list[str]:
         return [f"-l{name}"] if name in system else self._tools.cuda_library(name)

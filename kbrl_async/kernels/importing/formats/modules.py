@@ -1,7 +1,8 @@
 """A folder of plain PyTorch modules: a class or a function in each file, and what to call it with.
 
 `get_inputs()`, or `example_inputs` (a list or tuple of tensors), or a call of it with no argument; `get_init_inputs()`
-where the constructor wants arguments. A file with KernelBench's contract is taken as it is.
+where the constructor wants arguments. A file with KernelBench's contract is taken as it is, an archive of
+`torch.export` as its graph.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from kbrl_async.kernels.importing.formats import exported
 from kbrl_async.kernels.importing.found import Found, LeftOut, as_model, parsed, stem_of, with_model_of
 from kbrl_async.kernels.problems.contract import bound_names
 
@@ -17,10 +19,17 @@ EXAMPLES = "example_inputs"
 
 
 def knows(place: Path) -> bool:
-    return place.is_dir() and next(place.rglob("*.py"), None) is not None
+    return next(exported.archives(place), None) is not None or next(place.rglob("*.py"), None) is not None
 
 
 def read(place: Path) -> Iterator[Found]:
+    for path in exported.archives(place):
+        origin = str(path.relative_to(place)) if path != place else path.name
+        try:
+            source, level = exported.source_of(path)
+            yield Found(stem_of(path.stem), source, level, origin)
+        except LeftOut as reason:
+            yield Found(stem_of(path.stem), "", origin=origin, left_out=str(reason))
     for path in sorted(place.rglob("*.py")):
         level = next((int(p[5:]) for p in path.parts if p.startswith("level") and p[5:].isdigit()), 1)
         origin = str(path.relative_to(place))

@@ -2,6 +2,7 @@
 
 The configuration's parts are the arguments of `get_inputs` and of the constructor: `single_*` of the problem as it
 stands, and each of `multi_*`, where there are any, a workload beside it, every part with its fellows of the same place.
+A task with `func_backward.py` is a second problem: the same forward, with gradients asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from kbrl_async.kernels.importing.found import Found, LeftOut, stem_of, with_arguments
 
 FILE, CONFIG = "func_forward.py", "config_forward.json"
+BACKWARD_FILE, BACKWARD_CONFIG = "func_backward.py", "config_backward.json"
 PARTS = ("single_input_configs", "single_init_configs", "single_shared_configs")
 
 
@@ -23,17 +25,20 @@ def knows(place: Path) -> bool:
 
 def read(place: Path) -> Iterator[Found]:
     for path in sorted(place.rglob(FILE)):
-        origin, level = str(path.relative_to(place).parent), _level(path)
         title = next((p.stem for p in path.parent.glob("[0-9]*_*.py")), path.parent.name)
-        try:
-            text, (first, *others) = (
-                path.read_text(encoding="utf-8", errors="replace"),
-                _configs(path.with_name(CONFIG)),
-            )
-            source = with_arguments(text, first, others)
-            yield Found(stem_of(title), source, level, origin)
-        except LeftOut as reason:
-            yield Found(stem_of(title), "", level, origin, left_out=str(reason))
+        yield _found(place, path, CONFIG, stem_of(title))
+        if path.with_name(BACKWARD_FILE).is_file():
+            yield _found(place, path, BACKWARD_CONFIG, stem_of(f"{title}_backward"), 'BACKWARD = "all"\n')
+
+
+def _found(place: Path, path: Path, config: str, name: str, more: str = "") -> Found:
+    origin, level = str(path.relative_to(place).parent), _level(path)
+    try:
+        first, *others = _configs(path.with_name(config))
+        text = with_arguments(path.read_text(encoding="utf-8", errors="replace"), first, others)
+        return Found(name, f"{text}\n\n{more}" if more else text, level, origin)
+    except LeftOut as reason:
+        return Found(name, "", level, origin, left_out=str(reason))
 
 
 def _level(path: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,19 @@ from kbrl_async.kernels.problems.contract import bound_names
 
 SOURCES = ("python_code", "pytorch_code", "original_python_code", "code", "reward_model.ground_truth", "ground_truth")
 ENTRIES = ("entry_point", "extra_info.entry_point", "module_name")
+HELPER = re.compile(r"^from _paritybench_helpers import .*\n", re.MULTILINE)
+HELPERS = """
+
+class _mock_config(dict):
+    __getattr__ = dict.get
+
+
+def _mock_layer(rows=None, columns=None, *_, **words):
+    return torch.nn.Linear(rows, columns, **words) if rows and columns else torch.nn.Identity()
+
+
+"""
+"""KernelBook's rows import helpers of the tool that found them: settings by name, and some layer."""
 LICENSES = ("license", "licenses", "extra_info.license")
 ORIGINS = ("repo_link", "repo_name", "extra_info.repo_name")
 NAMES = ("name", "uuid", "extra_info.uuid", "extra_info.index", "id")
@@ -86,6 +100,8 @@ def _source(row: Mapping[str, Any]) -> str:
     if not isinstance(source, str):
         raise LeftOut("no source in it")
     entry = _first(row, ENTRIES)
+    source = HELPER.sub(HELPERS, source, count=1)
+    source = HELPER.sub("", source)
     body = parsed(source)
     source = as_model(source, entry) if isinstance(entry, str) and entry else source
     if "get_init_inputs" not in bound_names(body):
@@ -94,11 +110,21 @@ def _source(row: Mapping[str, Any]) -> str:
 
 
 def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The first of these columns that is there; `a.b` is a field of a column."""
+    """The first of these columns that is there; `a.b` is a field of a column, which may be text of JSON."""
     for name in names:
         found: Any = row
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+            found = _mapping(found).get(part)
         if found not in (None, "", []):
             return found
     return None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Empty for what is none; Parquet files of verl keep some as text."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
+    return value if isinstance(value, Mapping) else {}

@@ -1,4 +1,7 @@
-"""TritonBench-T: a function, a line of `#`, and a test. The first call's arguments have the inputs' shapes."""
+"""TritonBench-T: a function, a line of `#`, and a test. The call with the largest arguments says what inputs are like.
+
+A test writes most tensors out: what it gives the same twice is drawn again, in that shape and range.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,33 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kbrl_async.kernels.importing.found import Found, LeftOut, parsed, stem_of, with_model_of
 
-FRESH = """def _fresh(value):
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
+INPUTS = """def _fresh(value, again):
+    if not isinstance(value, torch.Tensor) or value.numel() == 0 or not torch.equal(value, again):
         return value
-    return torch.randn_like(value) if (value < 0).any() else torch.rand_like(value) * value.max()
+    if not value.is_floating_point():
+        return value.flatten()[torch.randperm(value.numel())].view_as(value)
+    low, high = value.min(), value.max()
+    if low == high:
+        low, high = torch.minimum(low, 0 * low), torch.maximum(high, 0 * high + (low == 0))
+    return torch.rand_like(value) * (high - low) + low
 
 
+def _written():
+{lines}
+    return [{made}]
+
+
+def get_inputs():
+    return [_fresh(value, again) for value, again in zip(_written(), _written())]
+
+
+def get_init_inputs():
+    return []
 """
-"""Tests give constants: a problem wants other values of that shape and sign at each draw."""
 LINE = re.compile(r"^#{40,}\s*$", re.MULTILINE)
 
 
@@ -45,26 +64,86 @@ def source_of(text: str) -> str:
     tests = [node for node in parsed(test) if isinstance(node, ast.FunctionDef)]
     if not functions or not tests:
         raise LeftOut("no function, or no test of it")
-    before, call = _first_call(tests[0], functions[-1])
-    constants = ", ".join(f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords)
-    if any(not isinstance(word.value, ast.Constant) for word in call.keywords):
-        raise LeftOut("keyword arguments that are no constants")
-    lines = [f"    {line}" for node in before for line in _on_cpu(node).splitlines()]
-    made = ", ".join(_on_cpu(argument) for argument in call.args)
-    inputs = FRESH + "\n".join(["def get_inputs():", *lines, f"    return [_fresh(value) for value in [{made}]]"])
-    model = with_model_of(code, functions[-1], constants)
-    return f"{model}\n\n{inputs}\n\n\ndef get_init_inputs():\n    return []\n"
+    calls = list(_calls(tests[0], functions[-1]))
+    if not calls:
+        raise LeftOut("the test does not call it")
+    before, call = max(calls, key=_size)
+    constants = [f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords if _is_constant(word.value)]
+    drawn = [word for word in call.keywords if not _is_constant(word.value)]
+    if any(word.arg is None for word in drawn) or any(isinstance(node, ast.Starred) for node in call.args):
+        raise LeftOut("arguments that are not written out")
+    places = [f"{word.arg}=inputs[{len(call.args) + n}]" for n, word in enumerate(drawn)]
+    lines = "\n".join(f"    {line}" for node in before for line in _on_cpu(node).splitlines())
+    made = ", ".join(_on_cpu(node) for node in (*call.args, *(word.value for word in drawn)))
+    given = f"*inputs[:{len(call.args)}]" if drawn else "*inputs"
+    model = with_model_of(code, functions[-1], ", ".join((*places, *constants)), given)
+    return f"{model}\n\n{INPUTS.format(lines=lines or '    pass', made=made)}"
 
 
-def _first_call(test: ast.FunctionDef, function: str) -> tuple[list[ast.stmt], ast.Call]:
-    """The statements before the first call, and the call."""
+class _Call(NamedTuple):
+    before: list[ast.stmt]
+    call: ast.Call
+
+
+def _calls(test: ast.FunctionDef, function: str) -> Iterator[_Call]:
+    """Each call with the statements before it that it needs, none of which calls the function."""
     before: list[ast.stmt] = []
     for node in test.body:
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == function:
-                return before, inner
-        before.append(node)
-    raise LeftOut("the test does not call it")
+        inside = [
+            inner
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == function
+        ]
+        if not inside:
+            before.append(node)
+        elif isinstance(node, ast.Assign | ast.Expr):
+            yield _Call(_needed(before, inside[0]), inside[0])
+
+
+def _needed(before: list[ast.stmt], call: ast.Call) -> list[ast.stmt]:
+    """Those that bind a name which the call, or a later one of them, reads."""
+    names, kept = _names(call, ast.Load), list[ast.stmt]()
+    for node in reversed(before):
+        if names & _names(node, ast.Store):
+            names |= _names(node, ast.Load)
+            kept.insert(0, node)
+    return kept
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context)}
+
+
+def _size(made: _Call) -> int:
+    """About as many elements as the written tensors of a call have; the first of several wins."""
+    names = {node.id for node in ast.walk(made.call) if isinstance(node, ast.Name)}
+    last = {ast.unparse(node.targets[0]): node.value for node in made.before if isinstance(node, ast.Assign)}
+    return sum(_elements(last[name]) for name in names if name in last) + _elements(made.call)
+
+
+def _elements(node: ast.AST) -> int:
+    """Of a list the numbers in it, of `torch.randn(2, 3)` the product."""
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call) and inner.args]
+    total = sum(isinstance(inner, ast.Constant) for inner in ast.walk(node))
+    for call in calls:
+        product = 1
+        for argument in call.args:
+            found = argument.elts if isinstance(argument, ast.Tuple) else [argument]
+            for one in found:
+                product *= one.value if isinstance(one, ast.Constant) and isinstance(one.value, int) else 1
+        total += min(product, 1 << 20)
+    return total
+
+
+def _is_constant(node: ast.expr) -> bool:
+    """A number, a word, a list of them, or a name of torch's, as `torch.float64`."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return all(map(_is_constant, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return _is_constant(node.operand)
+    return isinstance(node, ast.Constant) or (
+        isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
+    )
 
 
 def _on_cpu(node: ast.AST) -> str:

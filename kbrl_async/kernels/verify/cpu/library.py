@@ -35,6 +35,7 @@ _MORE = frozenset(
         *("multilabel_margin_loss_forward", "hinge_embedding_loss", "margin_ranking_loss", "log_sigmoid_forward"),
         *("softplus", "hardswish", "hardsigmoid", "hardswish_", "hardsigmoid_", "_prelu_kernel", "celu"),
         *("_safe_softmax", "_weight_norm_interface", "_fft_c2c", "_embedding_bag_forward_only", "isin", "std_mean"),
+        *("affine_grid_generator", "nll_loss_backward", "nll_loss2d_backward"),
         *("lstm", "gru", "rnn_tanh", "rnn_relu", "_addmm_activation", "linalg_cross", "complex", "polar"),
     ]
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import mmap
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -64,6 +65,10 @@ class Work:
         _write(self.fixed_fd, kept[0])
         seal(self.fixed_fd)
 
+    @property
+    def plan(self) -> str:
+        return hashlib.sha256(repr(self._program.shape).encode()).hexdigest()
+
     def calls_behind(self, inputs: Collection[int]) -> set[int]:
         """Places of the calls of built functions that depend on these inputs."""
         return program.calls_behind(self._program, inputs)
@@ -104,6 +109,7 @@ class ReplaySession(Session):
             super().__init__(zygote, setup, (work.fixed_fd, written), limits, deadline_s)
         finally:
             os.close(written)
+        self.plan = work.plan
         if artifacts:
             self._muted = work.without_calls()
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
+import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from kbrl_async.errors import MissingTool
+from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import fused
@@ -24,6 +28,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.reservations import Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem
 
@@ -39,6 +44,27 @@ PRELOAD = (
 )
 _CANDIDATE_S, _CALL_S, _FIRST_S = 15.0, 2.0, 10.0
 _HOST_BYTES = 8 << 30
+_SCRATCH_BYTES = 256 << 20
+"""For compiled kernels: of one that is tuned over a hundred configurations, each leaves some 300 kB."""
+_KEPT_BESIDE_OTHERS = 1 / 16
+"""Of a GPU, what references may keep from one candidate to the next where other verifiers are on it."""
+_UNPLANNED_S = 60.0
+"""To wait for others where nobody knows how much is missing."""
+
+
+class Crowded(Exception):  # noqa: N818 - an answer as long as it can be waited for
+    """Other verifiers plan with the memory now."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+def reservations_on(device: torch.device) -> Reservations:
+    """Of all verifiers of this user on one GPU of this host."""
+    properties = torch.cuda.get_device_properties(device)
+    folder = Path(tempfile.gettempdir()) / f"kbrl-memory-{os.getuid()}-{properties.uuid}"
+    return Reservations(folder, properties.total_memory)
 
 
 class CudaDevice(Device):
@@ -51,6 +77,8 @@ class CudaDevice(Device):
         self._homes: Spares | None = None
         """Of references."""
         self._replays: Replays | None = None
+        self._reservations: Reservations | None = None
+        """None where the system's temporary folder can't tell of other verifiers."""
 
     @property
     def health(self) -> GpuHealth:
@@ -62,21 +90,25 @@ class CudaDevice(Device):
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
-        memory = max(options.limits.memory_bytes, _HOST_BYTES)
+        limits = options.limits
+        memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(
             options,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
             first_call_s=max(options.first_call_s, _FIRST_S),
-            limits=msgspec.structs.replace(options.limits, memory_bytes=memory),
+            limits=msgspec.structs.replace(limits, memory_bytes=memory, scratch_bytes=scratch),
         )
 
-    def open(self) -> None:
+    def open(self, memory_share: float) -> None:
         where = torch.device(self.name)
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
         where = torch.device("cuda", where.index or 0)
+        torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
         self._health = GpuHealth(where)
+        with contextlib.suppress(OSError):
+            self._reservations = reservations_on(where)
         with contextlib.suppress(MissingTool):
             fused.use(where, Passes(where))
 
@@ -100,19 +132,61 @@ class CudaDevice(Device):
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self._homes):
             self._give_back()
-        made: CudaReference | None
-        given = zygote, problem, options, rng, self._homes, self._spares, tick
+        claim = self._claim_beside(sum(family.device_bytes for family in kept.values()))
+        made, wanted = None, 0
         try:
-            made = CudaReference(*given)
+            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
         except DoesNotFit:
-            made = None  # the error's frames hold what there is of it
+            pass  # the error's frames hold what there is of it
+        except Crowded as crowded:
+            wanted = crowded.size
         if made is None:
             while kept:
                 kept.popitem(last=False)[1].close()
             self._give_back()
-            made = CudaReference(*given)
+            self._wait_for(wanted, tick)
+            claim = self._claim_beside(0)
+            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
         self._homes.refill()  # for the next problem
         return made
+
+    def _claim_beside(self, kept: int) -> Callable[[int], None]:
+        def claim(size: int) -> None:
+            if not self.may_use(size + kept):
+                raise Crowded(size)
+
+        return claim
+
+    def may_use(self, size: int) -> bool:
+        return self._reservations is None or self._reservations.take(size)
+
+    def _wait_for(self, size: int, tick: Tick) -> None:
+        """Until other verifiers leave so much of the GPU. 0: memory ran out before anything was planned; then until
+        they do with what they keep between candidates, for a while.
+        """
+        reservations = self._reservations
+        if reservations is None or not (others := reservations.others):
+            return
+        reservations.hold(0)
+        if size:
+            reservations.wait_for(size, tick)
+            return
+        share = max(_KEPT_BESIDE_OTHERS, 1 - len(others) * _KEPT_BESIDE_OTHERS)
+        with contextlib.suppress(InfraError):  # it is tried all the same, and told with its bytes
+            reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
+
+    def rest(self, kept: int) -> bool:
+        reservations = self._reservations
+        if reservations is None:
+            return True
+        if reservations.is_concern(max(kept, reservations.held)) and (others := reservations.others):
+            is_large = max(kept, reservations.held) > _KEPT_BESIDE_OTHERS * reservations.total
+            if kept and (is_large or any(other.wanted for other in others)):
+                return False
+            if is_large:
+                self._give_back()
+        reservations.hold(kept)
+        return True
 
     def _give_back(self) -> None:
         """All memory that can be had again."""
@@ -138,7 +212,7 @@ class CudaDevice(Device):
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
         try:
-            return replays.open(reference, code, options.deadline_s, rng, is_alone)
+            return replays.open(reference, code, options.deadline_s, rng, is_alone, options.outputs == "kept")
         except Unreplayable as refusal:
             watched = super().judged(reference, zygote, code, options, rng, is_alone)
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
@@ -190,6 +264,7 @@ class CudaDevice(Device):
                 started.settle()
 
     def close(self) -> None:
-        for started in (self._spares, self._homes, self._replays):
+        for started in (self._spares, self._homes, self._replays, self._reservations):
             if started is not None:
                 started.close()
+        self._reservations = None

@@ -15,7 +15,7 @@ import os
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -88,8 +88,12 @@ class CudaReference(Reference):
         homes: Spares,
         spares: Spares,
         tick: Tick = no_tick,
+        claim: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`homes`: processes for references; `spares`: for candidates that are watched."""
+        """`homes`: processes for references; `spares`: for candidates that are watched. `claim` is told how much memory
+        is planned with as soon as that is known, and raises where it has to be waited for.
+        """
+        self._claim = claim
         self._homes, self.spares = homes, spares
         self._where = torch.device(options.device)
         self._zygote = zygote
@@ -223,6 +227,11 @@ class CudaReference(Reference):
 
     def _memory(self) -> int:
         return memory_of(self._options)
+
+    def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
+        planned = super()._planned(outputs)
+        self._claim(self.needed)
+        return planned
 
     def _forget_outputs(self) -> None:
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)

@@ -55,6 +55,9 @@ class Timed(Judged, Protocol):
     is_trusted: bool
     """Whether its times are those of a process that no candidate's host code runs in."""
 
+    is_kept: bool
+    """Whether one buffer holds the outputs of several slots: then each is a timed run of its own."""
+
     is_proven: bool
     """Whether a timed run over all slots was found right, and need not be looked at again."""
 
@@ -69,7 +72,10 @@ class Timed(Judged, Protocol):
         copies: bool = True,
         outs: list[wire.TensorMeta] | None = None,
     ) -> None: ...
-    def poison(self) -> None: ...
+    def poison(self, slots: int | None = None) -> None:
+        """What a call does not write stays poison. `slots`: only outputs of those up to this number are looked at."""
+        ...
+
     def capture(self, count: int, deadline_s: float) -> wire.Captured: ...
     def replay(self, times: int, deadline_s: float) -> Sample: ...
     def event(self, slot: int, deadline_s: float) -> Sample: ...
@@ -89,7 +95,7 @@ class CudaSession(Session):
     confined_within_s = 30.0
     ends_within_s = 10.0  # its context is taken down after its socket
     cure = _CURE
-    is_trusted = False
+    is_trusted = is_kept = False
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf
@@ -227,15 +233,20 @@ class CudaSession(Session):
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> Outcome:
-        """As on a CPU; our writes are done before, and the child's output area holds poison."""
-        if op not in _KEEPS_OUTPUTS:
+        """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
+        if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
-    def poison(self) -> None:
-        if self.shared is not None:
+    def poison(self, slots: int | None = None) -> None:
+        if self.shared is None:
+            return
+        if slots is None:
             self.shared.raw[self._outputs_at :].fill_(_POISON)
+            return
+        for meta, step in self._outs:
+            self.shared.raw[meta.place : meta.place + slots * step].fill_(_POISON)
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output that the child has copied into its arena."""

@@ -12,7 +12,7 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, probe, trials
 from kbrl_async.kernels.problems import audit_file, load_problems, load_suite, parse_problem, usable
-from kbrl_async.kernels.problems.audit_file import Audit, Finding, ProblemAudit, problem_hash
+from kbrl_async.kernels.problems.audit_file import Audit, Finding, ProblemAudit, Trial, problem_hash
 from protocols.records import Problem
 
 TEXT = """
@@ -62,6 +62,7 @@ def test_an_honest_problem_is_clean(auditor: Auditor) -> None:
         ("x * 0 + 3", "torch.randn(8, 64)", "constant@ours"),
         ("x * 1e-3 + torch.arange(64.)", "torch.randn(8, 64)", "input_independent@kernelbench_half"),
         ("torch.cat([x, x * 0])", "torch.randn(8, 64)", "half_rows@ours"),
+        ("x.clone()", "torch.randn(8, 64)", "unchanged_input@ours"),
         ("torch.mean(x * x)", "torch.rand(8192, 256) * 0.01 + 1", "half_batch@kernelbench"),
         ("x + torch.rand_like(x)", "torch.randn(8, 64)", "random"),
         ("nn.functional.dropout(x)", "torch.randn(8, 64)", "random"),
@@ -229,3 +230,20 @@ def test_a_problem_that_speaks_for_its_probe_costs_one_problem(auditor: Auditor)
     audit = auditor.audit(Problem("L1/01_x", 1, "x", head + source))
     assert "what no probe sends" in audit.reason
     assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
+
+
+def test_what_is_no_number_or_infinite_on_both_sides_is_the_same() -> None:
+    values = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    assert trials.fit(values.clone(), values, 1e-4) == trials.Fit(True, 0.0, 0.0)
+    assert not trials.fit(torch.zeros(4), values, 1e-4).passes
+
+
+def test_an_infinite_error_can_be_written_down() -> None:
+    found = trials.trial("zeros", "ours", [trials.Fit(False, float("inf"), 1.0)])
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Trial).worst_error > 1e200
+
+
+def test_a_problem_that_compiles_its_own_functions_finds_their_text(auditor: Auditor) -> None:
+    found = problem("twice(x)")
+    scripted = "\n\n@torch.jit.script\ndef twice(x):\n    return torch.tanh(x) * 2\n"
+    assert auditor.audit(msgspec.structs.replace(found, source=found.source + scripted)).status == "clean"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.inline import toolchain as inline_toolchain
+from kbrl_async.kernels.backends.inline.build import Build
+from kbrl_async.kernels.backends.inline.flags import chosen
+from kbrl_async.kernels.backends.inline.launch import Extension, Unit
 from kbrl_async.kernels.backends.inline.ops import OperatorHeaders
 
 INCLUDE = Path(torch.__file__).parent / "include"
@@ -65,6 +70,22 @@ def test_a_torch_with_other_insides_gets_no_fast_way(tmp_path: Path) -> None:
     assert tools.slim_defines is not None
     other = inline_toolchain.Toolchain(tmp_path, "9.9", tools.cxx, tools.cxx_version)
     assert other.slim_defines is None
+
+
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [("cublasSgemm(h);", ["libcublas.so"]), ("cublasLtMatmul(h);", ["libcublas.so", "libcublasLt.so"]), ("f();", [])],
+)
+def test_what_torch_has_loaded_may_be_called_without_a_word(tmp_path: Path, text: str, linked: list[str]) -> None:
+    for name in ("libcublas.so", "libcublasLt.so"):
+        (tmp_path / "lib64").mkdir(exist_ok=True)
+        (tmp_path / "lib64" / name).write_text("")
+    extension = Extension("e", (Unit(True, text),), with_cuda=True)
+    tools = inline_toolchain.Toolchain(tmp_path, "2", "g++", "12", nvcc="nvcc", cuda=tmp_path)
+    libraries = Build(extension, chosen(extension, "sm_90"), tools, cast(BuildContext, None))._libraries()
+    assert [f"-l:{name}" for name in linked] == [
+        word for word in libraries if "blas" in word and word.startswith("-l:")
+    ]
 
 
 def test_a_wrapper_without_its_toolkit_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

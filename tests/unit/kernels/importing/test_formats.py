@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.importing import Found, read
 from kbrl_async.kernels.problems.contract import parse_problem
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.model_contract import arguments, load
 
 MODEL = """import torch
@@ -109,6 +113,7 @@ def get_init_inputs():
         {"python_code": model("GetMask"), "entry_point": "GetMask", "licenses": ["MIT"], "repo_link": "https://x"},
         {"pytorch_code": model(inits=False)},
         {"reward_model": {"ground_truth": model("Net")}, "extra_info": {"entry_point": "Net", "uuid": 7}},
+        {"reward_model": json.dumps({"ground_truth": model("Net")}), "extra_info": json.dumps({"entry_point": "Net"})},
         {"code": model(), "level": 2, "name": "3_Relu.py"},
     ],
 )
@@ -120,6 +125,16 @@ def test_rows_of_data_sets_are_read_by_their_columns(tmp_path: Path, row: dict[s
     assert outputs_of(one).shape == (4, 8)
     assert (one.license, one.origin) == (("MIT", "https://x") if "licenses" in row else ("", "rows.jsonl:1"))
     assert one.level == row.get("level", 1)
+
+
+def test_only_the_rows_own_class_is_renamed_and_the_helpers_of_its_finder_are_there(tmp_path: Path) -> None:
+    text = model("Upsample", init=", config").replace("super().__init__()", "super().__init__(); assert config.a == 1")
+    text = text.replace("torch.relu(x)", "nn.Upsample(scale_factor=1)(x[None])[0]")
+    text = "from _paritybench_helpers import _mock_config\n" + text.replace("x[None]", "x[None, :]")
+    text = text.replace("return []", "return [[], {'config': _mock_config(a=1)}]")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"python_code": text, "entry_point": "Upsample"}) + "\n")
+    (one,) = read(str(tmp_path))[1]
+    assert outputs_of(one).shape == (4, 8)
 
 
 def test_parquet_is_read_as_jsonl_is(tmp_path: Path) -> None:
@@ -155,21 +170,145 @@ def definition(**changes: object) -> dict[str, object]:
     } | changes
 
 
-def test_flashinfer_trace_binds_axes_and_scalars_by_the_first_workload(tmp_path: Path) -> None:
+def trace(place: Path, workloads: list[dict[str, object]], **definitions: dict[str, object]) -> list[Found]:
     for folder in ("definitions/gemm", "workloads/gemm"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "definitions/gemm/gemm.json").write_text(json.dumps(definition()))
-    integers = {"A": {"shape": ["M"], "dtype": "int32"}}
-    (tmp_path / "definitions/gemm/index.json").write_text(json.dumps(definition(inputs=integers)))
-    (tmp_path / "definitions/gemm/none.json").write_text("[]")
-    workload = {"axes": {"M": 5}, "inputs": {"A": {"type": "random"}, "s": {"type": "scalar", "value": 3.0}}}
-    (tmp_path / "workloads/gemm/gemm.jsonl").write_text(json.dumps({"definition": "gemm", "workload": workload}))
-    name, found = read(str(tmp_path))
-    gemm, index, none = found
+        (place / folder).mkdir(parents=True)
+    for stem, one in definitions.items():
+        (place / f"definitions/gemm/{stem}.json").write_text(json.dumps(one))
+    lines = [json.dumps({"definition": "gemm", "workload": workload}) for workload in workloads]
+    (place / "workloads/gemm/gemm.jsonl").write_text("\n".join(lines))
+    name, found = read(str(place))
     assert name == "flashinfer-trace"
+    return list(found)
+
+
+def gemm_at(rows: int) -> dict[str, object]:
+    return {"axes": {"M": rows}, "inputs": {"A": {"type": "random"}, "s": {"type": "scalar", "value": 3.0}}}
+
+
+def test_workloads_of_flashinfer_trace_are_workloads_and_the_largest_is_the_usual_one(tmp_path: Path) -> None:
+    integers = {"A": {"shape": ["M"], "dtype": "int32"}}
+    (gemm, index) = trace(
+        tmp_path, [gemm_at(5), gemm_at(3), gemm_at(5)], gemm=definition(), index=definition(inputs=integers)
+    )
     assert outputs_of(gemm).shape == (5, 8)
+    rows = declared(gemm.source).workloads
+    assert [(row.shape, row.weight) for row in rows] == [({"M": 3, "s": 3.0}, 1.0), ({"M": 5, "s": 3.0}, 2.0)]
     assert index.left_out == "integers whose meaning the definition does not say"
-    assert none.left_out == "is no definition"
+
+
+def test_what_is_no_definition_of_flashinfer_trace_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "definitions/x").mkdir(parents=True)
+    (tmp_path / "definitions/x/none.json").write_text("[]")
+    assert [one.left_out for one in read(str(tmp_path))[1]] == ["is no definition"]
+
+
+PAGED: dict[str, object] = {
+    "axes": {"batch_size": {"type": "var"}, "len_indptr": {"type": "var"}, "num_kv_indices": {"type": "var"},
+             "num_pages": {"type": "const", "value": 7}},
+    "constraints": ["len_indptr == batch_size + 1", "num_kv_indices == kv_indptr[-1].item()"],
+    "inputs": {"kv_indptr": {"shape": ["len_indptr"], "dtype": "int32"},
+               "kv_indices": {"shape": ["num_kv_indices"], "dtype": "int32"}},
+    "reference": "import torch\n\ndef run(offsets, pages):\n    return torch.cat([offsets, pages]).float()",
+}  # fmt: skip
+
+
+def test_integers_of_flashinfer_trace_are_drawn_by_what_their_names_mean(tmp_path: Path) -> None:
+    (one,) = trace(tmp_path, [], gemm=PAGED)
+    out = outputs_of(one)
+    offsets, pages = out[:9], out[9:]
+    assert (int(offsets[0]), int(offsets[-1]), len(pages)) == (0, 64, 64)
+    assert (offsets.diff() >= 0).all()
+    assert pages.min() >= 0
+    assert pages.max() < 7
+
+
+@pytest.mark.parametrize("path", ["blob/kept.safetensors", "../kept.safetensors"])
+def test_integers_in_a_file_stand_in_the_text_and_a_path_out_of_the_place_is_not_read(
+    tmp_path: Path, path: str
+) -> None:
+    place = tmp_path / "place"
+    (place / "blob").mkdir(parents=True)
+    save_file({"kv_indptr": np.array([0, 2, 5], dtype="int32")}, place / path)
+    kept = {"type": "safetensors", "path": path, "tensor_key": "kv_indptr"}
+    workload = {"axes": {"batch_size": 2, "len_indptr": 3, "num_kv_indices": 5}, "inputs": {"kv_indptr": kept}}
+    (one,) = trace(place, [workload], gemm=PAGED)
+    assert ("_KV_INDPTR = [[0, 2, 5]]" in one.source) == (".." not in path)
+
+
+def argument(name: str) -> dict[str, object]:
+    return {"as_tensor": {"name": name}}
+
+
+def given(**arguments: object) -> list[dict[str, object]]:
+    return [{"name": name, "arg": value, "kind": 1} for name, value in arguments.items()]
+
+
+def archive(path: Path, target: str = "torch.ops.aten.linear.default", output: str = "linear") -> Path:
+    """As `torch.export.save` writes one: `linear(x, weight) + steps`, the batch of any size."""
+    batch = {"as_expr": {"expr_str": "Symbol('s0', positive=True, integer=True)", "hint": {"as_int": 3}}}
+    sizes = {"x": (7, [batch, {"as_int": 4}]), "p_w": (7, [{"as_int": 2}, {"as_int": 4}]), "b_s": (5, [{"as_int": 2}])}
+    graph = {
+        "tensor_values": {name: {"dtype": dtype, "sizes": size} for name, (dtype, size) in sizes.items()},
+        "nodes": [
+            {"target": "torch.ops.aten._assert_scalar.default", "inputs": [], "outputs": []},
+            {"target": target, "inputs": given(input=argument("x"), weight=argument("p_w")),
+             "outputs": [argument(output)]},
+            {"target": "torch.ops.aten.add.Tensor", "inputs": given(self=argument(output), other=argument("b_s")),
+             "outputs": [argument("add")]},
+        ],
+    }  # fmt: skip
+    signature = {
+        "input_specs": [
+            {"parameter": {"arg": {"name": "p_w"}, "parameter_name": "w"}},
+            {"buffer": {"arg": {"name": "b_s"}, "buffer_name": "s"}},
+            {"user_input": {"arg": argument("x")}},
+        ],
+        "output_specs": [{"user_output": {"arg": argument("add")}}],
+    }
+    program = {
+        "graph_module": {"graph": graph, "signature": signature},
+        "range_constraints": {"s0": {"min_val": 2, "max_val": None}},
+    }
+    config = {"config": {"s": {"path_name": "weight_0", "use_pickle": False}}}
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("net/models/model.json", json.dumps(program))
+        file.writestr("net/data/weights/model_weights_config.json", json.dumps(config))
+        file.writestr("net/data/constants/model_constants_config.json", json.dumps({"config": {}}))
+        file.writestr("net/data/weights/weight_0", np.array([10, 20], dtype="int64").tobytes())
+    return path
+
+
+def test_an_archive_of_torch_export_is_read_as_its_graph(tmp_path: Path) -> None:
+    archive(tmp_path / "net.pt2")
+    name, found = read(str(tmp_path))
+    (net,) = found
+    assert (name, net.origin, net.level) == ("modules", "net.pt2", 1)
+    assert outputs_of(net).shape == (3, 2)
+    assert "torch.tensor([10, 20], dtype=torch.int64)" in net.source
+    assert declared(net.source).free == {"s0": (2, 12)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"output": "x); import os"}, "a name that is none of Python's"),
+        ({"output": "self"}, "a name that is none of Python's"),
+        ({"target": "torch.ops.mine.evil.default"}, "it calls torch.ops.mine.evil.default"),
+        ({"target": "os.system"}, "it calls os.system"),
+        ({"target": "torch.ops.aten.x(1) or y.default"}, "it calls torch.ops.aten.x(1) or y.default"),
+    ],
+)
+def test_an_archive_of_a_stranger_puts_no_code_into_the_text(
+    tmp_path: Path, changes: dict[str, str], reason: str
+) -> None:
+    archive(tmp_path / "net.pt2", **changes)
+    assert [one.left_out for one in read(str(tmp_path / "net.pt2"))[1]] == [reason]
+
+
+def test_a_broken_archive_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.pt2").write_bytes(b"PK nothing")
+    assert [one.left_out for one in read(str(tmp_path))[1]] == ["is no archive of torch.export that can be read"]
 
 
 def test_tritonbench_draws_new_values_of_the_shapes_that_its_test_calls_with(tmp_path: Path) -> None:
@@ -186,6 +325,10 @@ def test_scaled():
     results = {{}}
     a = torch.tensor([[1.0, -2.0]], device='cuda')
     results["1"] = scaled(a, 2.0, keep=False)
+    assert results["1"] is not None
+    b = torch.tensor([[1.0, -2.0, 3.0]], device='cuda')
+    factor = torch.randn(3)
+    results["2"] = scaled(b, factor=factor, keep=False)
     return results
 """
     (tmp_path / "scaled.py").write_text(text)
@@ -194,7 +337,8 @@ def test_scaled():
     bare, scaled = found
     assert name == "tritonbench"
     assert bare.left_out == "no function, or no test of it"
-    assert outputs_of(scaled).shape == (1, 2)
+    assert outputs_of(scaled).shape == (1, 3)
+    assert "results" not in scaled.source
     assert not torch.equal(outputs_of(scaled), outputs_of(scaled))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.verification import adapters, corpus
-from kbrl_async.kernels.problems import beside
+from benchmarks.verification import adapters, corpus, posed
+from kbrl_async.kernels.problems import beside, load_file, parse_problem
 from tests.candidates import affine
 from tests.unit.kernels.open.test_honest import STYLES, c
 from tests.unit.kernels.open.test_rules import CAUGHT
@@ -27,6 +29,7 @@ PAIRS = {
     "no problem at all": (c(), "print('hello')\n", ()),
     "needs a package": ("import no_such_package\n" + c(), affine(), ()),
     "ends before its kernel": (c(init="raise SystemExit(0)"), affine(), ()),
+    "needs a header": (c().replace("void f", "#include <hip/hip_runtime.h>\nvoid f"), affine(), ()),
 }
 BINARY = ("binary", "binary problem")
 
@@ -56,12 +59,12 @@ def test_each_pair_has_an_outcome_and_bad_ones_are_nobodys_fault(folder: Path) -
         "right": "accepted", "unpaired": "built", "wrong": "refused", "decoy": "refused",
         "no kernel": "no_kernel", "nothing": "no_kernel", "broken problem": "problem", "failing problem": "problem",
         "random problem": "problem", "huge problem": "problem", "no problem at all": "problem",
-        "needs a package": "missing", "ends before its kernel": "refused",
+        "needs a package": "missing", "needs a header": "missing", "ends before its kernel": "refused",
         "binary": "no_kernel", "binary problem": "problem", "candidate is a folder": "no_kernel",
     }  # fmt: skip
     assert not found["ok"]
     assert found["accepted_share"] == pytest.approx(2 / 5)
-    assert len(found["not_counted"]) == 11
+    assert len(found["not_counted"]) == 12
     assert any("random or keeps state" in line for line in found["not_counted"])
     assert found["accused"] == ["decoy"]
 
@@ -101,10 +104,48 @@ def test_an_operator_launches_its_compiled_kernel_as_a_newer_triton_wants_it(tmp
         (package / folder / "__init__.py").write_text("")
     (package / "utils" / "libentry.py").write_text("has_all = major_version == 3 and 3 <= minor_version <= 5\n")
     (package / "ops" / "abs.py").write_text("from flag_gems.utils.libentry import has_all\n")
-    assert adapters.flaggems(tmp_path, tmp_path / "out") == 1
-    (candidate,) = (tmp_path / "out").glob("*/candidate.py")
-    text = beside.files_of(candidate.read_text())["flag_gems/utils/libentry.py"]
-    assert text == "has_all = (major_version, minor_version) >= (3, 3)\n"
+    assert adapters.flaggems(tmp_path, tmp_path / "out") == 2, "in single and in half precision"
+    for candidate in (tmp_path / "out").glob("*/candidate.py"):
+        text = beside.files_of(candidate.read_text())["flag_gems/utils/libentry.py"]
+        assert text == "has_all = (major_version, minor_version) >= (3, 3)\n"
+
+
+def test_a_kernel_that_has_a_problem_is_called_as_that_wants_it(tmp_path: Path) -> None:
+    kernels = tmp_path / "data" / "TritonBench_G_v1"
+    kernels.mkdir(parents=True)
+    (kernels / "swiglu_triton.py").write_text("import triton\ndef swiglu_forward(a, b):\n    pass\n")
+    (kernels / "other.py").write_text(f"import triton\ndef other(a):\n    pass\n{'#' * 60}\ntest = 1\n")
+    assert adapters.tritonbench(tmp_path, tmp_path / "out") == 3
+    name = "swiglu_triton-swiglu_forward-half"
+    assert "return swiglu_forward(x, y)[2]" in (tmp_path / "out" / name / "candidate.py").read_text()
+    assert "torch.randn(1024, 1024).half()" in load_file(tmp_path / "out" / name / "problem.py").source
+    assert "test" not in (tmp_path / "out" / "other" / "candidate.py").read_text()
+    assert not (tmp_path / "out" / "other" / "problem.py").exists()
+
+
+def test_what_each_table_poses_is_a_problem(tmp_path: Path) -> None:
+    for one in (*posed.posed(posed.TRITONBENCH), *posed.posed(posed.FLA), *posed.posed(posed.LIGER)):
+        ast.parse(f"def f({one.arguments}):\n    return {one.call}")
+        parse_problem(one.problem, "L0/posed")
+
+
+def test_a_task_is_posed_with_its_first_configuration(tmp_path: Path) -> None:
+    task = tmp_path / "tasks" / "scale"
+    task.mkdir(parents=True)
+    (task / "forward.cu").write_text("// a kernel")
+    (task / "func_forward.py").write_text(
+        "import torch\n\nclass Model(torch.nn.Module):\n"
+        "    def __init__(self, size, eps=1e-5, way='plain'):\n        super().__init__()\n"
+        "    def forward(self, x):\n        return x\n\n"
+        "def get_inputs(batch=2, size=3):\n    return [torch.ones(batch, size)]\n"
+    )
+    told = {"single_shared_configs": [{"size": 7}], "single_input_configs": [{"batch": 5}]}
+    (task / "config_forward.json").write_text(json.dumps(told | {"single_init_configs": [{"way": "random"}]}))
+    assert adapters.robust_kbench(tmp_path, tmp_path / "out") == 1
+    posed_as: dict[str, Any] = {}
+    exec((tmp_path / "out" / "tasks_scale_forward" / "problem.py").read_text(), posed_as)
+    assert posed_as["get_init_inputs"]() == [7, 1e-5, "random"]
+    assert posed_as["get_inputs"]()[0].shape == (5, 7)
 
 
 @pytest.mark.parametrize("name", ["../x.py", "/x.py", "a/../../x.py", "a b.py"])

@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 
 from kbrl_async.kernels.settings import TimingBench
@@ -51,6 +53,32 @@ def test_stopping_early_for_the_slow_keeps_the_truth_inside() -> None:
         found = measure(noisy(0.6, 0.05, seed), Recipe.of(TimingBench(), placement=0.0), ticking(0.0))
         misses += not found.interval.lo <= 0.6 <= found.interval.hi
     assert misses <= 0.02 * 400 + 4
+
+
+def on_a_gpu(**more: Any) -> Recipe:
+    return Recipe.of(TimingBench(), warmup=0, looks=3, few=(2, 3, 4), enough_above=1.3, **more)
+
+
+@pytest.mark.parametrize(("speedup", "stopped"), [(0.3, "slower"), (2.5, "faster")])
+def test_where_pairs_hardly_scatter_two_or_three_tell_what_is_clear(speedup: float, stopped: str) -> None:
+    found = [measure(noisy(speedup, 0.002, seed), on_a_gpu(), ticking(0.0)) for seed in range(100)]
+    assert all(m.stopped == stopped and m.interval.lo < speedup < m.interval.hi for m in found)
+    assert sum(m.n for m in found) <= 3 * len(found)
+    assert all(m.interval.half_width < 0.15 for m in found if stopped == "faster")
+
+
+@pytest.mark.parametrize(("speedup", "noise"), [(1.25, 0.005), (0.9, 0.005), (2.0, 0.1)])
+def test_what_is_not_clearly_faster_is_measured_on(speedup: float, noise: float) -> None:
+    for seed in range(50):
+        found = measure(noisy(speedup, noise, seed), on_a_gpu(), ticking(0.0))
+        assert found.n > 4 or (found.interval.lo > 1.3 and noise == 0.1)
+
+
+@pytest.mark.parametrize("speedup", [0.4, 0.75, 1.5, 3.0])
+def test_a_few_pairs_keep_the_truth_inside(speedup: float) -> None:
+    found = [measure(noisy(speedup, 0.01, seed), on_a_gpu(placement=0.0), ticking(0.0)) for seed in range(500)]
+    misses = sum(not m.interval.lo <= speedup <= m.interval.hi for m in found)
+    assert misses <= 0.02 * len(found)
 
 
 def test_a_noisy_measurement_ends_at_the_cap_of_pairs() -> None:
@@ -159,6 +187,13 @@ def test_a_speedup_that_is_not_there_is_claimed_in_at_most_one_percent_whatever_
     runs = 1000
     wins = sum(measure(in_random_order(noise, 1.0, s), EXACT, ticking(0.0)).interval.lo > 1 for s in range(runs))
     assert wins <= 0.01 * runs
+
+
+@pytest.mark.parametrize("noise", [heavy, bimodal, drifting, switching])
+def test_a_few_pairs_of_equal_kernels_never_seem_clearly_faster(noise: Noise) -> None:
+    short = msgspec.structs.replace(on_a_gpu(placement=0.0), max_pairs=8)
+    found = [measure(in_random_order(noise, 1.0, seed), short, ticking(0.0)) for seed in range(300)]
+    assert not [m for m in found if m.stopped == "faster"]
 
 
 @pytest.mark.parametrize("noise", [heavy, bimodal, drifting, switching])

@@ -10,6 +10,7 @@ import torch
 from kbrl_async.kernels.verify import compare
 from kbrl_async.kernels.verify.compare import Tolerance, difference, kernelbench, output_scale, same_values, tolerance
 from kbrl_async.kernels.verify.inputs import KINDS, Kind, attempts, is_continuous, kinds_for, moved, vary
+from kbrl_async.kernels.verify.layouts import is_answer
 
 STRICT = Tolerance(1e-4, 1e-4)
 
@@ -208,3 +209,19 @@ def test_a_large_output_is_compared_by_parts_with_the_same_result(
     same = ("wrong", "total", "nans", "where") if wrong else ("wrong", "total", "nans")
     assert [getattr(parts, name) for name in same] == [getattr(whole, name) for name in same]
     assert parts.worst == whole.worst or whole.worst != whole.worst
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted", "is_one"),
+    [
+        (torch.tensor(2.5), torch.tensor([2.5]), True),
+        (torch.tensor(2.5), torch.tensor(2.6), False),
+        (torch.tensor(3), torch.tensor(3), False),
+        (torch.zeros(8, dtype=torch.int64), torch.zeros(8), False),
+        (torch.tensor([1.003, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), True),
+        (torch.tensor([1.03, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), False),
+    ],
+    ids=["a loss", "another one", "a count", "equal values", "rounded", "other values"],
+)
+def test_what_holds_the_answer(item: torch.Tensor, wanted: torch.Tensor, is_one: bool) -> None:
+    assert is_answer(item, wanted) is is_one

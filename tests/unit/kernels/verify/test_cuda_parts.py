@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from kbrl_async.kernels.verify.cuda import device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
 from kbrl_async.kernels.verify.cuda.session import _place_outputs
@@ -91,3 +93,15 @@ def test_outputs_of_slots_do_not_overlap_and_a_wide_version_of_one_slot_fits() -
     big = [TensorMeta("float32", (4096,), (1,), 0)]
     assert _place_outputs(big, 1, 0, True)[1] == 4096 * 8
     assert _place_outputs(big, 1, 0, False)[1] == 4096 * 4, "of a candidate nobody asks for fp64"
+
+
+def test_a_bench_takes_no_more_of_its_gpu_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: taken.append(given))
+    monkeypatch.setattr(device, "GpuHealth", lambda where: None)
+    monkeypatch.setattr(device, "Passes", lambda where: None)
+    monkeypatch.setattr("kbrl_async.kernels.verify.fused.use", lambda where, way: None)
+    device.CudaDevice("cuda:1").open(0.25)
+    assert taken == [(0.25, torch.device("cuda", 1))]

@@ -9,6 +9,7 @@ import torch
 
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.verify import Bench, sets
+from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.inputs import KINDS, moved, vary
 from kbrl_async.kernels.verify.tolerance import is_noise, tolerance
 from protocols.records import Candidate, Fault
@@ -53,6 +54,40 @@ def test_two_units_in_the_last_place_of_bfloat16_are_no_error() -> None:
     allowed = tolerance(expected, expected.double(), 1000.0)
     assert allowed.relative * 1000 + allowed.absolute >= 2 * 4.0
     assert tolerance(expected, None, 1000.0, declared=(1e-3, 0.0)).relative == 1e-3
+
+
+ATTENTION = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Model(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+def get_inputs():
+    return [torch.randn(1, 8, 96, 64).half() for _ in range(3)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As kernels on tensor cores do it: scaled queries and weights are rounded to half precision."""
+    scores = (q.float() * 0.125 * 1.44269504).half().float() @ k.float().transpose(-1, -2)
+    scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
+    return (weights.half().float() @ v.float() / weights.sum(-1, keepdim=True)).half()
+
+
+def test_attention_that_rounds_scaled_queries_is_right(bench: Bench) -> None:
+    reference = bench._references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
+    for one in reference.sets:
+        given = [block.view(like.shape) for block, like in zip(one.blocks, reference.examples, strict=True)]
+        found = difference(by_blocks(*given), one.expected[0], one.tolerances[0])
+        assert found.wrong == 0, (one.name, found)
+        assert one.tolerances[0].honest <= 0.05 * float(one.expected[0].abs().max())
 
 
 # Chunked linear attention with decay, as far as it matters: a sum of decays inside of exp, cast to float inside.

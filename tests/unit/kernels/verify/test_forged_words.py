@@ -312,4 +312,4 @@ def test_without_seals_an_arena_can_be_cut(evaluate: Evaluate, monkeypatch: pyte
     """
     assert evaluate(candidate(able)).verdict.fault is Fault.OK
     monkeypatch.setattr(sessions, "seal_size", lambda fd: None)
-    assert evaluate(candidate(able)).verdict.message == "another size"
+    assert evaluate(candidate(able)).verdict.message.startswith("another size")

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.verify import Bench, bench_options
+from kbrl_async.kernels.verify import Bench, bench_options, wire
 from kbrl_async.kernels.verify.known import Asked, Held, Recent, Sizes
 from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.session import Outcome, Session
 from protocols.records import BenchReport, Candidate, Fault, Problem
 from tests.candidates import affine, elementwise
 
@@ -136,3 +138,50 @@ def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fa
     with contextlib.closing(Bench(zygote, options)) as bench:
         found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + LATE, "torch"), {}, timing=False).verdict
     assert found.fault is fault, found
+
+
+def test_what_others_plan_with_is_given_back_and_asked_for_again(
+    bench: Bench,
+    memory: Memory,
+    compile_raw: Callable[[str], dict[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory(1000 * SIZE)
+    asked: list[int] = []
+
+    def refuse(size: int) -> bool:
+        asked.append(size)
+        return False
+
+    monkeypatch.setattr(Reference, "device_bytes", 5)
+    monkeypatch.setattr(bench._device, "may_use", refuse)
+    monkeypatch.setattr(bench._device, "rest", lambda kept: True)
+    judge(bench, RIGHT, compile_raw)
+    first = next(iter(bench._references._kept.values()))
+    assert first.needed == Sizes(SIZE, SIZE).kept(4, 3)
+    assert judge(bench, RIGHT, compile_raw).verdict.fault is Fault.OK
+    assert asked == [first.needed]
+    assert next(iter(bench._references._kept.values())) is not first, "others had the memory: it is made anew"
+    monkeypatch.setattr(bench._device, "rest", lambda kept: not kept)
+    judge(bench, RIGHT, compile_raw)
+    assert bench.references_kept == 0
+
+
+def test_what_was_given_back_is_there_again_before_it_is_read_once_more(
+    bench: Bench, memory: Memory, compile_raw: Callable[[str], dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a child's outputs are gone then, and asking for them again found none."""
+    done: list[str] = []
+    call = Session.call
+
+    def noted(self: Session, op: int, *rest: Any) -> Outcome:
+        done.append({wire.OP_RUN: "run", wire.OP_EMPTY: "read"}.get(op, ""))
+        return call(self, op, *rest)
+
+    memory(20 * SIZE)
+    monkeypatch.setattr(Session, "again", lambda self, op, slot, metas, limit: self.call(op, slot, limit).tensors)
+    monkeypatch.setattr(Session, "call", noted)
+    monkeypatch.setattr(Reference, "_forget_outputs", lambda self: done.append("gone"))
+    bench._references.get(PROBLEM)
+    read = done.index("read")
+    assert done[read - 2 : read] == ["gone", "run"]

@@ -111,7 +111,7 @@ class Host:
     def __init__(self, size: int) -> None:
         raw = torch.zeros(size, dtype=torch.uint8)
         self._arena = SimpleNamespace(raw=raw, size=size, view=self._view)
-        self.work = lambda raw, slot: None
+        self.work: Callable[[torch.Tensor, int], object] = lambda raw, slot: None
         self.orders: list[Any] = []
 
     def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
@@ -139,13 +139,13 @@ class Host:
 
 
 def session(
-    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096
+    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096, **more: bool
 ) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
     forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
     plan = Recording(forwards, list(image), size)
-    made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
+    made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3), **more)  # type: ignore[arg-type]
     return made, host
 
 
@@ -186,6 +186,33 @@ def test_an_output_in_memory_that_lasts_is_overwritten() -> None:
     made, _ = session([1024, 1088, 1152], ((1024, 1040),))
     with pytest.raises(CandidateFault, match="overwritten"):
         made.call(wire.OP_RUN, 0, 1.0)
+
+
+@pytest.mark.parametrize(("outputs", "image"), [([1024, 1024, 1024], ()), ([1024, 1088, 1152], ((1024, 1168),))])
+def test_where_outputs_may_be_kept_one_buffer_serves_all_calls(
+    outputs: list[int], image: Sequence[tuple[int, int]]
+) -> None:
+    made, host = session(outputs, image, may_keep=True)
+    assert made.is_kept
+
+    def work(raw: torch.Tensor, slot: int) -> None:
+        raw[outputs[slot] : outputs[slot] + 16].view(torch.float32)[:] = 2 * made.slots[slot][0]
+
+    host.work = work
+    for slot, value in enumerate((1.0, 2.0, 3.0)):
+        made.slots[slot][0].fill_(value)
+        found = made.read(made.call(wire.OP_RUN, slot, 1.0).tensors[0])
+        assert found.tolist() == [2 * value] * 4
+    host.work = lambda raw, slot: None
+    assert made.read(made.call(wire.OP_RUN, 0, 1.0).tensors[0]).tolist() != [2.0] * 4, "an old result is none"
+    host._arena.raw[1024:1040] = 9
+    made.poison(1)
+    assert not host._arena.raw[1024:1040].eq(9).any()
+
+
+def test_outputs_apart_are_no_kept_ones() -> None:
+    made, _ = session([1024, 1088, 1152], may_keep=True)
+    assert not made.is_kept
 
 
 def doubled(*slots: int) -> Callable[[torch.Tensor, int], None]:
@@ -243,8 +270,33 @@ def test_timed_slots_come_in_an_order_that_changes() -> None:
     made.capture(12, 1.0)
     for _ in range(20):
         made.replay(1, 1.0)
-    assert len({order.slots for order in host.orders}) > 1
-    assert all(sorted(order.slots) == list(range(12)) for order in host.orders)
+    timed = [order for order in host.orders if order.times]
+    assert len({order.slots for order in timed}) > 1
+    assert all(sorted(order.slots) == list(range(12)) for order in timed)
+
+
+def test_graphs_of_timed_runs_are_made_when_they_are_captured_and_once() -> None:
+    made, host = session([256 * (4 + slot) for slot in range(12)], slots=12)
+    for _ in range(2):
+        made.capture(12, 1.0)
+    prepared = {order.slots for order in host.orders if not order.times}
+    assert len(prepared) == len(host.orders)
+    for _ in range(9):
+        made.replay(1, 1.0)
+        made.leaves_out(1.0)
+    assert {order.slots for order in host.orders} == prepared
+
+
+def test_before_a_timed_run_outputs_of_slots_that_are_not_in_it_stay() -> None:
+    made, host = session([1024, 1088, 1152], ((512, 528),))
+    host._arena.raw.fill_(9)
+    made.poison(2)
+    raw = host._arena.raw
+    assert raw[1152:1168].eq(9).all()
+    assert raw[:16].eq(9).all()
+    assert raw[512:528].eq(0).all()
+    assert raw[528:1152].eq(0x7F).all()
+    assert raw[1168:].eq(0x7F).all()
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

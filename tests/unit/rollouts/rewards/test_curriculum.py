@@ -61,6 +61,21 @@ def test_problems_that_are_solved_half_of_the_time_come_more_often() -> None:
     assert counts["L1/2"] > 3 * max(counts["L1/0"], counts["L1/1"])
 
 
+def test_a_failure_of_long_ago_is_asked_again_once_the_others_are_solved() -> None:
+    made = curriculum("learnable")
+    for _ in range(60):
+        made.observe("L1/0", 0, correct=False)
+    for _ in range(40):
+        made.batch_trained(BatchRates(1.0, 0.5))
+        made.observe("L1/1", 0, correct=True)
+        made.observe("L1/2", 0, correct=False)
+    assert made.weights()[0] > 0.9
+    assert made.weights()[2] < 0.3
+    restored = curriculum("learnable")
+    restored.restore(made.state())
+    assert restored.weights() == made.weights()
+
+
 def test_success_counts_all_turns_of_a_rollout() -> None:
     made = curriculum()
     for _ in range(80):

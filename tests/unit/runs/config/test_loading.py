@@ -311,7 +311,7 @@ def test_every_key_is_documented_in_one_line() -> None:
 def test_leases_are_given_by_stage() -> None:
     leases = load(overrides=["broker.lease_bench_s=7"]).broker.leases
     assert leases["bench"] == 7
-    assert set(leases) == {"generate", "compile", "bench", "score", "train", "trained"}
+    assert set(leases) == {"generate", "compile", "verify", "bench", "score", "train", "trained"}
 
 
 def test_reward_weights_are_those_that_were_given() -> None:

@@ -46,6 +46,20 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     assert sorted(ids) == [str(i) for i in range(8)]
 
 
+@pytest.mark.parametrize(("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("split", "4")])
+def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placement: str, gpu: str) -> None:
+    config = load(
+        overrides=[f"placement={placement}", "processes.verifier=3", "timing_bench.shares_with=[timing_bench]"]
+    )
+    at = {visible_to(config, f"verifier.{number}", H100)["CUDA_VISIBLE_DEVICES"] for number in (1, 2, 3)}
+    bench = visible_to(config, "timing_bench.1", H100)["CUDA_VISIBLE_DEVICES"]
+    assert at == {gpu}
+    assert (bench == gpu) is (placement == "one_gpu")
+    assert misfit(config, H100) == ""
+    if placement == "split":
+        assert misfit(config, H100[:4]).endswith("+ 1 for verifiers), and this machine has 4")
+
+
 def test_each_process_of_a_learner_gets_a_gpu_of_its_own_in_a_split() -> None:
     words = ["placement=split", "learner.processes=3", "processes.sampler=2", "processes.timing_bench=2"]
     got = seen(*words)

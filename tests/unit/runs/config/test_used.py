@@ -113,7 +113,6 @@ OTHERWISE: Mapping[str, str] = {
     "compare_page.window": DRAWN,
     "Series.window": DRAWN,
     "linear.steps": DRAWN,
-    "Order.temperature": "the wire between ranks, whose orders say it where it counts",
     "load_model.lora_rank": AS_IT_IS,
     "load_model.base_quantisation": AS_IT_IS,
     "submit.max_staleness": "-1 on the wire: may be of any age",

@@ -103,6 +103,13 @@ def test_heldout_problems_are_shown_before_and_after() -> None:
     assert built([])["heldout_correct_rate_before"] is None
 
 
+def test_that_one_of_eight_answers_to_a_heldout_problem_is_right_is_told() -> None:
+    made = built([], heldout_before=[wrong()] * 7, heldout_after=[wrong()] * 15 + [kernel("p", 3.0, 2.0)])
+    assert made["heldout_pass_at_8_before"] is None, "no problem has eight answers"
+    assert made["heldout_pass_at_8_after"] == pytest.approx(0.5)
+    assert "pass_at_8" in printed(made)
+
+
 def test_shares_of_heldout_answers_come_with_their_intervals() -> None:
     made = built([], heldout_before=[wrong()] * 48, heldout_after=[wrong()] * 41 + [kernel("h", 3.0, 2.0)] * 7)
     assert made["heldout_correct_rate_before_95"] == pytest.approx((0.0, 0.0741), abs=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kbrl_async.rollouts.stats import RolloutStats
@@ -40,6 +41,12 @@ def test_speedups_are_those_of_correct_kernels_only() -> None:
     cheating_fast = RolloutStats(problem_id="x", level=1, reward=0, speedup=100.0)
     values = training_metrics.scalars([*ALL, cheating_fast])
     assert (values["batch/speedup_mean"], values["batch/speedup_max"]) == pytest.approx((2.4, 4.0))
+
+
+def test_workloads_are_counted_where_a_problem_has_several() -> None:
+    several = [msgspec.structs.replace(BROKEN, workload_share=share) for share in (1.0, 0.5)]
+    assert training_metrics.outcome_rates([*several, BROKEN])["workload_rate"] == 0.75
+    assert "workload_rate" not in training_metrics.outcome_rates([BROKEN])
 
 
 def test_without_a_correct_kernel_there_is_no_speedup() -> None:

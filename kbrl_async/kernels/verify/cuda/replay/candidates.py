@@ -38,8 +38,9 @@ _SECONDS = 32
 """Candidates that the second recorder serves: only those with something against them come to it."""
 _READY = 2
 """Recorders that wait: a candidate that is recorded alone needs one, and what is in doubt another."""
-_TIMES = 3
-"""Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs."""
+_LEAST_TIMES, _TIMES = 2, 3
+"""Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs: without
+which nothing can be recorded, and enough for most."""
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -97,8 +98,9 @@ class Replays:
         deadline_s: float,
         rng: random.Random,
         is_alone: bool,
+        may_keep: bool = False,
     ) -> ReplaySession:
-        """`is_alone`: recorded and replayed by processes that have served nobody else.
+        """`is_alone`: recorded and replayed by processes that have served nobody else. `may_keep`: see `ReplaySession`.
 
         :raises Unreplayable: it has to be judged another way.
         """
@@ -111,7 +113,10 @@ class Replays:
             raise Unreplayable(str(refusal)) from refusal
         slots = reference.plan.slots
         placed, start = place_inputs(reference.examples, slots, rng)
-        recorders = self._recorders_for(start + _TIMES * reference.slot_bytes * slots + reference.weights_bytes)
+        once = reference.slot_bytes * slots
+        recorders = self._recorders_for(
+            start + reference.weights_bytes + _LEAST_TIMES * once, (_TIMES - _LEAST_TIMES) * once
+        )
         if is_alone:
             recorders.forget()
             self._host.renew()
@@ -131,7 +136,8 @@ class Replays:
             raise Unreplayable(recording.refused)
         try:
             with span("loaded"):
-                session = ReplaySession(self._host, recording, built, placed, recorders.arena, rng, self.is_shared)
+                given = self._host, recording, built, placed, recorders.arena, rng
+                session = ReplaySession(*given, self.is_shared, may_keep)
         except CudaError as error:
             raise Unreplayable(f"there is no memory to replay it in ({error})") from error
         self._last = msgspec.structs.replace(self._last, image=session.image)
@@ -219,12 +225,16 @@ class Replays:
         except InfraError as error:
             raise Unreplayable("the process that replays it ended") from error
 
-    def _recorders_for(self, size: int) -> Recorders:
-        """:raises Unreplayable: so much memory is not to be had."""
-        wanted = max(_LEAST_BYTES, values.padded(size + _BESIDE, _LEAST_BYTES))
+    def _recorders_for(self, size: int, more: int) -> Recorders:
+        """`more`: bytes that are good to have.
+
+        :raises Unreplayable: so much memory is not to be had.
+        """
+        least, wanted = (values.padded(one + _BESIDE, _LEAST_BYTES) for one in (size, size + more))
         total = self._memory_share * torch.cuda.get_device_properties(torch.device(self._device)).total_memory
-        if wanted > _MOST_SHARE * total and wanted > _LEAST_BYTES:
+        if least > _MOST_SHARE * total and least > _LEAST_BYTES:
             raise Unreplayable("its inputs take too much memory to be held twice more")
+        wanted = max(least, min(wanted, int(_MOST_SHARE * total) // _LEAST_BYTES * _LEAST_BYTES))
         known = self._recorders
         if known is not None and self._generation == self._zygote.generation and wanted <= known.arena.size:
             return known

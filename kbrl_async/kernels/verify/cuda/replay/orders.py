@@ -36,7 +36,7 @@ class Run(msgspec.Struct, frozen=True, tag="run"):
 
 
 class Time(msgspec.Struct, frozen=True, tag="time"):
-    """Forwards over these slots in this order behind one flush, `times` over."""
+    """Forwards over these slots in this order behind one flush, `times` over; 0: their graph is made, and not run."""
 
     slots: tuple[int, ...]
     times: int = 1

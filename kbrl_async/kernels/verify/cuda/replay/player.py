@@ -119,6 +119,9 @@ class Player:
             program.warm_up(order.slot)
         elif isinstance(order, orders.Run):
             program.run(order.slot, order.is_muted)
+        elif not order.times:
+            program.prepare(order.slots, order.is_muted)
+            return orders.Times(0.0)
         else:
             times = (program.time(order.slots, order.is_muted) for _ in range(order.times))
             return orders.Times(sum(times) if order.slots else min(times))

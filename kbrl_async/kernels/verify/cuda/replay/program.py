@@ -35,7 +35,6 @@ from kbrl_async.kernels.verify.cuda.replay.steps import (
 )
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Node, Operator, Recording
 
-_EMPTY_RUNS = 5
 _ELF = b"\x7fELF"
 
 
@@ -134,17 +133,19 @@ class Program:
 
     def time(self, slots: tuple[int, ...], is_muted: bool = False) -> float:
         """Nanoseconds of forwards over these slots, one after the other behind one flush."""
-        key = slots, is_muted
-        if key not in self._chains:
-            self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+        chain = self.prepare(slots, is_muted)
         self._restore_variables()
         self._driver.call("cuCtxResetPersistingL2Cache")
-        self._driver.call("cuGraphLaunch", self._chains[key], self._stream.cuda_stream)
+        self._driver.call("cuGraphLaunch", chain, self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
         return self._driver.elapsed_ns(*self._events)
 
-    def empty(self) -> float:
-        return min(self.time(()) for _ in range(_EMPTY_RUNS))
+    def prepare(self, slots: tuple[int, ...], is_muted: bool = False) -> int:
+        """The graph that `time` launches."""
+        key = slots, is_muted
+        if key not in self._chains:
+            self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+        return self._chains[key]
 
     def _chain(self, graphs: list[int]) -> int:
         driver, (begin, end) = self._driver, self._events

@@ -15,6 +15,7 @@ calls.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import random
 import time
@@ -42,12 +43,10 @@ POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
 _LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
-_ORDERS = 3
+_ORDERS = 2
 _SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
 _TELLS_NS = 1e6
-_WITNESSES = 2
-"""Other slots that are looked at after a call."""
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
 _STRAY = "forward writes to memory that is neither its output nor its own: an index or a pointer is wrong"
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
@@ -93,18 +92,24 @@ class ReplaySession:
         recorded_in: DeviceArena,
         rng: random.Random,
         is_shared: bool = False,
+        may_keep: bool = False,
     ) -> None:
+        """`may_keep`: one buffer may hold the outputs of several calls, each until the next."""
         self.is_shared = is_shared
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
         self.kernels = _count(recording.forwards[0])
+        self.plan = _digest(recording.forwards[0])
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
         self._rest = complement(taken, recording.used)
+        self._taken = taken
         self._orders: list[tuple[int, ...]] = []
-        self._spare_order: tuple[int, ...] = ()
+        self._lacking: list[tuple[int, ...]] = []
+        """As timed as the others, but without one of the slots."""
+        self._captured = 0
         self._is_new = True
         self.is_proven = False
         self.forward_ns = math.inf
@@ -112,7 +117,9 @@ class ReplaySession:
         self._see()
         self._has_operators = host.load(images, recording)
         self._is_warm = not self._has_operators
-        self.fault: CandidateFault | None = self._shared_outputs()
+        found = self._shared_outputs()
+        self.is_kept = may_keep and found is not None
+        self.fault: CandidateFault | None = None if may_keep else found
         """What is wrong with it before it is called."""
 
     @property
@@ -126,8 +133,9 @@ class ReplaySession:
         return list(self._image)
 
     def close(self) -> None:
-        for held in (self.slots, self._image, self._large, self._small, self._stamps, self._seen, self._restored):
+        for held in (self.slots, self._image, self._seen, self._restored):
             held.clear()
+        self._poisoned.clear()
         self._host.unload()
 
     def attach(
@@ -148,9 +156,7 @@ class ReplaySession:
     def _see(self) -> None:
         raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
-        self._large = [raw[begin:end] for begin, end in self._rest if end - begin > _SMALL]
-        self._small = [raw[begin:end] for begin, end in self._rest if end - begin <= _SMALL]
-        self._stamps = [_stamp(raw.device)[: stretch.numel()] for stretch in self._small]
+        self._poisoned: dict[int | None, _Stretches] = {None: _Stretches(raw, self._rest)}
         self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
@@ -165,12 +171,17 @@ class ReplaySession:
 
     # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def poison(self) -> None:
-        """Before a run: nothing of an earlier one is left."""
-        for stretch in self._large:
-            stretch.fill_(POISON)
-        if self._small:
-            torch._foreach_copy_(self._small, self._stamps)
+    def poison(self, slots: int | None = None) -> None:
+        """Before a run: nothing of an earlier one is left. `slots`: only those up to this number run, outputs of others
+        stay as they are.
+        """
+        if self.is_kept:
+            slots = None  # outputs of others are this one's, too
+        if slots not in self._poisoned:
+            others = [span(meta) for slot in self._outputs[slots:] for meta in slot]
+            rest = complement([*self._taken, *others], self._recording.used)
+            self._poisoned[slots] = _Stretches(self._arena.raw, rest)
+        self._poisoned[slots].poison()
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
 
@@ -182,8 +193,8 @@ class ReplaySession:
             return Outcome(0, 0, 0, ["V", None], [])
         elapsed = self.run(slot, deadline_s)
         others = [other for other in range(len(self.slots)) if other != slot]
-        for other in self._rng.sample(others, min(_WITNESSES, len(others))):
-            self._refuse_writing(slot, other, deadline_s)
+        if others and not self.is_kept:  # a secret one: whoever writes to all is found at once, and there are ten calls
+            self._refuse_writing(slot, self._rng.choice(others), deadline_s)
         return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
     def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
@@ -242,13 +253,19 @@ class ReplaySession:
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured:
-        """Secret orders of the first `count` slots, one of them without a slot."""
-        order = list(range(count))
-        self._orders = []
-        for _ in range(_ORDERS if count > 1 else 1):
-            self._rng.shuffle(order)
-            self._orders.append(tuple(order))
+        """Secret orders of the first `count` slots, and one without a slot. Their graphs are made now: later others
+        stand still.
+        """
+        if count != self._captured:
+            self._captured = count
+            self._orders = [self._shuffled(count) for _ in range(_ORDERS if count > 1 else 1)]
+            self._lacking = [self._shuffled(count)[1:] for _ in range(_ORDERS if count > 1 else 0)]
+            for order in {*self._orders, *self._lacking}:
+                self._host.timed(orders.Time(order, 0), deadline_s)
         return wire.Captured(0, {name: count for name, (count, _) in self.kernels.items()})
+
+    def _shuffled(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.sample(range(count), count))
 
     def replay(self, times: int, deadline_s: float) -> Sample:
         """Over the slots of `capture`, `times` over; the cost of two events where that is 0."""
@@ -260,15 +277,13 @@ class ReplaySession:
         return Sample(elapsed, wall) if times else Sample(0.0, wall, elapsed)
 
     def leaves_out(self, deadline_s: float) -> None:
-        """A timed run that looks like any other, but one slot is not in it: its outputs must stay poison."""
-        whole = self._rng.choice(self._orders)
-        if len(whole) < 2:
-            return
-        missing = self._rng.choice(whole)
-        self.poison()
-        torch.cuda.synchronize()
-        self._host.timed(orders.Time(tuple(slot for slot in whole if slot != missing)), deadline_s)
-        self._refuse_writing(next(slot for slot in whole if slot != missing), missing, deadline_s)
+        """Timed runs that look like any other, but one slot is not in them: its outputs must stay poison."""
+        for order in self._lacking:
+            missing = next(slot for slot in range(self._captured) if slot not in order)
+            self.poison(self._captured)
+            torch.cuda.synchronize()
+            self._host.timed(orders.Time(order), deadline_s)
+            self._refuse_writing(order[0], missing, deadline_s)
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         slots = self._seen[first:end]
@@ -300,13 +315,13 @@ class ReplaySession:
         nothing = self._host.timed(orders.Time(()), deadline_s)
         whole = self._least(False, deadline_s)
         try:
-            self.run(0, deadline_s, is_muted=True)
+            self.poison()
             left = self._least(True, deadline_s)
             self.run(0, deadline_s, is_muted=True)
         except CandidateFault:  # an operator faults on poison: it needs what own kernels make
             self._arena = self._host.revive()
             self._see()
-            self._is_warm = not self._has_operators
+            self._is_warm, self._captured = not self._has_operators, 0
             self.poison()
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
@@ -326,6 +341,22 @@ class ReplaySession:
                     if is_answer(self._arena.view(_plain(meta))):
                         return allowed.base_of(node.name)
         return ""
+
+
+class _Stretches:
+    """Memory that is poisoned together."""
+
+    def __init__(self, raw: torch.Tensor, spans: Iterable[Span]) -> None:
+        parts = [raw[begin:end] for begin, end in spans]
+        self._large = [part for part in parts if part.numel() > _SMALL]
+        self._small = [part for part in parts if part.numel() <= _SMALL]
+        self._stamps = [_stamp(raw.device)[: part.numel()] for part in self._small]
+
+    def poison(self) -> None:
+        for part in self._large:
+            part.fill_(POISON)
+        if self._small:
+            torch._foreach_copy_(self._small, self._stamps)
 
 
 @functools.cache
@@ -376,6 +407,18 @@ def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
     own = Counter(node.name for node in forward.nodes if isinstance(node, Kernel))
     library = Counter(_name(node) for node in forward.nodes if not isinstance(node, Kernel))
     return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
+
+
+def _digest(forward: Forward) -> str:
+    """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
+    return hashlib.sha256(repr([_told(node) for node in forward.nodes]).encode()).hexdigest()
+
+
+def _told(node: Any) -> tuple[object, ...]:
+    if isinstance(node, Kernel):
+        return node.artifact, node.name
+    tensors = (*node.tensors, *node.results) if isinstance(node, Operator) else ()
+    return _name(node), [(meta.dtype, tuple(meta.shape)) for meta in tensors]
 
 
 def _name(node: Any) -> str:

@@ -220,6 +220,51 @@ def test_a_kernel_that_only_turns_the_librarys_answer_round_is_a_decoy(
     assert is_replayed(judged())
 
 
+LOSS = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, y):
+        return nn.functional.mse_loss(x, y)
+
+def get_inputs():
+    return [torch.randn(64, 32), torch.randn(64, 32)]
+
+def get_init_inputs():
+    return []
+"""
+ONE = "void f(const float *x, float *y) { y[0] = x[0]; }"
+SQUARES = "void f(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i] * x[i]; }"
+OF_LOSS = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = c_kernel({source!r}, "f")
+
+    def forward(self, x, y):
+        {body}
+"""
+
+
+@row("wraps the library, try/except fallback, decoy kernel")
+def test_a_kernel_that_only_copies_a_loss_is_a_decoy_and_one_that_makes_its_parts_is_none(
+    replaying: Bench, compile_raw: Callable[[str], dict[str, Path]]
+) -> None:
+    def judged(source: str, body: str) -> Verdict:
+        text = OF_LOSS.format(source=source, body="\n        ".join(body.splitlines()))
+        return replaying.evaluate(Problem("L1/94", 1, "mse", LOSS), Candidate(text, "c"), compile_raw(source)).verdict
+
+    copied = "a = nn.functional.mse_loss(x, y)\nb = torch.empty_like(a)\nself.f(a, b)\nreturn b"
+    assert caught(judged(ONE, copied), "decoy_kernel")
+    parts = "d = x - y\ns = torch.empty_like(d)\nself.f(d, s, d.numel())\nreturn s.mean()"
+    assert is_replayed(judged(SQUARES, parts))
+
+
 @row("wraps the library, try/except fallback, decoy kernel")
 def test_a_library_call_is_in_the_recording_whatever_python_does_when_kernels_are_off(
     run: Run, replaying: Bench

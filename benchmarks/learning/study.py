@@ -1,0 +1,83 @@
+"""Runs and evaluations that a study is made of, and what their answers say."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import CORES, bootstrap, kbrl, rows_of, say, summary_of
+from kbrl_async.kernels.problems import load_suite
+from kbrl_async.runs import origins
+from kbrl_async.runs.config import load
+
+Answers = dict[str, list[int]]
+"""By problem: of each rollout the first turn that was correct, `NEVER` where none was."""
+NEVER = 1000
+
+
+class Study:
+    """Runs and their evaluations in a folder, each made once; several beside each other, on cores of their own."""
+
+    def __init__(self, folder: Path, jobs: int = 1) -> None:
+        self.folder = folder.resolve()
+        (self.folder / "printed").mkdir(parents=True, exist_ok=True)
+        self.where = [f"log_path={self.folder}", f"cache_path={self.folder / 'cache'}"]
+        self.cores_each = max(1, len(CORES) // jobs)
+        self._free: queue.Queue[list[int]] = queue.Queue()
+        for job in range(jobs):
+            self._free.put(CORES[job * self.cores_each : (job + 1) * self.cores_each] or CORES)
+
+    def make_policy(self, *sources: Path, settings: Sequence[str] = ()) -> Path:
+        config = load(sources, [*self.where, *settings])
+        return Path(origins.base_model(config, lambda what, share: say(f"{what} {share:.0%}")))
+
+    def train(self, name: str, config: Path, *settings: str) -> Path:
+        if not summary_of(self.folder / name):
+            self._kbrl(name, "train", "--config", config, *settings)
+        return self.folder / name
+
+    def evaluate(self, name: str, *words: object) -> Answers:
+        """By `kbrl eval`."""
+        found = self.evaluation(name)
+        if not (found / "evaluation.json").exists():
+            self._kbrl(name, "eval", *words)
+        first: dict[tuple[str, str], int] = {}
+        for row in rows_of(found):
+            key = (row.problem_id, row.rollout_id)
+            first[key] = min(first.get(key, NEVER), row.turn if row.correct else NEVER)
+        answers: Answers = defaultdict(list)
+        for (problem, _), turn in sorted(first.items()):
+            answers[problem].append(turn)
+        return answers
+
+    def evaluation(self, name: str) -> Path:
+        return self.folder / "evals" / name
+
+    def _kbrl(self, name: str, *words: object) -> None:
+        mine = self._free.get()
+        try:
+            kbrl(*words, *self.where, f"name={name}", log=self.folder / "printed" / f"{name}.log", cores=mine)
+        finally:
+            self._free.put(mine)
+
+
+def splits(level: int = 0) -> dict[str, list[str]]:
+    """Problems of each split, of one level or all."""
+    problems = {split: load_suite(split=split) for split in ("train", "heldout")}
+    return {split: sorted(p.problem_id for p in of if level in (0, p.level)) for split, of in problems.items()}
+
+
+def share(answers: Sequence[Answers], problems: Sequence[str], turns: int = NEVER) -> float:
+    """Rollouts with a correct turn among the first so many; problems weigh alike."""
+    shares = [np.mean([turn < turns for turn in of[p]]) for of in answers for p in problems if p in of]
+    return float(np.mean(shares))
+
+
+def gain(answers: Sequence[Answers], anchor: Sequence[Answers], problems: Sequence[str]) -> dict[str, float]:
+    """Share of correct rollouts over the anchor's, with a 95 % interval: bootstrap over problems, each the mean of its
+    seeds."""
+    return bootstrap([share(answers, [p]) - share(anchor, [p]) for p in problems])

@@ -1,0 +1,206 @@
+"""Updates of a policy that several GPUs share out, at the shape of a real model. `torchrun … -m benchmarks.sharded`"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Commands, Result, say
+from kbrl_async.learning import checkpoints, efficiency
+from kbrl_async.learning.distributed import ProcessGroup
+from kbrl_async.learning.policies.models import wrap_lora
+from kbrl_async.learning.policies.streaming import Drawn, skeleton
+from kbrl_async.learning.settings import Learner
+from kbrl_async.learning.sharded import ShardedModel
+from kbrl_async.learning.trainer import Trainer
+from kbrl_async.runs.config import Config
+from protocols.records import TrainGroup, TrainSample
+
+commands = Commands("sharded", __doc__)
+NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(NAMES, values, strict=True))
+    for name, values in {
+        "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False),
+        "qwen2.5-1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True),
+        "qwen3-4b": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True),
+        "qwen3-32b": ("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False),
+        "tiny": ("qwen3", 64, 160, 2, 4, 2, 16, 512, False),
+    }.items()
+}
+NOMINAL = 989e12
+"""FLOP/s of an H100 or H200 in bf16, as its maker says."""
+
+
+@commands
+def updates(
+    shape: Annotated[str, "one of SHAPES"] = "tiny",
+    lora_rank: Annotated[int, "0: all weights are trained"] = 0,
+    lengths: Annotated[str, "tokens of a sequence, by comma"] = "256",
+    sequences: Annotated[int, "of an update, for each rank"] = 2,
+    count: Annotated[int, "updates of each length; the first is not counted"] = 3,
+    masters: Literal["float32", "bfloat16"] = "float32",
+    offload: bool = False,
+    checkpoint: Annotated[str, "a folder to write a checkpoint into, and to read it again"] = "",
+    publish: Annotated[bool, "gather all trained weights at rank 0, too"] = False,
+) -> Result:
+    """Tokens/s, model-FLOP utilisation and peak memory of whole updates by FSDP2, every rank with random weights.
+
+    All that an update does is counted: what travels to the ranks, forward, loss, backward with each layer computed
+    again, clipping, AdamW. FLOPs are those of the model: nothing computed twice, causal attention, the head at scored
+    tokens.
+    """
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    ranks = ProcessGroup(device)
+    each = [int(length) for length in lengths.split(",")]
+    built = time.perf_counter()
+    trainer = _trainer(shape, lora_rank, min(each), masters, offload, ranks)
+    found: Result = {"shape": shape, "lora_rank": lora_rank, "ranks": ranks.size, "masters": masters}
+    found |= {"offload": offload, "build_s": time.perf_counter() - built}
+    if ranks.rank:
+        trainer.follow()
+        trainer.close()
+        sys.exit(0)
+    peak = efficiency.measured_peak(device, device.type == "cuda")
+    _say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
+    for length in each:
+        found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
+        _say(str(length), one)
+    if publish:
+        found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
+        _say("gathered", {"s": found["gather_s"]})
+    if checkpoint:
+        found |= _checkpointed(trainer, Path(checkpoint))
+    trainer.close()
+    return found
+
+
+def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
+    on_gpu = ranks.device.type == "cuda"
+    arithmetic = torch.bfloat16 if on_gpu else torch.float32
+    held = arithmetic if lora_rank or masters == "bfloat16" else torch.float32
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**SHAPES[shape], "max_position_embeddings": 40960, "rope_theta": 1e6}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        model = skeleton(folder, held)
+    if lora_rank:
+        model = wrap_lora(model, lora_rank)
+    sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=Drawn())
+    learner = Learner(
+        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=budget, shard=True,
+        processes=max(2, ranks.size),
+    )  # fmt: skip
+    settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)
+    return Trainer(model, settings, ranks.device, process_group=ranks, sharded=sharded)
+
+
+def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: int, peak: float) -> Result:
+    groups = _group(shape, length, sequences)
+    if trainer.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    took, last = [], dict[str, float]()
+    for _ in range(count):
+        began = time.perf_counter()
+        last = trainer.step(groups, 1.0)  # ends with the gradient's norm on the host
+        took.append(time.perf_counter() - began)
+    best = min(took[1:] or took)
+    tokens = length * sequences
+    assert trainer.process_group is not None
+    flops = _flops_per_token(trainer, length) * tokens / best / trainer.process_group.size
+    return {
+        "tokens_per_s": tokens / best,
+        "mfu": flops / peak,
+        "mfu_of_989": flops / NOMINAL,
+        "peak_gb": efficiency.peak_memory_mb(trainer.device) / 1e3 * 1.048576,
+        "steps_s": took,
+        "loss": last["loss"],
+        "grad_norm": last["grad_norm"],
+    }
+
+
+def _flops_per_token(trainer: Trainer, length: int) -> float:
+    """6 a trained weight of the layers and 4 a frozen one, causal attention, the head at the scored three quarters."""
+    config: Any = trainer.model.config
+    layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
+    trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
+    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
+    vocabulary: int = config.vocab_size * config.hidden_size
+    head = (4 if frozen else 6) * 0.75 * vocabulary
+    return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
+
+
+def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = SHAPES[shape]["vocab_size"]
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+
+    prompt, guess = tokens(length // 4), [-math.log(vocabulary)] * (length - length // 4)
+    samples = [
+        TrainSample(f"g.r{i}", prompt, tokens(len(guess)), guess, 1.0 if i % 2 else -1.0, 0.0, 0)
+        for i in range(sequences)
+    ]
+    return [TrainGroup("g", "p", 1, samples)]
+
+
+def _checkpointed(trainer: Trainer, folder: Path) -> Result:
+    """Seconds that training stands still for a checkpoint, that it takes in all, and to read it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "step-000000").mkdir(parents=True)  # so that this one is not the first, which is waited for
+    (folder / "step-000000" / "COMPLETE").touch()
+    progress = checkpoints.Progress(version=1)
+    began = time.perf_counter()
+    still = _timed(lambda: checkpoints.save(folder, trainer, progress, keep_checkpoints=1))
+    trainer.settle()
+    written = time.perf_counter() - began
+    size = sum(path.stat().st_size for path in (folder / "step-000001").iterdir()) / 1e9
+    read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
+    shutil.rmtree(folder)
+    found = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
+    _say("checkpoint", found)
+    return found
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+
+
+def _say(what: str, found: Result) -> None:
+    say(f"{what}: " + ", ".join(f"{name} {_short(value)}" for name, value in found.items()))
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    try:
+        commands.main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

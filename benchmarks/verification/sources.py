@@ -1,0 +1,274 @@
+"""Problems of a source on the bench: a lazy honest kernel is accepted, and a copy of the library's answer refused.
+
+Both are made of the problem's own text, so that any problem can be asked without a kernel written for it.
+
+::
+
+    lazy   Model with its largest input brought to memory of its own by an own kernel     ─▶ accepted
+    decoy  Model, and an own kernel that copies what the library computed                 ─▶ decoy_kernel
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import multiprocessing as mp
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import CORES, Result, say
+from kbrl_async.errors import KbrlError, ProblemError
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
+from kbrl_async.kernels.importing import JOURNAL, Row
+from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
+from protocols.records import Candidate, Fault, Problem
+
+Backend = Literal["c", "triton", "cuda-nvrtc"]
+State = Literal[
+    "as it should", "lazy refused", "decoy accepted", "decoy refused otherwise", "proves nothing", "problem",
+    "too large", "no tensor", "host",
+]  # fmt: skip
+"""`proves nothing`: the verdict itself says that zeros, a constant or an input would be right."""
+DECOYS = ("decoy_kernel", "no_own_kernel")
+_BODY = """
+
+{top}
+
+def own_copy(x, kernel):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    {call}
+    return y
+
+
+class OwnCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.kernel = kernel
+        return own_copy(x, kernel)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return own_copy(grad, ctx.kernel), None
+
+
+class ModelNew(Model):
+    def __init__(self, *args, **words):
+        super().__init__(*args, **words)
+        self.own_kernel = {made}
+
+    def own_copy(self, x):
+        return {copy}(x, self.own_kernel)
+"""
+_LAZY = """
+    def forward(self, *inputs):
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.numel()]
+        chosen = max(tensors, key=lambda x: (x.is_floating_point(), x.numel()))
+        return super().forward(*[self.own_copy(x) if x is chosen else x for x in inputs])
+"""
+_DECOY = """
+    def forward(self, *inputs):
+        found = super().forward(*inputs)
+        if isinstance(found, torch.Tensor):
+            return self.own_copy(found)
+        if isinstance(found, dict):
+            return {name: self.own_copy(x) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+        return type(found)(self.own_copy(x) if isinstance(x, torch.Tensor) else x for x in found)
+"""
+_C = "void own(const char *x, char *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }"
+_TRITON = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def own(x, y, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + place, tl.load(x + place, mask=place < n), mask=place < n)
+
+"""
+_CUDA = (
+    'extern "C" __global__ void own(const unsigned char *x, unsigned char *y, long long n) '
+    "{ long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; if (i < n) y[i] = x[i]; }"
+)
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How a backend copies a tensor: imports, what the constructor keeps, and the call."""
+
+    top: str
+    made: str
+    call: str
+
+
+BYTES = "x.numel() * x.element_size()"
+WAYS: dict[str, Way] = {
+    "c": Way("from kbrl_async.launch import c_kernel\n", f'c_kernel("{_C}", "own")', f"kernel(x, y, {BYTES})"),
+    "triton": Way(_TRITON, "own", "own[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)"),
+    "cuda-nvrtc": Way(
+        "from kbrl_async.launch import cuda_kernel\n",
+        f"cuda_kernel({_CUDA!r}, \"own\")",
+        f"kernel[({BYTES} + 255) // 256, 256](x, y, {BYTES})",
+    ),
+}  # fmt: skip
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict."""
+
+    problem_id: str
+    state: State
+    why: str = ""
+    seconds: float = 0.0
+    trust: str = ""
+
+
+def sources(
+    *folders: Annotated[str, "folders that kbrl problems import wrote, or any source of problems"],
+    backend: Backend = "c",
+    sample: Annotated[int, "problems of each, drawn; 0: all"] = 150,
+    jobs: Annotated[int, "processes, each with cores of its own"] = 1,
+    seconds: Annotated[float, "for all of them; what is left then is not verified"] = 600.0,
+    seed: int = 0,
+    out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
+) -> Result:
+    """`ok` where every problem that could be asked came out as it should."""
+    drawn = [[(folder, problem) for problem in _drawn(folder, backend, sample, seed)] for folder in folders]
+    in_turn = [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
+    found: dict[str, list[Outcome]] = {folder: [] for folder in folders}
+    with (out or Path(os.devnull)).open("wb", buffering=0) as lines:
+        for folder, one in _verified(in_turn, backend, jobs, seconds):
+            found[folder].append(one)
+            lines.write(msgspec.json.encode({"source": folder, **msgspec.to_builtins(one)}) + b"\n")
+            say(f"{one.state:24} {Path(folder).name}/{one.problem_id} {one.why[:140]}")
+    rows = {folder: {**_imported(Path(folder)), **_told(outcomes)} for folder, outcomes in found.items()}
+    _show(rows)
+    return {"ok": not any(row["wrong"] for row in rows.values()), "sources": rows}
+
+
+def made(problem: Problem, backend: Backend, *, lazy: bool) -> Candidate:
+    """Of the problem's own text."""
+    way = WAYS[backend]
+    copy = "OwnCopy.apply" if "BACKWARD" in problem.source else "own_copy"
+    body = _BODY.format(top=way.top, made=way.made, call=way.call, copy=copy)
+    return Candidate(f"{problem.source}{body}{_LAZY if lazy else _DECOY}", backend)
+
+
+def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
+    """Both candidates; whatever a problem is, it is an outcome and no exception."""
+    begun = time.monotonic()
+    try:
+        lazy = verifier.verify(problem, made(problem, backend, lazy=True)).verdict
+        spent = round(time.monotonic() - begun, 2)
+        if lazy.fault is not Fault.OK:
+            state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
+            return Outcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
+        decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
+    except ProblemError as error:
+        return Outcome(problem.problem_id, "too large" if "does not fit" in str(error) else "problem", str(error)[:400])
+    except KbrlError as error:
+        verifier.restart()
+        return Outcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
+    trust = f"{lazy.trust} {lazy.trust_reason}".strip()
+    if decoy.rule in DECOYS:
+        return Outcome(problem.problem_id, "as it should", "", spent, trust)
+    why = f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
+    if decoy.fault is not Fault.OK:
+        return Outcome(problem.problem_id, "decoy refused otherwise", why, spent, trust)
+    is_known = DEGENERATE_NOTE in decoy.evidence
+    return Outcome(problem.problem_id, "proves nothing" if is_known else "decoy accepted", why, spent, trust)
+
+
+def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
+    shapes = "cpu" if choose_device(backend, None) == "cpu" else "gpu"
+    try:
+        problems = load_problems(folder, shapes=shapes)
+    except ProblemError as error:
+        say(f"left out: {error}")
+        return []
+    drawn = random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
+    return sorted(drawn, key=lambda problem: problem.problem_id)
+
+
+def _verified(
+    problems: Sequence[tuple[str, Problem]], backend: Backend, jobs: int, seconds: float
+) -> Iterator[tuple[str, Outcome]]:
+    """As they come, from processes of their own, since each holds one verifier."""
+    until = time.time() + seconds
+    context = mp.get_context("spawn")
+    cores: mp.Queue[tuple[int, ...]] = context.Queue()
+    for number in range(jobs):
+        cores.put(tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],))
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(cores, 1 / jobs)) as pool:
+        asked = {pool.submit(_within, problem, backend, until): folder for folder, problem in problems}
+        for done in as_completed(asked):
+            if (outcome := done.result()) is not None:
+                yield asked[done], outcome
+
+
+_VERIFIER: list[Verifier] = []
+"""Of a worker process."""
+
+
+def _start(cores: mp.Queue[tuple[int, ...]], share: float) -> None:
+    own = cores.get()
+    bench = msgspec.structs.replace(default_bench(own), memory_share=share, deadline_s=30.0)
+    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes * share))
+    options = VerifyOptions(timing=False, cores=own, bench=msgspec.structs.replace(bench, limits=limits))
+    _VERIFIER.append(Verifier(None, options).__enter__())
+    atexit.register(_VERIFIER[0].close)
+
+
+def _within(problem: Problem, backend: Backend, until: float) -> Outcome | None:
+    """None where the time is over."""
+    return judged(problem, backend, _VERIFIER[0]) if time.time() < until else None
+
+
+def _imported(folder: Path) -> Result:
+    """What its import made of the rows; nothing where it is no imported folder."""
+    journal = folder / JOURNAL
+    if not journal.is_file():
+        return {}
+    rows = [msgspec.json.decode(line, type=Row) for line in journal.read_bytes().splitlines()]
+    counted = Counter(row.outcome for row in rows)
+    return {"read": len(rows), "taken": counted["taken"], "untried": counted["taken, not tried"]}
+
+
+def _told(outcomes: Sequence[Outcome]) -> Result:
+    seconds = sorted(one.seconds for one in outcomes if one.seconds)
+    wrong = [one for one in outcomes if one.state in ("lazy refused", "decoy accepted", "decoy refused otherwise")]
+    return {
+        "verified": sum(one.seconds > 0 for one in outcomes),
+        "as_it_should": sum(one.state == "as it should" for one in outcomes),
+        "median_s": median(seconds) if seconds else 0.0,
+        "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
+        "states": dict(Counter(one.state for one in outcomes)),
+        "trust": dict(Counter(one.trust[:100] for one in outcomes if one.trust)),
+        "wrong": [f"{one.problem_id}: {one.state}: {one.why[:200]}" for one in wrong],
+        "not_asked": [
+            f"{o.problem_id}: {o.why[:120]}" for o in outcomes if o.state in ("problem", "too large", "host")
+        ],
+    }
+
+
+def _show(rows: dict[str, Result]) -> None:
+    columns = ("read", "taken", "untried", "verified", "as_it_should", "median_s", "p90_s")
+    table = Table("source", *columns)
+    for folder, row in rows.items():
+        table.add_row(
+            Path(folder).name, *(f"{row.get(name, ''):.4g}" if row.get(name, "") != "" else "" for name in columns)
+        )
+    Console(stderr=True).print(table)

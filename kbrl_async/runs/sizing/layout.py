@@ -1,0 +1,404 @@
+"""Which process of a run shares a GPU with which, whether that fits, and what to set for a number of GPUs.
+
+::
+
+    config + shape ─ tenants ─▶ [learner, sampler.1, … with their footprints and GPUs] ─ misfit ─▶ what to change
+    shape + GPUs   ─ recommend ─▶ settings that fit, the least computed again
+
+Invariants
+* A prediction that is too high must not refuse a run that would fit: `TOLERANCE`.
+* What is recommended fits by the same count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kbrl_async.errors import HostError, UserError
+from kbrl_async.kernels.backends import runs_on_gpu
+from kbrl_async.runs.config import KEYS, Config
+from kbrl_async.runs.config.placement import Gpu
+from kbrl_async.runs.sizing.footprint import (
+    BF16,
+    CONTEXT,
+    GB,
+    Footprint,
+    Learning,
+    Recomputed,
+    Sampling,
+    learner,
+    served_weights,
+    transformers_sampler,
+)
+from kbrl_async.shapes import ModelShape
+
+GPUS = {
+    "b200": 191.5, "h200": 150.7, "h100": 85.0, "a100": 85.0, "a100-40": 42.4, "l40s": 47.7, "l4": 24.1, "a10": 23.7,
+    "rtx5090": 33.6, "rtx4090": 25.3,
+}  # fmt: skip
+"""GB of a GPU as CUDA tells them, 10^9 bytes: a little less than the name on the box says in GiB."""
+TOLERANCE = 1.1
+"""Predictions are within a tenth of what was measured: what is above capacity by less is not refused."""
+PROMPT_TOKENS = 1024
+"""Of a problem's prompt, where nobody has said."""
+BENCH = 6 * GB
+"""The suite's largest problems: input sets, both sides' outputs and two contexts."""
+VLLM_BESIDE = 4 * GB
+"""CUDA graphs, activations and adapters of vLLM, beside weights and KV cache."""
+FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2"})
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """One process and the GPUs that it sits on; each holds a footprint like this."""
+
+    name: str
+    gpus: range
+    footprint: Footprint
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """Why a configuration can't run."""
+
+    cause: str
+    cure: str
+
+
+# ── what a configuration takes ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def longest(config: Config, shape: ModelShape) -> int:
+    """Tokens of the longest prompt and answer."""
+    wanted = PROMPT_TOKENS + config.max_tokens
+    return min(wanted, shape.positions) if shape.positions else wanted
+
+
+def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Learning:
+    """How the configuration has the policy trained, on GPUs of so many bytes; None: on a CPU."""
+    settings, on_gpu = config.learner, capacity is not None
+    bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and on_gpu)
+    frozen_bf16 = bool(config.lora_rank) and on_gpu and bf16 and config.sampler.engine != "transformers"
+    held = settings.base_quantisation if settings.base_quantisation != "none" else "bf16" if frozen_bf16 else "fp32"
+    is_sharded = settings.shard and settings.processes > 1
+    is_fusible = (
+        shape.family in FUSED_FAMILIES and bool(config.lora_rank) and not is_sharded and not config.agents.adapters
+    )
+    if not config.lora_rank and getattr(settings, "master_dtype", "float32") == "bfloat16":
+        held = "bf16"
+    wants_fused = settings.kernels == "fused" or (settings.kernels == "auto" and on_gpu)
+    parts = getattr(settings, "context_parallel", 1)  # ranks that share a sequence's tokens
+    tokens = -(-max(settings.microbatch_tokens, longest(config, shape)) // parts)
+    return Learning(
+        tokens=tokens,
+        scored=max(1, tokens * config.max_tokens // (PROMPT_TOKENS + config.max_tokens)),
+        lora_rank=config.lora_rank,
+        adapters=3 if config.agents.adapters else 1,
+        held=held,
+        bf16=bf16,
+        fused=wants_fused and is_fusible and held == ("bf16" if bf16 else "fp32"),
+        recomputed=Recomputed(getattr(settings, "activation_checkpointing", "full" if is_sharded else "none")),
+        ranks=settings.processes,
+        sharded=is_sharded,
+        autocast=config.sampler.engine == "transformers",
+        offload=is_sharded and getattr(settings, "offload", False),
+        eight_bit=getattr(settings, "optimizer", "adamw") == "adamw_8bit",
+        reference=settings.kl != "none" and settings.kl_weight > 0 and not config.lora_rank,
+        room=settings.memory_gb * GB or 0.9 * (capacity or float("inf")),
+        on_gpu=on_gpu,
+    )
+
+
+def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[Tenant]:
+    """All that holds the policy, and the benches beside it; on a CPU all share its memory, as one GPU."""
+    on_one = config.placement != "split"
+    ranks, samplers = config.learner.processes, config.processes.sampler
+    each = getattr(config.sampler, "gpus", 1)  # tensor and data parallel
+    found = [] if config.learner.engine != "torch" else [_learner(config, shape, capacity)]
+    for number in range(samplers):
+        held = _sampler(config, shape, capacity)
+        if held is not None:
+            at = 0 if on_one else ranks + number * each
+            found.append(Tenant(f"sampler.{number + 1}", range(at, at + each), held))
+    if capacity is not None and runs_on_gpu(config.backend):
+        first = {"two_gpus": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
+        for number in range(config.processes.timing_bench):
+            at = first if on_one else first + number
+            found.append(Tenant(f"timing_bench.{number + 1}", range(at, at + 1), Footprint({"problems": BENCH})))
+    return found
+
+
+def _learner(config: Config, shape: ModelShape, capacity: float | None) -> Tenant:
+    held = learner(shape, learning_of(config, shape, capacity))
+    ranks = config.learner.processes
+    if capacity is None:  # all ranks share the host's memory
+        return Tenant("learner", range(1), Footprint({name: ranks * size for name, size in held.parts.items()}))
+    return Tenant("learner", range(ranks), held)
+
+
+def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footprint | None:
+    """None: it computes elsewhere, or how is not known."""
+    settings, adapters = config.sampler, 3 if config.agents.adapters else 1
+    if settings.engine == "transformers":
+        how = Sampling(
+            slots=settings.slots,
+            length=longest(config, shape),
+            lora_rank=config.lora_rank,
+            adapters=adapters,
+            on_gpu=capacity is not None,
+        )
+        return transformers_sampler(shape, how)
+    if settings.engine != "vllm" or capacity is None:
+        return None
+    share = settings.memory_share * capacity
+    parts, copies = getattr(settings, "tensor_parallel", 1), getattr(settings, "data_parallel", 1)
+    weights = served_weights(shape, parts)
+    cache = shape.kv_bytes(BF16) * settings.slots * longest(config, shape) / (parts * copies)
+    # New full weights are read beside the old ones; the cache takes what is left, down to one sequence.
+    needed = {"weights": weights * (1 if config.lora_rank else 2), "vLLM": VLLM_BESIDE}
+    least = float(shape.kv_bytes(BF16) * longest(config, shape) / parts)
+    return Footprint({**needed, "KV cache": max(least, min(cache, share - sum(needed.values())))})
+
+
+def misfit(config: Config, shape: ModelShape, gpus: Sequence[Gpu], host: float) -> Misfit | None:
+    """Why this can't fit, by the fullest GPU, or the host's memory (bytes) where all compute on the CPU."""
+    on_gpu = bool(gpus) and config.device != "cpu"
+    capacity = min(gpu.memory_gib for gpu in gpus) * 2**30 if on_gpu else None
+    everyone = tenants(config, shape, capacity)
+    limit = capacity or host
+    for place in sorted({at for tenant in everyone for at in tenant.gpus}):
+        here = [tenant for tenant in everyone if place in tenant.gpus]
+        total = sum(tenant.footprint.total for tenant in here)
+        if total > TOLERANCE * limit:
+            return _told(config, here, total, limit, f"GPU {place}" if on_gpu else "this host")
+    return None
+
+
+def check(config: Config, shape: ModelShape, gpus: Sequence[Gpu], host: float) -> None:
+    """:raises HostError: it can't fit; what is largest, and what to set."""
+    if (why := misfit(config, shape, gpus, host)) is not None:
+        raise HostError(why.cause, why.cure)
+
+
+def _told(config: Config, here: Sequence[Tenant], total: float, limit: float, where: str) -> Misfit:
+    worst = max(here, key=lambda tenant: tenant.footprint.total)
+    part = worst.footprint.largest
+    size = f"{worst.footprint.gb(part):.0f} GB of {part} in {worst.name} ({worst.footprint.total / GB:.0f})"
+    others = ", ".join(f"{t.name} {t.footprint.total / GB:.0f}" for t in here if t is not worst)
+    cause = (
+        f"{config.model_name} does not fit: {where} has {limit / GB:.0f} GB, and {total / GB:.0f} are needed; the "
+        f"largest part is {size}"
+    )
+    return Misfit(cause + (f", beside {others}" if others else ""), _cure(config, worst.name, part))
+
+
+def _cure(config: Config, name: str, part: str) -> str:
+    if name.startswith("timing_bench"):
+        return "Give the bench a GPU of its own: placement=two_gpus or split"
+    if name.startswith("sampler"):
+        if part in ("weights", "versions") and config.sampler.engine == "transformers":
+            return "Use sampler.engine=vllm, which holds one copy in bf16"
+        if part == "weights":
+            return "Use a GPU of its own (placement=two_gpus or split), or sampler.tensor_parallel"
+        return "Lower sampler.slots or max_tokens"
+    if part in ("gradients", "moments", "masters", "reference") or (part == "weights" and not config.lora_rank):
+        return "Set lora_rank=32, or share it over GPUs: learner.shard=true learner.processes=4 placement=split"
+    if part in ("activations", "loss"):
+        return "Lower learner.token_budget or max_tokens, or set learner.memory_gb"
+    return "Set learner.base_quantisation=nf4, or share it over GPUs: learner.shard=true learner.processes=4"
+
+
+def host_memory() -> float:
+    """Bytes that this process's machine, or its container, has."""
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, float(text)) if text.isdigit() else total
+
+
+# ── what to set ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is for."""
+
+    model: str
+    gpus: int
+    capacity: float
+    """Bytes of one GPU."""
+    lora_rank: int = 32
+    """0: all weights are trained."""
+    length: int = 8192
+    """Tokens of the longest prompt and answer."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One way to hold a learner or a sampler, and whether one of its GPUs has room for it alone."""
+
+    name: str
+    gpus: int
+    footprint: Footprint
+    fits: bool
+    slots: int = 0
+    """Sequences that a sampler has room for."""
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """What a number of GPUs can do with a model."""
+
+    shape: ModelShape
+    wish: Wish
+    rows: list[Row]
+    settings: dict[str, Any]
+    """Keys of a configuration; empty where nothing fits."""
+    problem: str = ""
+
+
+SLOTS = (256, 128, 64, 32, 16, 8, 4, 1)
+RESERVE = 0.05
+"""Of a GPU, for what allocators lose between blocks."""
+
+
+def capacity_of(gpu: str, gigabytes: float | None) -> float:
+    """Bytes of a GPU by its name, or as they were given.
+
+    :raises UserError: an unknown name without a number.
+    """
+    if gigabytes is not None:
+        if not gigabytes > 0:
+            raise UserError(f"--gpu-memory {gigabytes:g} is no size", "Give GB, such as --gpu-memory 80")
+        return gigabytes * GB
+    named = gpu.lower().replace(" ", "")
+    fitting = [name for name in GPUS if name in named]
+    if not fitting:
+        raise UserError(
+            f"--gpu {gpu or 'nothing'}: its memory is not known", f"One of {', '.join(GPUS)}, or --gpu-memory GB"
+        )
+    return GPUS[max(fitting, key=len)] * GB
+
+
+def recommend(shape: ModelShape, wish: Wish) -> Advice:
+    """The fewest GPUs for the learner that leave room for a sampler, the least computed again."""
+    learners = [row for ranks in _powers(wish.gpus) for row in _learner_rows(shape, wish, ranks)]
+    splits = _powers(wish.gpus) if "sampler.tensor_parallel" in KEYS else [1]
+    samplers = [_sampler_row(shape, wish, parts) for parts in splits]
+    rows = [*learners, *samplers]
+    settings = _one_gpu(shape, wish) if wish.gpus < 3 else _split(wish, learners, samplers)
+    if settings:
+        return Advice(shape, wish, rows, settings)
+    return Advice(shape, wish, rows, {}, _too_large(shape, wish, rows))
+
+
+def _powers(most: int) -> Iterator[int]:
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2
+
+
+def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learning:
+    recomputed = Recomputed.FULL if ranks > 1 else Recomputed.NONE
+    if "learner.activation_checkpointing" in KEYS:
+        recomputed = Recomputed.AUTO
+    return Learning(
+        tokens=wish.length,
+        lora_rank=wish.lora_rank,
+        held="bf16" if wish.lora_rank else "fp32",
+        fused=ranks == 1 and bool(wish.lora_rank) and shape.family in FUSED_FAMILIES,
+        recomputed=recomputed,
+        ranks=ranks,
+        sharded=ranks > 1,
+        autocast=False,
+        room=room,
+    )
+
+
+def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[Row]:
+    room = (1 - RESERVE) * wish.capacity
+    how = f"LoRA {wish.lora_rank}" if wish.lora_rank else "full weights"
+    held = learner(shape, _learning(shape, wish, ranks, 0.9 * room))
+    yield Row(f"learner, {how}", ranks, held, held.total <= room)
+
+
+def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> Row:
+    room = 0.9 * wish.capacity
+    weights = served_weights(shape, parts) * (1 if wish.lora_rank else 2)
+    slots = _slots(shape, wish, room - weights - VLLM_BESIDE, parts)
+    cache = shape.kv_bytes(BF16) * max(1, slots) * wish.length / parts
+    held = Footprint({"weights": weights, "vLLM": VLLM_BESIDE, "KV cache": cache})
+    return Row(f"sampler, vLLM, {max(1, slots)} slots", parts, held, slots > 0, slots)
+
+
+def _slots(shape: ModelShape, wish: Wish, room: float, parts: int = 1) -> int:
+    each = shape.kv_bytes(BF16) * wish.length / parts
+    return next((count for count in SLOTS if count * each <= room), 0)
+
+
+def _base_settings(wish: Wish) -> dict[str, Any]:
+    return {
+        "model_name": wish.model,
+        "backend": "triton",
+        "lora_rank": wish.lora_rank,
+        "max_tokens": max(1, wish.length - PROMPT_TOKENS),
+        "max_minutes": None,
+        "device": "cuda",
+        "sampler.engine": "vllm",
+        "learner.token_budget": wish.length,
+    }
+
+
+def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
+    """Learner and sampler share a GPU, and with one GPU the bench, too."""
+    room = (1 - RESERVE) * wish.capacity - (BENCH if wish.gpus == 1 else 0.0)
+    weights = served_weights(shape) * (1 if wish.lora_rank else 2)
+    for slots in SLOTS:
+        sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
+        held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
+        if held.total + sampler <= room:
+            found = {**_base_settings(wish), "placement": "one_gpu" if wish.gpus == 1 else "two_gpus"}
+            found |= {"sampler.slots": slots, "sampler.memory_share": round(sampler / wish.capacity + 0.005, 2)}
+            return found | {"learner.memory_gb": float(int((room - sampler) / GB))}
+    return {}
+
+
+def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict[str, Any]:
+    """The smallest learner, and samplers with the most slots beside it; an eighth of the GPUs time."""
+    benches = max(1, wish.gpus // 8)
+    trained = min((row for row in learners if row.fits), key=lambda row: row.gpus, default=None)
+    if trained is None:
+        return {}
+    left = wish.gpus - benches - trained.gpus
+    served = max((row for row in samplers if row.fits), key=lambda row: row.slots * (left // row.gpus), default=None)
+    if served is None or left < served.gpus:
+        return {}
+    found = {**_base_settings(wish), "placement": "split", "sampler.memory_share": 0.9, "sampler.slots": served.slots}
+    found |= {"learner.processes": trained.gpus, "learner.shard": trained.gpus > 1}
+    found |= {"processes.sampler": left // served.gpus, "processes.timing_bench": benches}
+    if served.gpus > 1:
+        found["sampler.tensor_parallel"] = served.gpus
+    return found
+
+
+def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[Row]) -> str:
+    alone = {row.name.partition(",")[0]: row.gpus for row in reversed(rows) if row.fits}
+    if len(alone) == 2:
+        needed = alone["learner"] + alone["sampler"] + 1
+        return (
+            f"learner and sampler each fit, but not beside each other; {max(3, needed)} GPUs would do (placement=split)"
+        )
+    least = learner(shape, _learning(shape, wish, wish.gpus, 0.0))
+    what = f"{least.gb(least.largest):.0f} GB of {least.largest}"
+    cure = "a shorter --length" if wish.lora_rank else "--lora-rank 32"
+    return f"{wish.gpus} × {wish.capacity / GB:.0f} GB are too little for {what}; more or larger GPUs, or {cure}"
+
+
+def as_tree(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as the sections of a file."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, leaf = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[leaf] = value
+    return tree

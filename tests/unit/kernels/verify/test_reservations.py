@@ -1,0 +1,201 @@
+"""Verifiers on one GPU wait for each other's memory, in the order of asking, and not for the dead."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.verify.cuda.device import Crowded, CudaDevice
+from kbrl_async.kernels.verify.options import no_tick
+from kbrl_async.kernels.verify.reservations import Reservations
+
+GIB = 1 << 30
+TOTAL = 80 * GIB
+Make = Callable[[], Reservations]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Reservations] = []
+
+    def one() -> Reservations:
+        made.append(Reservations(tmp_path / "gpu", TOTAL))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def test_alone_it_may_have_all(make: Make) -> None:
+    only = make()
+    assert only.take(2 * TOTAL)
+    assert only.others == []
+
+
+def test_two_have_what_fits_beside_each_other(make: Make) -> None:
+    first, second = make(), make()
+    assert first.take(40 * GIB)
+    assert second.take(30 * GIB)
+    assert not second.take(40 * GIB)
+    assert second.held == 30 * GIB, "a refusal changes nothing"
+    first.hold(20 * GIB)
+    assert second.take(40 * GIB)
+
+
+def test_little_is_nobodys_concern(make: Make) -> None:
+    first, second = make(), make()
+    assert first.take(75 * GIB)
+    assert second.take(GIB // 2)
+    assert first.others[0].held == 0
+
+
+def wait(one: Reservations, size: int, done: list[Reservations]) -> threading.Thread:
+    def run() -> None:
+        one.wait_for(size, no_tick, 10.0)
+        done.append(one)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def is_waiting(by: Reservations, count: int) -> None:
+    while sum(other.wanted > 0 for other in by.others) < count:
+        pass
+
+
+def test_who_waits_goes_on_when_there_is_room_in_the_order_of_asking(make: Make) -> None:
+    holder, large, small = make(), make(), make()
+    done: list[Reservations] = []
+    assert holder.take(70 * GIB)
+    threads = [wait(large, 60 * GIB, done)]
+    is_waiting(holder, 1)
+    threads.append(wait(small, 5 * GIB, done))
+    is_waiting(holder, 2)
+    assert not holder.take(71 * GIB), "others have asked before"
+    threads[1].join(0.3)
+    assert done == [], "what fits does not pass those before it, or they would wait for ever"
+    holder.hold(10 * GIB)
+    for thread in threads:
+        thread.join(5)
+    assert done == [large, small]
+    assert [large.held, small.held] == [60 * GIB, 5 * GIB]
+
+
+def test_more_than_there_is_waits_for_all_others_only(make: Make) -> None:
+    first, second = make(), make()
+    assert first.take(2 * GIB)
+    done: list[Reservations] = []
+    thread = wait(second, 2 * TOTAL, done)
+    is_waiting(first, 1)
+    first.hold(0)
+    thread.join(5)
+    assert done == [second]
+
+
+def test_waiting_has_an_end_that_names_who_holds_it(make: Make) -> None:
+    first, second = make(), make()
+    assert first.take(60 * GIB)
+    with pytest.raises(InfraError, match=rf"50\.0 GiB .*process {os.getpid()}: 60\.0 GiB"):
+        second.wait_for(50 * GIB, no_tick, 0.1)
+    assert first.take(70 * GIB), "who gave up is not waited for"
+
+
+def test_a_tick_that_raises_ends_the_wait(make: Make) -> None:
+    first, second = make(), make()
+    assert first.take(60 * GIB)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        second.wait_for(50 * GIB, stop, 5.0)
+    assert [other.wanted for other in first.others] == [0]
+
+
+def hold_until_killed(folder: Path, told: Connection) -> None:
+    held = Reservations(folder, TOTAL).take(70 * GIB)
+    told.send(held)
+    signal.pause()
+
+
+def test_what_a_killed_one_held_is_free(make: Make, tmp_path: Path) -> None:
+    mine = make()
+    ours, theirs = mp.Pipe()
+    other = mp.get_context("fork").Process(target=hold_until_killed, args=(tmp_path / "gpu", theirs))
+    other.start()
+    assert ours.recv()
+    assert not mine.take(20 * GIB)
+    other.kill()
+    other.join()
+    assert mine.take(20 * GIB)
+    assert len(list((tmp_path / "gpu").glob("*-*"))) == 1, "its file is gone"
+
+
+def test_foreign_files_in_the_folder_are_no_verifiers(make: Make, tmp_path: Path) -> None:
+    mine = make()
+    (tmp_path / "gpu" / "x-1").write_bytes(b"")
+    assert mine.take(TOTAL)
+
+
+@pytest.fixture
+def device(make: Make) -> CudaDevice:
+    """A bench's part of a GPU; nothing of it is touched."""
+    made = CudaDevice("cuda:0")
+    made._reservations = make()
+    return made
+
+
+def test_alone_a_bench_keeps_its_references(device: CudaDevice) -> None:
+    assert device.may_use(60 * GIB)
+    assert device.rest(20 * GIB)
+    assert device._reservations is not None
+    assert device._reservations.held == 20 * GIB
+
+
+def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert device.may_use(60 * GIB)
+    assert not device.rest(20 * GIB), "they are to be closed"
+    assert device.rest(0)
+    assert other.take(70 * GIB)
+
+
+def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert device.may_use(3 * GIB)
+    assert device.rest(3 * GIB)
+    done: list[Reservations] = []
+    thread = wait(other, TOTAL, done)
+    assert device._reservations is not None
+    is_waiting(device._reservations, 1)
+    assert not device.rest(3 * GIB)
+    assert device.rest(0)
+    thread.join(5)
+    assert done == [other]
+
+
+def test_what_is_planned_with_is_asked_for_beside_what_is_kept(device: CudaDevice, make: Make) -> None:
+    assert make().take(40 * GIB)
+    claim = device._claim_beside(20 * GIB)
+    claim(10 * GIB)
+    with pytest.raises(Crowded):
+        claim(30 * GIB)
+
+
+def test_a_bench_waits_its_turn_and_then_has_it(device: CudaDevice, make: Make) -> None:
+    other = make()
+    assert other.take(60 * GIB)
+    threading.Timer(0.2, other.hold, (0,)).start()
+    device._wait_for(50 * GIB, no_tick)
+    assert device._reservations is not None
+    assert device._reservations.held == 50 * GIB

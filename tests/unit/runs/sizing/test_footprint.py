@@ -1,0 +1,154 @@
+"""Predicted memory, held against tensors that PyTorch really makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kbrl_async.learning.logprobs import batch_logprobs
+from kbrl_async.learning.optimizer import make_adamw
+from kbrl_async.learning.packing import pack
+from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
+from kbrl_async.runs.sizing.footprint import GB, Learning, Recomputed, Sampling, learner, transformers_sampler
+from kbrl_async.shapes import KNOWN, shape_of
+from protocols.records import TrainSample
+from tests.memory import PeakMemory
+
+WIDE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+TOKENS, PROMPT = 256, 64
+torch.set_num_threads(1)  # threads that spin for a busy core make tiny operations ten times slower
+
+
+def trained(family: str, how: Learning) -> float:
+    """Peak bytes of an update of two microbatches, after one that made the moments."""
+    config = AutoConfig.for_model(family, **WIDE)
+    dtype = torch.bfloat16 if how.held == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    model = wrap_lora(model, how.lora_rank) if how.lora_rank else model
+    if how.recomputed is Recomputed.FULL:
+        enable_checkpointing(model)
+        model.train()
+    optimizer = make_adamw(model.parameters(), 1e-4)
+    answer = [2] * (TOKENS - PROMPT)
+    (batch,) = pack([TrainSample("r", [1] * PROMPT, answer, [0.0] * len(answer), 1.0, 0.0, 0)], TOKENS)
+    with PeakMemory(model.parameters()) as memory:
+        for microbatches in (1, 2):
+            for _ in range(microbatches):
+                with torch.autocast("cpu", torch.bfloat16, enabled=how.bf16):
+                    logp_T, entropy_T = batch_logprobs(causal_lm(model), batch, 1.0)  # noqa: N806 - its shape
+                (-logp_T.mean()).backward()  # type: ignore[no-untyped-call]
+                del logp_T, entropy_T
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(memory.peak)
+
+
+def plan(**given: Any) -> Learning:
+    return Learning(**{"tokens": TOKENS, "scored": TOKENS - PROMPT, "on_gpu": False, "bf16": False, **given})
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen2", plan()),
+        ("qwen2", plan(lora_rank=8)),
+        ("qwen2", plan(bf16=True)),
+        ("llama", plan(lora_rank=8, bf16=True, held="bf16")),
+        ("qwen3", plan(bf16=True)),
+        ("qwen3", plan(lora_rank=8, bf16=True, recomputed=Recomputed.FULL)),
+    ],
+)
+def test_the_peak_of_an_update_is_predicted_within_a_tenth(family: str, how: Learning) -> None:
+    shape = shape_of({"model_type": family, **WIDE})
+    assert learner(shape, how).total == pytest.approx(trained(family, how), rel=0.1)
+
+
+def test_what_is_held_is_counted_by_hand() -> None:
+    held = learner(KNOWN["Qwen2.5-7B"], plan(bf16=True, on_gpu=True)).parts
+    weights = KNOWN["Qwen2.5-7B"].parameters
+    assert held["weights"] == held["gradients"] == 4 * weights
+    assert held["moments"] == 8 * weights
+
+
+def test_shards_split_what_is_held_and_add_what_is_gathered() -> None:
+    whole = learner(KNOWN["Qwen2.5-7B"], plan()).parts
+    shard = learner(KNOWN["Qwen2.5-7B"], plan(ranks=4, sharded=True)).parts
+    for part in ("weights", "gradients", "moments"):
+        assert shard[part] == whole[part] / 4
+    assert 0 < shard["gathered layers"] < whole["weights"] / 4
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "tokens", "measured"),
+    [
+        ("Qwen2.5-1.5B", 0, 8192, 15.88),
+        ("Qwen2.5-7B", 0, 8192, 70.38),
+        ("Qwen2.5-7B", 0, 16384, 74.50),
+        ("Qwen3-32B", 32, 16384, 57.7),
+    ],
+)
+def test_what_two_h200_measured_is_predicted_within_a_tenth(
+    model: str, rank: int, tokens: int, measured: float
+) -> None:
+    """`benchmarks.sharded updates`: peaks of PyTorch's allocator on a rank, which has no CUDA context in it."""
+    how = Learning(
+        tokens=tokens,
+        scored=tokens * 3 // 4,
+        lora_rank=rank,
+        held="bf16" if rank else "fp32",
+        autocast=False,
+        recomputed=Recomputed.FULL,
+        ranks=2,
+        sharded=True,
+    )
+    predicted = learner(KNOWN[model], how)
+    assert (predicted.total - predicted.parts["CUDA"]) / GB == pytest.approx(measured, rel=0.1)
+
+
+def test_as_little_is_computed_again_as_there_is_room_for() -> None:
+    def activations(room: float, **given: Any) -> float:
+        how = plan(tokens=8192, bf16=True, on_gpu=True, room=room, **{"recomputed": Recomputed.AUTO, **given})
+        return learner(KNOWN["Qwen2.5-0.5B"], how).parts["activations"]
+
+    none = activations(1e12, recomputed=Recomputed.NONE)
+    full = activations(1e12, recomputed=Recomputed.FULL)
+    assert activations(1e12) == none
+    assert activations(0.0) == full
+    assert full < activations(12e9) < none
+    assert full < activations(1e12, recomputed=Recomputed.SELECTIVE) < none
+
+
+def test_weights_in_bf16_halve_what_is_held_and_moments_in_8_bits_quarter_theirs() -> None:
+    whole, half = (learner(KNOWN["Qwen3-4B"], plan(bf16=True, held=held)).parts for held in ("fp32", "bf16"))
+    for part in ("weights", "gradients", "moments"):
+        assert half[part] == whole[part] / 2
+    eight = learner(KNOWN["Qwen3-4B"], plan(bf16=True, eight_bit=True)).parts
+    assert eight["moments"] == pytest.approx(whole["moments"] / 4, rel=0.05)
+    assert "moments" not in learner(KNOWN["Qwen3-4B"], plan(offload=True, ranks=2, sharded=True)).parts
+
+
+def test_the_fused_learner_takes_no_more_than_its_room() -> None:
+    how = plan(tokens=32768, lora_rank=32, held="bf16", bf16=True, fused=True, on_gpu=True)
+    free = learner(KNOWN["Qwen2.5-7B"], how)
+    bound = learner(KNOWN["Qwen2.5-7B"], plan(**{**{f: getattr(how, f) for f in how.__struct_fields__}, "room": 40e9}))
+    assert bound.total < 41e9 < free.total
+
+
+def test_a_sampler_of_transformers_holds_two_copies_beside_its_cache() -> None:
+    shape = KNOWN["Qwen2.5-0.5B"]
+    held = transformers_sampler(shape, Sampling(slots=8, length=1024, lora_rank=8)).parts
+    assert held["weights"] == held["versions"] == 4 * shape.parameters
+    assert held["KV cache"] == shape.kv_bytes(4) * (8 * 1024 + 16_384)

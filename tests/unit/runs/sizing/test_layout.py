@@ -1,0 +1,80 @@
+"""Whether a configuration fits, and what is recommended where it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kbrl_async.errors import HostError, UserError
+from kbrl_async.runs.config import Config, load
+from kbrl_async.runs.config.placement import Gpu
+from kbrl_async.runs.sizing.footprint import GB
+from kbrl_async.runs.sizing.layout import Wish, as_tree, capacity_of, check, misfit, recommend
+from kbrl_async.shapes import KNOWN
+
+H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
+HOST = 16 * GB
+
+
+def config(*words: str) -> Config:
+    return load((), words)
+
+
+def test_full_weights_on_one_gpu_are_refused_with_the_largest_part_and_a_cure() -> None:
+    asked = config("model_name=Qwen2.5-7B", "device=cuda", "sampler.engine=vllm", "max_tokens=4096")
+    with pytest.raises(HostError, match=r"GPU 0 has 85 GB.*GB of moments in learner.*lora_rank=32"):
+        check(asked, KNOWN["Qwen2.5-7B"], [H100], HOST)
+
+
+def test_the_same_with_an_adapter_fits() -> None:
+    asked = config("model_name=Qwen2.5-7B", "device=cuda", "sampler.engine=vllm", "max_tokens=4096", "lora_rank=32",
+                   "learner.memory_gb=30", "sampler.memory_share=0.4", "sampler.slots=16")  # fmt: skip
+    assert misfit(asked, KNOWN["Qwen2.5-7B"], [H100], HOST) is None
+
+
+def test_a_sampler_that_holds_copies_in_fp32_is_named() -> None:
+    asked = config("model_name=Qwen2.5-14B", "device=cuda", "lora_rank=32", "placement=one_gpu")
+    why = misfit(asked, KNOWN["Qwen2.5-14B"], [H200], HOST)
+    assert why is not None
+    assert "sampler.1" in why.cause
+    assert "sampler.engine=vllm" in why.cure
+
+
+def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:
+    assert misfit(config(), KNOWN["Qwen2.5-0.5B"], [], 64 * GB) is None
+    why = misfit(config("model_name=Qwen2.5-7B", "device=cpu"), KNOWN["Qwen2.5-7B"], [H200], HOST)
+    assert why is not None
+    assert "this host has 16 GB" in why.cause
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("rank", [32])
+@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen3-4B", "Qwen3-32B", "Llama-3.1-8B"])
+def test_what_is_recommended_loads_and_fits(tmp_path: Path, model: str, rank: int, gpus: int) -> None:
+    wish = Wish(model=model, gpus=gpus, capacity=150.7 * GB, lora_rank=rank)
+    advice = recommend(KNOWN[model], wish)
+    if not advice.settings:
+        assert advice.problem
+        return
+    (file := tmp_path / "model.yaml").write_text(yaml.safe_dump(as_tree(advice.settings)))
+    asked = load([file])
+    assert misfit(asked, KNOWN[model], [H200] * gpus, HOST) is None
+
+
+def test_an_adapter_of_seven_billion_fits_on_one_gpu_and_full_weights_of_them_do_not() -> None:
+    shape = KNOWN["Qwen2.5-7B"]
+    assert recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB)).settings["placement"] == "one_gpu"
+    full = recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB, lora_rank=0))
+    assert not full.settings
+    assert full.problem
+
+
+def test_a_gpu_is_known_by_its_name_or_by_its_memory() -> None:
+    assert capacity_of("NVIDIA H200", None) == capacity_of("h200", None) > capacity_of("h100", None)
+    assert capacity_of("", 24.0) == 24 * GB
+    with pytest.raises(UserError, match="its memory is not known"):
+        capacity_of("gtx", None)
+    with pytest.raises(UserError, match="is no size"):
+        capacity_of("h200", -1.0)
