@@ -24,6 +24,7 @@ import contextlib
 import datetime
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,6 +217,18 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
 # ── the learner's side ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _listening(host: str, patience_s: float) -> Store:
+    """A store that can be reached at this address only: by itself it would listen everywhere."""
+    try:
+        server = socket.create_server((host, 0))
+        port, patience = server.getsockname()[1], datetime.timedelta(seconds=patience_s)
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=server.detach()
+        )
+    except (OSError, *_LOST) as error:
+        raise _gone(error) from error
+
+
 class Sender:
     """The newest version's weights, for every sampler that asks.
 
@@ -227,10 +240,7 @@ class Sender:
     def __init__(self, host: str, device: torch.device, patience_s: float, told: Callable[[str], object]) -> None:
         """`told` hears of samplers that are given up. InfraError where `host` is not one of this machine."""
         self._device, self._patience_s, self._told = device, patience_s, told
-        try:
-            self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        except _LOST as error:
-            raise _gone(error) from error
+        self._server = _listening(host, patience_s)
         self.meeting = Meeting(host, self._server.port, secrets.token_hex(16))
         self._changed = threading.Condition()
         self._offer: tuple[Offer, Mapping[str, torch.Tensor]] | None = None

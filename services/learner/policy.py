@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LearnerSetup
 from kbrl_async.learning.forward_backward import computes_bf16
@@ -81,7 +82,12 @@ def sender_of(service: Service) -> Sender | None:
     def told(line: str) -> None:
         service.log.warning("weights not sent", reason=line)
 
-    return Sender(config.weights.address, device, config.weights.stalled_s, told)
+    try:
+        return Sender(config.weights.address, device, config.weights.stalled_s, told)
+    except InfraError as error:
+        cure = "set weights.address to an address of this host"
+        service.log.warning("weights go by files", reason=str(error), cure=cure)
+        return None
 
 
 def make_trainer(config: Config, base: Path | str, device: str, process_group: ProcessGroup | None = None) -> Trainer:

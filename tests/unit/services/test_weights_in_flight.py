@@ -30,6 +30,7 @@ from kbrl_async.sampling.vllm.scheduler import Meter
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
 from protocols.records import SamplingParams
+from services.learner.policy import sender_of
 from services.learner.publishing import Publisher
 from services.sampler import actor
 from services.sampler.line import LearnerLine
@@ -202,6 +203,13 @@ def test_a_rounded_version_takes_no_precision_from_who_goes_back_to_it(tmp_path:
     assert made.weights is not None
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter.to(torch.bfloat16), made.weights[name])
+
+
+def test_a_learner_that_can_t_listen_where_it_was_told_goes_by_files(tmp_path: Path) -> None:
+    config = load(overrides=["weights.transport=direct", "weights.address=192.0.2.1", "weights.stalled_s=0.2"])
+    service: Any = SimpleNamespace(config=config, device="cpu", log=Log())
+    assert sender_of(service) is None
+    assert [one.event for one in service.log.at("warning")] == ["weights go by files"]
 
 
 # ── without a file ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,3 +177,9 @@ def test_both_sides_cut_alike_and_nothing_is_left_out() -> None:
         assert all(place % 16 == 0 for _, place in bucket)
         assert all(end <= place for end, (_, place) in zip(ends, bucket[1:], strict=False))
         assert len(bucket) == 1 or ends[-1] <= 300
+
+
+def test_a_sender_listens_at_its_address_only(sender: Sender) -> None:
+    socket.create_connection(("127.0.0.1", sender.meeting.port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", sender.meeting.port))
