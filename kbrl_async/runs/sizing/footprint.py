@@ -214,11 +214,7 @@ def loss_bytes(shape: ModelShape, how: Learning) -> float:
 def _fused(shape: ModelShape, how: Learning, room: float) -> float:
     """As much as the fused learner plans to keep of a microbatch, see `learning.fused.memory`."""
     sizes = memory.Shape(shape.layers, shape.hidden, shape.width, shape.query, 2 * shape.key_value, how.item)
-    kept, whole = memory.plan(sizes, how.tokens, room)
-    bare, lean, full = (how.tokens * size for size in (sizes.bare, sizes.lean, sizes.full))
-    again = full if whole < shape.layers else 0
-    layers = (shape.layers - whole) * bare + (whole - kept) * lean + kept * full
-    return memory.SLACK + how.tokens * sizes.workspace + layers + again
+    return memory.activation_bytes(sizes, how.tokens, memory.plan(sizes, how.tokens, room))
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

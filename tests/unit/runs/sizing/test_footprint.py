@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kbrl_async.learning.fused.memory import Plan
 from kbrl_async.learning.logprobs import batch_logprobs
 from kbrl_async.learning.optimizer import make_adamw
 from kbrl_async.learning.packing import pack
-from kbrl_async.learning.policies.models import causal_lm, enable_checkpointing, wrap_lora
+from kbrl_async.learning.policies.models import causal_lm, wrap_lora
+from kbrl_async.learning.recompute import Recompute
 from kbrl_async.runs.sizing.footprint import GB, Learning, Recomputed, Sampling, learner, transformers_sampler
 from kbrl_async.shapes import KNOWN, shape_of
 from protocols.records import TrainSample
@@ -39,8 +41,7 @@ def trained(family: str, how: Learning) -> float:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
     model = wrap_lora(model, how.lora_rank) if how.lora_rank else model
     if how.recomputed is Recomputed.FULL:
-        enable_checkpointing(model)
-        model.train()
+        Recompute(causal_lm(model), offload=False).plan = Plan(0, 0)
     optimizer = make_adamw(model.parameters(), 1e-4)
     answer = [2] * (TOKENS - PROMPT)
     (batch,) = pack([TrainSample("r", [1] * PROMPT, answer, [0.0] * len(answer), 1.0, 0.0, 0)], TOKENS)
