@@ -77,7 +77,8 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """Forward and backward pass compute in bf16."""
     path: memory.Path = "plain"
     """What computes: the model's own modules (plain), with fused kernels in them, or the fused decoder."""
-    offload_activations: bool = False
+    inputs_on_host: bool = False
+    """Inputs of layers that are computed again wait on the host."""
     recomputed: Recomputed = Recomputed.NONE
     ranks: int = 1
     sharded: bool = False
@@ -88,7 +89,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen copy of the policy, for a KL penalty."""
     room: float = math.inf
     """Most bytes that the process may hold, where as much is computed again as that takes."""
-    offload: bool = False
+    on_host: bool = False
     """Shares wait on the host, where the optimizer computes."""
     on_gpu: bool = True
 
@@ -120,7 +121,7 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
         trained, item = shape.parameters / split, HELD[how.held]
     parts |= {"gradients": item * trained, "moments": 2 * item * trained}
     parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
-    if how.offload:
+    if how.on_host:
         parts = {}
     parts["gathered layers"] = _gathered(shape, how) if split > 1 else 0.0
     parts |= _passes(shape, how, held=math.fsum(parts.values()))
@@ -222,7 +223,7 @@ def _by_kernels(shape: ModelShape, how: Learning, room: float) -> float:
         how.item,
         shape.has_query_norm,
         how.path,
-        how.offload_activations,
+        how.inputs_on_host,
     )
     return memory.activation_bytes(sizes, how.tokens, memory.planned(how.recomputed, sizes, how.tokens, room))
 
@@ -258,6 +259,6 @@ def transformers_sampler(shape: ModelShape, how: Sampling) -> Footprint:
     return Footprint({name: count for name, count in parts.items() if count})
 
 
-def served_weights(shape: ModelShape, tensor_parallel: int = 1, item: int = BF16) -> float:
+def served_weights(shape: ModelShape, parts: int, item: int = BF16) -> float:
     """Of vLLM, on each of its GPUs."""
-    return float(item * shape.parameters / tensor_parallel)
+    return float(item * shape.parameters / parts)

@@ -93,11 +93,11 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
         bf16=bf16,
         path=_path(config, shape, on_gpu=on_gpu, bf16=bf16),
         recomputed=Recomputed(settings.activation_checkpointing),
-        offload_activations=settings.offload_activations,
+        inputs_on_host=settings.offload_activations,
         ranks=settings.processes,
         sharded=is_sharded,
         autocast=config.sampler.engine == "transformers",
-        offload=is_sharded and settings.offload,
+        on_host=is_sharded and settings.offload,
         reference=settings.kl != "none" and settings.kl_weight > 0 and not config.lora_rank,
         room=settings.memory_gb * GB or 0.9 * (capacity or float("inf")),
         on_gpu=on_gpu,
@@ -218,7 +218,7 @@ def _cure(config: Config, name: str, part: str) -> str:
     if part in ("gradients", "moments", "reference") or (part == "weights" and not config.lora_rank):
         return "Set lora_rank=32, or share it over GPUs: learner.shard=true learner.processes=4 placement=split"
     if part in ("activations", "loss"):
-        return "Lower learner.token_budget or max_tokens, or set learner.memory_gb"
+        return "Set learner.activation_checkpointing=auto, or lower learner.token_budget or max_tokens"
     return "Set learner.base_quantisation=nf4, or share it over GPUs: learner.shard=true learner.processes=4"
 
 
@@ -360,7 +360,7 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
 def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """Learner and sampler share a GPU, and with one GPU the bench, too."""
     room = (1 - RESERVE) * wish.capacity - (BENCH if wish.gpus == 1 else 0.0)
-    weights = served_weights(shape) * (1 if wish.rank else 2)
+    weights = served_weights(shape, 1) * (1 if wish.rank else 2)
     for slots in SLOTS:
         sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
         held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))

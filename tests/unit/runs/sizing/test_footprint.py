@@ -14,7 +14,15 @@ from kbrl_async.learning.optimizer import make_adamw
 from kbrl_async.learning.packing import pack
 from kbrl_async.learning.policies.models import causal_lm, wrap_lora
 from kbrl_async.learning.recompute import Recompute
-from kbrl_async.runs.sizing.footprint import GB, Learning, Recomputed, Sampling, learner, transformers_sampler
+from kbrl_async.runs.sizing.footprint import (
+    GB,
+    Learning,
+    Recomputed,
+    Sampling,
+    layer_bytes,
+    learner,
+    transformers_sampler,
+)
 from kbrl_async.shapes import KNOWN, shape_of
 from protocols.records import TrainSample
 from tests.memory import PeakMemory
@@ -136,7 +144,7 @@ def test_weights_in_bf16_halve_what_is_held_and_the_host_takes_all_of_it() -> No
     whole, half = (learner(KNOWN["Qwen3-4B"], plan(bf16=True, held=held)).parts for held in ("fp32", "bf16"))
     for part in ("weights", "gradients", "moments"):
         assert half[part] == whole[part] / 2
-    assert "moments" not in learner(KNOWN["Qwen3-4B"], plan(offload=True, ranks=2, sharded=True)).parts
+    assert "moments" not in learner(KNOWN["Qwen3-4B"], plan(on_host=True, ranks=2, sharded=True)).parts
 
 
 def test_the_fused_learner_takes_no_more_than_its_room() -> None:
@@ -151,3 +159,41 @@ def test_a_sampler_of_transformers_holds_two_copies_beside_its_cache() -> None:
     held = transformers_sampler(shape, Sampling(slots=8, length=1024, rank=8)).parts
     assert held["weights"] == held["versions"] == 4 * shape.parameters
     assert held["KV cache"] == shape.kv_bytes(4) * (8 * 1024 + 16_384)
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen2", plan(rank=0)),
+        ("qwen3", plan(rank=8)),
+        ("llama", plan(rank=0, bf16=True)),
+        ("qwen3", plan(rank=8, bf16=True, held="bf16")),
+        ("qwen2", plan(rank=0, held="bf16", bf16=True)),
+    ],
+)
+def test_what_a_layer_keeps_is_counted_to_a_hundredth(family: str, how: Learning) -> None:
+    """By what autograd saves with two layers and with one."""
+
+    def saved(layers: int) -> int:
+        config = AutoConfig.for_model(family, **{**WIDE, "num_hidden_layers": layers})
+        dtype = torch.bfloat16 if how.held == "bf16" else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+        model = wrap_lora(model, how.rank) if how.rank else model
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if TOKENS in tensor.shape:  # no weight is so wide
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=how.bf16),
+        ):
+            decoder: Any = causal_lm(model)
+            hidden = decoder.get_decoder()(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
+        assert hidden is not None, "what is saved lives with the graph"
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    shape = shape_of({"model_type": family, **WIDE})
+    assert saved(2) - saved(1) == pytest.approx(TOKENS * layer_bytes(shape, how), rel=0.01)
