@@ -11,6 +11,7 @@ import torch
 
 from kbrl_async.learning import trainer as trainer_module
 from kbrl_async.learning.fused import elementwise as e
+from kbrl_async.learning.fused.norms import HeadNorms
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
@@ -25,8 +26,8 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def on(argument: object, device: str) -> object:
-    if isinstance(argument, e.HeadNorms):
-        return e.HeadNorms(argument.q_D.to(device), argument.k_D.to(device), argument.epsilon)
+    if isinstance(argument, HeadNorms):
+        return HeadNorms(argument.q_D.to(device), argument.k_D.to(device), argument.epsilon)
     return argument.clone().to(device) if isinstance(argument, torch.Tensor) else argument
 
 
@@ -50,7 +51,7 @@ def test_each_kernel_computes_what_plain_torch_does(dtype: torch.dtype) -> None:
     cos, sin = (torch.cat([f(angle)] * 2, -1).to(dtype) for f in (torch.cos, torch.sin))
     qkv, bias = numbers(33, 18 * 64).to(dtype), numbers(18 * 64).to(dtype)
     turned = [numbers(n, 33, 64).to(dtype).transpose(0, 1) for n in (14, 2, 2)]
-    norms = e.HeadNorms(numbers(64).to(dtype), numbers(64, seed=1).to(dtype), 1e-6)
+    norms = HeadNorms(numbers(64).to(dtype), numbers(64, seed=1).to(dtype), 1e-6)
     cases = [
         ("rms_norm", x, weight, 1e-6, torch.zeros_like(x)),
         ("rms_norm_backward", x, numbers(33, 896, seed=1).to(dtype), weight, inverse, x),

@@ -32,6 +32,7 @@ from kbrl_async.learning.fused.context import Context
 from kbrl_async.learning.fused.families import linear_of
 from kbrl_async.learning.fused.flat import FlatBatch
 from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.fused.norms import head_norms
 from kbrl_async.learning.recompute import again, waiting_on_host
 
 Prefix = Sequence[KeysValues]
@@ -138,13 +139,6 @@ class _Layer:
         """norm(x) with `room` more columns [T, H + room], and 1/rms [T]."""
         h_TX = x_TH.new_empty(len(x_TH), x_TH.shape[1] + room)
         return h_TX, e.rms_norm(x_TH, norm.weight, self.epsilon, h_TX[:, : x_TH.shape[1]])
-
-
-def head_norms(attention: Any) -> e.HeadNorms | None:
-    if not hasattr(attention, "q_norm"):
-        return None
-    q, k = attention.q_norm, attention.k_norm
-    return e.HeadNorms(q.weight, k.weight, float(q.variance_epsilon))
 
 
 class _Projections(torch.autograd.Function):

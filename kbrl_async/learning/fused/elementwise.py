@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
+
+from kbrl_async.learning.fused.norms import HeadNorms
 
 
 @functools.cache
@@ -65,14 +66,6 @@ def rms_norm_weight(gradient_TH: torch.Tensor, x_TH: torch.Tensor, inverse_T: to
         found: torch.Tensor = kernels.rms_norm_weight(gradient_TH, x_TH, inverse_T)
         return found
     return (gradient_TH.float() * x_TH.float() * inverse_T[:, None]).sum(0)
-
-
-class HeadNorms(NamedTuple):
-    """The norms over each head of q and of k (Qwen3), between projection and rotation."""
-
-    q_D: torch.Tensor
-    k_D: torch.Tensor
-    epsilon: float
 
 
 def rotate(

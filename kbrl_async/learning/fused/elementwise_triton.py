@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kbrl_async.learning.fused.elementwise import HeadNorms
+from kbrl_async.learning.fused.norms import HeadNorms
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbrl_async.learning.fused import elementwise as plain
+from kbrl_async.learning.fused.norms import HeadNorms
 
 
 def check() -> None:
@@ -37,7 +38,7 @@ def check() -> None:
         for bias in (None, torch.randn(outputs)):
             compare("rotate", torch.randn(rows, outputs), bias, cos, sin, heads, kv_heads, None)
         turned = [torch.randn(n, rows, depth).transpose(0, 1) for n in (heads, kv_heads, kv_heads)]
-        norms, raw = plain.HeadNorms(torch.randn(depth), torch.randn(depth), 1e-6), torch.randn(rows, outputs)
+        norms, raw = HeadNorms(torch.randn(depth), torch.randn(depth), 1e-6), torch.randn(rows, outputs)
         compare("rotate", raw, torch.randn(outputs), cos, sin, heads, kv_heads, norms)
         compare("rotate_backward", *turned, cos, sin, None, None)
         compare("rotate_backward", *turned, cos, sin, norms, raw)
