@@ -6,7 +6,7 @@ take over. All arithmetic is fp32 inside, results are rounded to the type of the
 Invariant: nothing here gives a gradient to a bias, and only `rms_norm_weight` gives one to a norm's weight.
 """
 
-# ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes: T tokens, H hidden, I intermediate, V vocabulary
+# ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes: T tokens, H hidden, I intermediate, V vocabulary
 from __future__ import annotations
 
 import functools
