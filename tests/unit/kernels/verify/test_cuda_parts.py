@@ -102,6 +102,7 @@ def test_a_bench_takes_no_more_of_its_gpu_than_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: taken.append(given))
     monkeypatch.setattr(device, "GpuHealth", lambda where: None)
     monkeypatch.setattr(device, "Passes", lambda where: None)
+    monkeypatch.setattr(device, "reservations_on", lambda where: None)
     monkeypatch.setattr("kbrl_async.kernels.verify.fused.use", lambda where, way: None)
     device.CudaDevice("cuda:1").open(0.25)
     assert taken == [(0.25, torch.device("cuda", 1))]
