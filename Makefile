@@ -20,7 +20,7 @@ install: $(VENV)/.installed
 # Three workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
