@@ -19,6 +19,11 @@ with contextlib.suppress(ImportError):  # hosts with a GPU run their tests witho
     settings.load_profile("patient")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first: one that begins last keeps one worker while the others have nothing left to take over."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny policy is kept: the first run makes it, the others find it, those of another worker too."""

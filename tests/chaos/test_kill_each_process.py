@@ -32,6 +32,7 @@ fault:
 """Two at a time, so that none waits for an update of its own. What a wedge and a stop do, the nanny's tests say."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_survives_the_death_of_every_kind_of_process(start_run: Callable[..., Run], tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"

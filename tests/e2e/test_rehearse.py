@@ -25,6 +25,7 @@ WORDS = ("batch_size=2", "group_size=4", "max_steps=2", "level=1", "lora_rank=8"
          "reward.preset=stage2", "reward.speed_weight=0", "device=cpu", "cache_path=cache")  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_model_that_is_a_config_alone_is_trained_on_given_answers(tmp_path: Path) -> None:
     (folder := tmp_path / "toy").mkdir()

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 Start = Callable[..., Run]
 
 
+@pytest.mark.long
 def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> None:
     run = start_run("max_steps=3")
     assert run.wait() == 0, run.tail()
@@ -54,6 +55,7 @@ def _tensorboard_has_both_parts(run: Run) -> None:
         assert list((run.path / "tensorboard" / part).glob("events.out.*"))
 
 
+@pytest.mark.long
 def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> None:
     run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "eval_samples=1", "sft.steps=150")
     assert run.wait() == 0, run.tail()
@@ -68,6 +70,7 @@ def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> No
     assert_figures_are_true(run)
 
 
+@pytest.mark.long
 def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
     run = start_run("max_steps=3", "max_staleness=0", "eval_samples=0")
     assert run.wait() == 0, run.tail()
@@ -75,6 +78,7 @@ def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_
     assert_counters_add_up(run.summary())
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
     run = start_run("max_steps=5")
     run.until(lambda: run.updates() >= 2)
@@ -99,6 +103,7 @@ def free_ports() -> tuple[int, int]:
         return first.getsockname()[1], second.getsockname()[1]
 
 
+@pytest.mark.long
 def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
     start_run: Start, policy_cache: Path
 ) -> None:

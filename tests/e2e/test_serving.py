@@ -75,6 +75,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
             service.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [(), ("--broker", "timing_bench.cap_s=0.05")], ids=["alone", "over a broker"])
 def test_verdicts_are_real_and_survive_kill_9(started: Any, words: tuple[str, ...]) -> None:
     service = started(*words)

@@ -61,6 +61,7 @@ def test_a_right_kernel_a_wrong_one_and_one_that_hangs_are_answers(bench: Workbe
     assert (kept.best.kernel_id, kept.entries[0].call, kept.entries[0].source) == (right.kernel_id, "verify", "")
 
 
+@pytest.mark.long
 def test_profile_and_compare_answer_in_words(bench: Workbench, loop: asyncio.Runner) -> None:
     found = loop.run(bench.profile(PROBLEM, elementwise("2 * x[i] + 1")))
     assert "roofline" in found.text

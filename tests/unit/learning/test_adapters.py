@@ -59,6 +59,7 @@ def test_each_roles_samples_train_its_own_adapter_only(groups: list[TrainGroup])
     assert not torch.equal(weights(model, "corrector"), before["corrector"])
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_all_adapters_and_resumes_bit_by_bit(groups: list[TrainGroup], tmp_path: Path) -> None:
     mixed = [*groups, *as_role(groups, "verifier"), *as_role(groups, "corrector")]
     first = Trainer(policy(), update_settings(learning_rate=1e-2))

@@ -61,6 +61,7 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
         assert other.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "sizes"), [("replicated", [2]), ("lora", [2]), ("full", [4, 2])])
 def test_several_ranks_make_the_update_of_one(
     tmp_path: Path, groups: list[TrainGroup], how: str, sizes: list[int]

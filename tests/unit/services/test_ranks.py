@@ -79,6 +79,7 @@ def lives_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "lives.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
     tmp_path: Path, never_stopped: list[float]
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
     assert json.loads((tmp_path / "weights.json").read_text()) == pytest.approx(never_stopped, rel=1e-3)
 
 
+@pytest.mark.long
 def test_two_hosts_of_torchrun_start_again_together_when_one_loses_its_rank(
     tmp_path: Path, never_stopped: list[float]
 ) -> None:
