@@ -70,10 +70,10 @@ def check(plan: Run, *, starts_here: bool = True) -> None:
 def check_host(plan: Run, *, starts_here: bool = True) -> None:
     """What a run and an evaluation need of this host."""
     config = plan.config
+    gpus = placement.inventory(os.environ) if starts_here or config.placement is not None else []
     if config.placement is not None:
-        placement.check_fit(config, placement.inventory(os.environ))
+        placement.check_fit(config, gpus)
     if starts_here:
-        gpus = placement.inventory(os.environ)
         check_devices(config, gpus)
         check_backend(config)
         check_memory(config, gpus)

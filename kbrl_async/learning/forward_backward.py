@@ -66,11 +66,6 @@ def _computed_in(learner: Learner, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if computes_bf16(learner, device) else torch.float32
 
 
-def _chunk_elements(device: torch.device) -> int:
-    """Most logits that exist at once: a GPU's matrix products want long chunks."""
-    return 1 << (27 if device.type == "cuda" else 24)
-
-
 class ForwardBackward(Protocol):
     """`run` computes all of `samples`; gradients are added to the parameters' where they are enabled."""
 
@@ -166,7 +161,8 @@ class Plain(OfModules[Microbatch]):
     def _computed(
         self, lm: torch.nn.Module, batch: Microbatch, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch_logprobs(lm, batch, temperature, _chunk_elements(self._device))
+        chunk = memory.logits_at_once(on_gpu=self._device.type == "cuda")
+        return batch_logprobs(lm, batch, temperature, chunk)
 
 
 class Modules(OfModules[FlatBatch]):
@@ -279,7 +275,7 @@ def _head_scores(
     lm: torch.nn.Module, hidden_NH: torch.Tensor, batch: FlatBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     head = lm.get_output_embeddings()  # type: ignore[operator]
-    vocabulary, chunk = head.weight.shape[0], _chunk_elements(hidden_NH.device)
+    vocabulary, chunk = head.weight.shape[0], memory.logits_at_once(on_gpu=hidden_NH.is_cuda)
     return token_logprobs(hidden_NH, head, batch.target_N, temperature, vocabulary, chunk)
 
 

@@ -18,14 +18,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from kbrl_async.learning.fused.memory import Plan
-
-Mode = Literal["auto", "none", "selective", "full"]
 
 
 def again(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.shapes import CONFIG, KNOWN, ModelShape, cached_config, known_shape
+from kbrl_async.shapes import CONFIG, ModelShape, cached_config, read_shape
 
 ENTRIES = 1024
 """Of a tokenizer that is made here: it spells code with about as many tokens as those of public models do."""
@@ -35,7 +35,7 @@ def describe(model: str, folder: Path, texts: Iterable[str]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = _config_of(model)
-    content = json.loads(source.read_text()) if source is not None else _public(model)
+    content = json.loads(source.read_text()) if source is not None else config_of(read_shape(model))
     there = source is not None and any((source.parent / name).is_file() for name in TOKENIZER[:2])
     if there and source is not None:
         for name in TOKENIZER:
@@ -49,13 +49,6 @@ def describe(model: str, folder: Path, texts: Iterable[str]) -> None:
 def _config_of(model: str) -> Path | None:
     own = Path(model).expanduser() / CONFIG
     return own if own.is_file() else cached_config(model)
-
-
-def _public(model: str) -> dict[str, Any]:
-    shape = known_shape(model)
-    if shape is None:
-        raise UserError(f"the shape of {model} is not known here", f"Give a folder, or one of {', '.join(KNOWN)}")
-    return config_of(shape)
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:

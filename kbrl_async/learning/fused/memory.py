@@ -99,6 +99,11 @@ class Plan(NamedTuple):
     """Layers that keep all but the MLP, those of `kept` among them; the others keep their input only."""
 
 
+def logits_at_once(*, on_gpu: bool) -> int:
+    """Most logits that exist at once, in numbers: a GPU's matrix products want long chunks."""
+    return 1 << (27 if on_gpu else 24)
+
+
 def planned(mode: str, shape: Shape, tokens: int, room: float) -> Plan:
     """What `learner.activation_checkpointing` asks for; `auto`: the most that fits."""
     fixed = {"none": Plan(shape.layers, shape.layers), "selective": Plan(0, shape.layers), "full": Plan(0, 0)}

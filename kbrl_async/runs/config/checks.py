@@ -289,13 +289,12 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _shares(config)
     if learner.base_quantisation == "none":
         return
-    said = quantised
     if learner.shard:
-        yield "learner.shard", f"learner.shard=true and {said} do not go together", "Use one of them"
+        yield "learner.shard", f"learner.shard=true and {quantised} do not go together", "Use one of them"
     if config.device == "cpu":
-        yield "learner.base_quantisation", f"{said} needs a GPU, and device=cpu", "Use device=cuda, or none"
+        yield "learner.base_quantisation", f"{quantised} needs a GPU, and device=cpu", "Use device=cuda, or none"
     if config.sampler.engine == "vllm":
-        cause = f"{said} with sampler.engine=vllm: it would serve another base than the one that is trained"
+        cause = f"{quantised} with sampler.engine=vllm: it would serve another base than the one that is trained"
         yield "learner.base_quantisation", cause, "Use sampler.engine=transformers, which loads it alike"
 
 

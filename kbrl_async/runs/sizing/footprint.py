@@ -26,8 +26,6 @@ GB = 1e9
 FP32, BF16 = 4, 2
 CONTEXT = 0.6e9
 """Of CUDA and its libraries in one process (0.5 to 0.7 on H100 and H200)."""
-GPU_LOGITS, CPU_LOGITS = 1 << 27, 1 << 24
-"""Logits that exist at once, as `learning.forward_backward` bounds them."""
 HELD = {"bf16": 2.0, "fp32": 4.0, "int8": 1.03, "nf4": 0.53}
 """Of a frozen weight, with the scales of its blocks (Dettmers et al. 2023, "QLoRA")."""
 
@@ -206,7 +204,8 @@ def _copies(shape: ModelShape, how: Learning) -> float:
 def loss_bytes(shape: ModelShape, how: Learning) -> float:
     """Logits of a chunk of tokens with what softmax and its gradient make of them; see `learning.logprobs`."""
     scored = how.scored or how.tokens
-    chunk = min(scored, max(1, (GPU_LOGITS if how.on_gpu else CPU_LOGITS) // shape.vocabulary)) * shape.vocabulary
+    at_once = memory.logits_at_once(on_gpu=how.on_gpu)
+    chunk = min(scored, max(1, at_once // shape.vocabulary)) * shape.vocabulary
     if how.rank:  # a frozen head: the gradient stands in place of the logits, the hidden states' is kept
         return float(chunk * (how.item + (0 if how.on_gpu else 3 * FP32)) + scored * shape.hidden * how.item)
     return float(chunk * (3 * FP32 + (how.item if how.bf16 else 0)))
