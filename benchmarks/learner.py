@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
+from kbrl_async.errors import UserError
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import Fused, OfModules, update_bytes
@@ -35,20 +36,15 @@ from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
+from kbrl_async.shapes import read_shape
 from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("learner", __doc__)
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "tie_word_embeddings", "head_dim")  # fmt: skip
-SHAPES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 152064, False)),
-    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 151936, True)),
-    "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 151936, True, 128)),
-    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 151936, False, 128)),
-    "llama3-8b": ("llama", (4096, 14336, 32, 32, 8, 128256, False)),
-    "mistral-7b": ("mistral", (4096, 14336, 32, 32, 8, 32768, False)),
-    "tiny": ("qwen2", (64, 160, 2, 4, 2, 512, False)),
-    "tiny-qwen3": ("qwen3", (64, 160, 2, 4, 2, 512, False, 32)),
+_TINY = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip
+TOYS: dict[str, dict[str, Any]] = {
+    "tiny": {**_TINY, "model_type": "qwen2"},
+    "tiny-qwen3": {**_TINY, "model_type": "qwen3", "head_dim": 32},
 }
 POSITIONS = 131072
 H100_DENSE = 989e12
@@ -171,11 +167,11 @@ def say(line: str) -> None:
 def config_of(shape: str) -> Any:
     if (Path(shape) / "config.json").is_file():
         return AutoConfig.from_pretrained(shape)
-    if shape not in SHAPES:
-        raise SystemExit(f"no shape {shape!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
-    family, values = SHAPES[shape]
-    given = dict(zip(NAMES, values, strict=False))
-    return AutoConfig.for_model(family, **given, max_position_embeddings=POSITIONS, sliding_window=None)
+    try:
+        given = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
+    except UserError as error:
+        raise SystemExit(f"{error}, or one of {', '.join(TOYS)}") from None
+    return AutoConfig.for_model(**{**given, "max_position_embeddings": POSITIONS}, sliding_window=None)
 
 
 def build(asked: Asked) -> torch.nn.Module:

@@ -26,28 +26,19 @@ from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
+from kbrl_async.shapes import ModelShape, read_shape, shape_of
 from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("sharded", __doc__)
-NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(NAMES, values, strict=True))
-    for name, values in {
-        "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, False),
-        "qwen2.5-1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151936, True),
-        "qwen3-4b": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True),
-        "qwen3-32b": ("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False),
-        "tiny": ("qwen3", 64, 160, 2, 4, 2, 16, 512, False),
-    }.items()
-}
+TINY = shape_of({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})  # fmt: skip
 NOMINAL = 989e12
 """FLOP/s of an H100 or H200 in bf16, as its maker says."""
 
 
 @commands
 def updates(
-    shape: Annotated[str, "one of SHAPES"] = "tiny",
+    shape: Annotated[str, "tiny, or a public model such as qwen2.5-7b"] = "tiny",
     lora_rank: Annotated[int, "0: all weights are trained"] = 0,
     lengths: Annotated[str, "tokens of a sequence, by comma"] = "256",
     sequences: Annotated[int, "of an update, for each rank"] = 2,
@@ -90,13 +81,17 @@ def updates(
     return found
 
 
+def _shape(name: str) -> ModelShape:
+    return TINY if name == "tiny" else read_shape(name)
+
+
 def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
     on_gpu = ranks.device.type == "cuda"
     arithmetic = torch.bfloat16 if on_gpu else torch.float32
     held = arithmetic if lora_rank or masters == "bfloat16" else torch.float32
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = {**SHAPES[shape], "max_position_embeddings": 40960, "rope_theta": 1e6}
+        config = {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = skeleton(folder, held)
     if lora_rank:
@@ -147,7 +142,7 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
     generator = torch.Generator().manual_seed(1)
-    vocabulary = SHAPES[shape]["vocab_size"]
+    vocabulary = _shape(shape).vocabulary
 
     def tokens(count: int) -> list[int]:
         return torch.randint(0, vocabulary, (count,), generator=generator).tolist()

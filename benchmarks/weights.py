@@ -29,6 +29,7 @@ from kbrl_async.runs.config import load
 from kbrl_async.sampling.canary import rms
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
+from kbrl_async.shapes import read_shape
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
 from protocols.records import SamplingParams
@@ -36,13 +37,12 @@ from services.learner.publishing import Publisher
 from services.sampler.line import LearnerLine
 
 commands = Commands("weights", __doc__)
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "300m": {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-}
-WIDTH = {"tiny": (128, 512), "300m": (4096, 32_000), "qwen3-4b": (9728, 151_936)}
-"""Of the MLP, and the vocabulary."""
+TOYS = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
+    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000},
+}  # fmt: skip
 CANARY = [5, 9, 14, 3, 27, 33, 8, 21, 40, 2, 17, 11]
 Shape = Literal["tiny", "300m", "qwen3-4b"]
 
@@ -50,17 +50,9 @@ Shape = Literal["tiny", "300m", "qwen3-4b"]
 def make_model(shape: str, device: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    inner, vocabulary = WIDTH[shape]
-    config = Qwen3Config(
-        **SHAPES[shape],
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        head_dim=128 if shape != "tiny" else 16,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        dtype=dtype,
-        eos_token_id=1,
-    )
+    sizes = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
+    common = {"max_position_embeddings": 40_960, "tie_word_embeddings": True, "eos_token_id": 1}
+    config = Qwen3Config(**{**sizes, **common}, dtype=dtype)
     torch.manual_seed(seed)
     torch.set_default_dtype(dtype)
     try:

@@ -104,6 +104,27 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Keys and values of one token in all layers, `item` bytes a number."""
         return 2 * self.layers * self.key_value * item
 
+    def as_config(self) -> dict[str, Any]:
+        """Its sizes by their names in `config.json`, which `shape_of` reads."""
+        experts = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active_experts,
+            "moe_intermediate_size": self.intermediate,
+        }
+        return {
+            "model_type": self.family,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": self.tied,
+            **(experts if self.experts else {}),
+        }
+
 
 def _public(
     family: str, *values: int, tied: bool = False, depth: int = 0, experts: int = 0, active: int = 0

@@ -55,24 +55,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     """The `config.json` of a shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    experts = {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.active_experts,
-        "moe_intermediate_size": shape.intermediate,
-    }
-    config = AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=shape.tied,
-        **(experts if shape.experts else {}),
-    )
+    config = AutoConfig.for_model(**shape.as_config())
     named: dict[str, Any] = config.to_dict()
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     return {**named, "architectures": [kind.__name__]}
