@@ -115,9 +115,13 @@ class References:
     def rest(self) -> None:
         """After a candidate: what others wait for is given back."""
         if not self._device.rest(self._device_bytes):
-            while self._kept:
-                self._kept.popitem()[1].close()
-            self._device.rest(0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Keeps none; processes that may serve others stay."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+        self._device.rest(0)
 
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""
