@@ -52,12 +52,13 @@ class Crew(NamedTuple):
 
     def run(self, tasks: Sequence[Task], start: Start) -> Iterator[Result]:
         """Rows that count: those of before, then new ones as they come. A row has `name` and `state`."""
-        known = rows_of(self.out) if self.out else {}
+        known = rows_of(self.out) if self.out is not None else {}
         kept = {task.name: known[task.name] for task in tasks if task.name in known}
         kept = {name: row for name, row in kept.items() if row["state"] not in self.again}
         yield from kept.values()
         left = [task for task in tasks if task.name not in kept]
         with (self.out or Path(os.devnull)).open("ab", buffering=0) as lines:
+            lines.write(b"\n" if known else b"")  # behind a line that was cut off
             for row in self._alone(left, start) if self.jobs == 1 else self._several(left, start):
                 lines.write(msgspec.json.encode(row) + b"\n")
                 yield row

@@ -126,7 +126,7 @@ def _audit(args: argparse.Namespace, source: str) -> int:
 
         def done(so_far: Audit, audit: ProblemAudit) -> None:
             audit_file.write(out, so_far)
-            progress.update(bar, advance=1, description=escape(audit.problem_id))
+            progress.update(bar, completed=len(so_far.problems), description=escape(audit.problem_id))
             if audit.status != audit_file.CLEAN:
                 progress.console.print(escape(_line(audit)))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async import cli
 from kbrl_async.kernels.audit import Auditor
-from kbrl_async.kernels.problems import audit_file
+from kbrl_async.kernels.problems import audit_file, load_problems
 from kbrl_async.kernels.problems.audit_file import Finding, ProblemAudit, problem_hash
 from protocols.records import Problem
 
@@ -45,6 +46,35 @@ def test_some_problems_can_be_chosen_and_another_file(problems: Path) -> None:
     assert cli.main(["problems", "audit", str(problems), "--ids", "L1/2", "--out", "some.json"]) == 0
     assert [a.problem_id for a in audit_file.read(Path("some.json")).problems] == ["L1/2_x"]
     assert not (problems / "audit.json").exists()
+
+
+def test_an_audit_goes_on_where_it_was(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was audited is kept, what was not is tried once more."""
+    cli.main(["problems", "audit", str(problems)])
+    first = audit_file.read(problems / "audit.json")
+    untried = msgspec.structs.replace(first.problems[1], status="not_audited", findings=())
+    audit_file.write(problems / "audit.json", msgspec.structs.replace(first, problems=[first.problems[0], untried]))
+    asked: list[str] = []
+
+    def audit(_auditor: Auditor, problem: Problem) -> ProblemAudit:
+        asked.append(problem.problem_id)
+        return ProblemAudit(problem.problem_id, problem_hash(problem), "clean")
+
+    monkeypatch.setattr(Auditor, "audit", audit)
+    cli.main(["problems", "audit", str(problems), "--resume"])
+    assert asked == ["L1/2_x"]
+    assert [a.status for a in audit_file.read(problems / "audit.json").problems] == ["clean", "clean"]
+
+
+def test_our_audit_of_kernelbench_speaks_of_its_problems_wherever_they_lie(
+    problems: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.main(["problems", "audit", str(problems)])
+    (folder / "ours").mkdir()
+    (problems / "audit.json").rename(folder / "ours" / "kernelbench-gpu.json")
+    assert [p.flags for p in load_problems(str(problems))] == [(), ()]
+    monkeypatch.setattr(audit_file, "OUR_AUDITS", folder / "ours")
+    assert [p.flags for p in load_problems(str(problems))] == [(), ("zeros@ours",)]
 
 
 @pytest.mark.parametrize(
