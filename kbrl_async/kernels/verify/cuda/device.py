@@ -147,7 +147,8 @@ class CudaDevice(Device):
             self._wait_for(wanted, tick)
             claim = self._claim_beside(0)
             made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
-        self._homes.refill()  # for the next problem
+        if len(kept) < options.references:  # else the one that makes room for this one leaves its process to the next
+            self._homes.refill()
         return made
 
     def _claim_beside(self, kept: int) -> Callable[[int], None]:

@@ -34,10 +34,12 @@ _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
-_SECONDS = 32
-"""Candidates that the second recorder serves: only those with something against them come to it."""
-_READY = 2
-"""Recorders that wait: a candidate that is recorded alone needs one, and what is in doubt another."""
+_SECONDS = 128
+"""Candidates that the second recorder serves at most: only those with something against them come to it, and each that
+is drawn to be recorded alone (`BenchOptions.alone_share`) ends it sooner."""
+_READY = 1
+"""Recorders that wait. Whoever makes or ends a context holds the driver's locks, for all processes of a GPU, for some
+tenths of a second."""
 _LEAST_TIMES, _TIMES = 2, 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs: without
 which nothing can be recorded, and enough for most."""
@@ -158,16 +160,14 @@ class Replays:
         """Whether a second process, which has served other candidates than the first, or nobody else where `is_alone`,
         writes down of the last one what the first wrote, and keeps the same in memory that lasts. Then what was found
         of its replay holds: the same work on the same inputs has the same results. Of what is right only the kind of
-        its steps is compared: a tuned kernel is launched in several ways.
+        its steps is compared: a tuned kernel is launched in several ways. The process that served nobody else is the
+        second one for those that follow.
         """
         last, first = self._last, self._recorders
-        if last is None or first is None:
+        if last is None or first is None or (asked := self._second(first.arena.size)) is None:
             return False
         if is_alone:
-            first.forget()
-        asked = first if is_alone else self._second(first.arena.size)
-        if asked is None:
-            return False
+            asked.forget()
         try:
             with span("recorded alone" if is_alone else "recorded by a second"):
                 content = reference.record(asked, code, last.placed, last.start, deadline_s)

@@ -38,7 +38,7 @@ _CPU_S = 1 << 20
 _SLOW, _SLOW_NS = 5.0, 2_000_000.0
 """A known kernel that takes so many times what it took at first, and so much more."""
 _MOST_HELD = 4 << 30
-_MOST_SERVED = 64
+_MOST_SERVED = 256
 """What kernels of one candidate leave in a player shows in the known kernel; if not, it is gone after so many."""
 _SPARE_FACTOR = 4
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
