@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from kbrl_async.kernels.stages import span, tally
 from kbrl_async.kernels.verify import validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
-from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
+from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.recording import Recording, decode
@@ -80,8 +80,16 @@ def outline(content: bytes) -> list[list[str]] | None:
 class Replays:
     """Recorders and players of one bench on its GPU."""
 
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float) -> None:
-        self._zygote, self._device = zygote, device
+    def __init__(
+        self,
+        zygote: Zygote,
+        limits: Limits,
+        device: str,
+        memory_share: float,
+        may_grow: Callable[[int], bool] = lambda size: True,
+    ) -> None:
+        """`may_grow`: whether other verifiers leave so many bytes more, asked before they are taken."""
+        self._zygote, self._device, self._may_grow = zygote, device, may_grow
         self._memory_share = memory_share
         self._host = ReplayHost(zygote, limits, device)
         self._spares = spares_for(zygote, limits, device, _READY)
@@ -127,7 +135,7 @@ class Replays:
                 content = reference.record(recorders, code, placed, start, deadline_s)
         except CudaError as error:
             self.give_back()
-            raise Unreplayable(f"there is no memory to record it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -141,7 +149,7 @@ class Replays:
                 given = self._host, recording, built, placed, recorders.arena, rng
                 session = ReplaySession(*given, self.is_shared, may_keep)
         except CudaError as error:
-            raise Unreplayable(f"there is no memory to replay it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to replay it in ({error})") from error
         self._last = msgspec.structs.replace(self._last, image=session.image)
         try:
             with span("tried"):
@@ -238,6 +246,9 @@ class Replays:
         known = self._recorders
         if known is not None and self._generation == self._zygote.generation and wanted <= known.arena.size:
             return known
+        has = 0 if known is None else known.arena.size
+        if wanted > least > has and not self._may_grow(wanted - has):
+            wanted = least
         try:
             if known is None or self._generation != self._zygote.generation:
                 self.give_back()
@@ -246,7 +257,7 @@ class Replays:
                 known.grow(wanted)
         except CudaError as error:
             self.give_back()
-            raise Unreplayable(f"there is no memory to record it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
         self._generation, self._recorders = self._zygote.generation, known
         return known
 
@@ -271,6 +282,15 @@ class Replays:
         if self._recorders is not None:
             self._recorders.close()
             self._recorders = None
+
+    def give_back_players(self) -> None:
+        """Between two candidates, what they were replayed in."""
+        self._host.give_back()
+
+    @property
+    def device_bytes(self) -> int:
+        recorders = [one for one in (self._recorders, self._seconds) if one is not None]
+        return self._host.device_bytes + sum(one.arena.size for one in recorders)
 
     def close(self) -> None:
         self._host.close()

@@ -49,6 +49,10 @@ class Unreplayable(Exception):  # noqa: N818 - an answer, not an error
     """Why a recording can't be done again, in words; nobody's fault."""
 
 
+class ShortOfMemory(Unreplayable):
+    """There is no memory to do it in, now."""
+
+
 class Player:
     """One process that replays."""
 
@@ -180,6 +184,18 @@ class ReplayHost:
         arena = self.reserve(self.arena.size, is_new=True)
         self.load(*self._loaded)
         return arena
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.size
+
+    def give_back(self) -> None:
+        """Between two candidates: the memory that the last one was replayed in, which a player holds, too."""
+        if self._arena is not None:
+            self._drop()
+            self._dying.close()
+            self._arena.close()
+            self._arena = None
 
     def unload(self) -> None:
         """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""
