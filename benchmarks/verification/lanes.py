@@ -90,9 +90,10 @@ class Phase(msgspec.Struct, frozen=True):
 
     lanes: int
     alone_share: float
+    is_quick: bool
 
     def __str__(self) -> str:
-        return f"{self.lanes} lanes, {self.alone_share:.3g} alone"
+        return f"{self.lanes} lanes, {self.alone_share:.3g} alone{', quick' if self.is_quick else ''}"
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -109,10 +110,16 @@ class Asked(msgspec.Struct, frozen=True):
     rows: str
     timers: int
     backend: str
+    quick: tuple[int, ...]
 
     @property
     def phases(self) -> list[Phase]:
-        return [Phase(lanes, share) for share in self.alone_share for lanes in self.lanes]
+        return [
+            Phase(lanes, share, quick)
+            for quick in map(bool, self.quick)
+            for share in self.alone_share
+            for lanes in self.lanes
+        ]
 
 
 Group = tuple[Problem, list[Item]]
@@ -135,6 +142,7 @@ def verdicts(
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
     timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
     backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
+    quick: tuple[int, ...] = (1,),
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
 
@@ -144,7 +152,7 @@ def verdicts(
     leaves out the first and the last second of a phase, when not all lanes are at work; `answers_a_second` counts the
     answers that did not compile with it, which is what a run would wait for.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend, quick)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
         made = _kept(folder, _WARM + groups, levels, shapes, backend)
@@ -293,7 +301,12 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
         found = summary(phases[-1]) if phases[-1] else {}
         say(f"{phase}:", found)
         if asked.rows:
-            _write(Path(asked.rows), f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}", phases[-1], found)
+            _write(
+                Path(asked.rows),
+                f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}-{phase.is_quick:d}",
+                phases[-1],
+                found,
+            )
     for _ in timers:
         right.put(None)
     for process in processes:
@@ -353,6 +366,9 @@ def _lane(
     verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
     share = min(1.0, verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
+    from kbrl_async.kernels.verify.cuda import reference as quick
+
+    quick.QUICK = bool(asked.quick[0])
     with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm")
         meter = cProfile.Profile() if asked.profile else None
@@ -361,7 +377,7 @@ def _lane(
         for place, (phase, work) in enumerate(zip(asked.phases, works, strict=True)):
             if number >= phase.lanes:
                 continue
-            bench = judge.bench
+            bench, quick.QUICK = judge.bench, phase.is_quick
             bench._options = msgspec.structs.replace(bench._options, alone_share=phase.alone_share)
             for problem, item in _items(work, is_over, place):
                 row, report = _judged(judge, problem, item, timing, windows)
