@@ -236,7 +236,7 @@ class CudaReference(Reference):
 
     def _more_draws(self, seeds: list[int]) -> Draws:
         """All at once: memory that two processes share costs each of them milliseconds, however little it is."""
-        if not QUICK:
+        if not QUICK or not self.examples:
             return super()._more_draws(seeds)
         assert isinstance(self.session, CudaSession)
         self.tick()
