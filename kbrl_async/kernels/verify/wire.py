@@ -153,7 +153,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     inputs: str = ""
     """Text that makes another `get_inputs` of the problem's functions: the inputs of one workload of several."""
     more: tuple[int, ...] = ()
-    """On a GPU: further seeds, whose tensors follow those of the first."""
+    """On a GPU: further seeds; the answer then is a list of draws."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -211,11 +211,12 @@ class CudaRunner(runner.Runner):
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
             tensors: list[torch.Tensor] = []
-            trees = []
+            made = []
             for seed in (order.seed, *order.more):
                 contract.seed(seed)
-                trees.append(values.flatten(list(self._inputs()), tensors))
-            self.channel.send(wire.encode(wire.Drawn(trees[0], self._describe(tensors))))
+                made.append(list(self._inputs()))
+            tree = values.flatten(made if order.more else made[0], tensors)
+            self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))
         elif isinstance(order, wire.Export):
             self._export(DeviceArena.received(fds[0], order.size, self._where))
         elif isinstance(order, wire.Mute):
