@@ -1,4 +1,4 @@
-"""A GPU's reference and its child over shared arenas, on pretended device memory: what is mapped, and that it is right."""
+"""A GPU's reference and its child over shared arenas, on pretended device memory: what is mapped, and is it right."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_reference_is_made_over_few_arenas() -> None:
     assert all(len(draw) == 2 for draw in draws)
     assert len({float(draw[number][0]) for draw in draws for number in (0, 1)}) == 8
     module: dict[str, Any] = {}
-    exec(SOURCE, module)  # noqa: S102 - ours
+    exec(SOURCE, module)
     model = module["Model"](8)
     assert found._weights is not None
     own = [found._weights.view(meta) for _, meta in found.ready.weights]
