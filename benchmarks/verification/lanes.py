@@ -47,8 +47,10 @@ PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdic
 _SEED, _PATIENCE_S, _END_S = 11, 180, 10
 _ROUNDS = 20
 _END = "a lane has come to the end of a phase"
-_WARM = 2
-"""Groups of which a lane judges some before it counts: as many references as it keeps."""
+_WARM = 3
+"""Groups of which a lane judges some before it counts: as many references as it keeps, and the process of one more."""
+_WARM_ITEMS = 4
+"""Of each: some are wrong, so that the second recorder is there."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -116,7 +118,7 @@ def verdicts(
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
     timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
     backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
-    quick: tuple[int, ...] = (1,),
+    quick: Annotated[tuple[int, ...], "0: memory is mapped as often as it was, for comparison"] = (1,),
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
 
@@ -274,9 +276,7 @@ def _lane(
     verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
     share = min(1.0, verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
-    from kbrl_async.kernels.verify.cuda import reference as quick
-
-    quick.QUICK = bool(asked.quick[0])
+    _map_often(not asked.quick[0])
     with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm")
         meter = cProfile.Profile() if asked.profile else None
@@ -285,7 +285,8 @@ def _lane(
         for place, (phase, work) in enumerate(zip(asked.phases, works, strict=True)):
             if number >= phase.lanes:
                 continue
-            bench, quick.QUICK = judge.bench, phase.is_quick
+            bench = judge.bench
+            _map_often(not phase.is_quick)
             bench._options = msgspec.structs.replace(bench._options, alone_share=phase.alone_share)
             for problem, item in _items(work, is_over, place):
                 row, report = _judged(judge, problem, item, timing, windows)
@@ -297,6 +298,13 @@ def _lane(
             (right if asked.timers else done).put(_END if asked.timers else None)
         if meter is not None:
             meter.dump_stats(Path(asked.profile) / f"lane{number}.prof")
+
+
+def _map_often(is_so: bool) -> None:
+    """As before shared memory was mapped once for several draws, calls and recordings: for comparison."""
+    from kbrl_async.kernels.verify.cuda import reference
+
+    reference.ARENA_BYTES, reference.MOST_INSIDE = (0, 0) if is_so else (64 << 20, 256 << 20)
 
 
 def _items(work: Any, is_over: Any, place: int) -> Iterator[tuple[Problem, Item]]:
@@ -345,7 +353,7 @@ def _judging(
     with judge, contextlib.closing(windows.turns):
         ready()
         for problem, items in warm:
-            for item in items[:2]:
+            for item in items[:_WARM_ITEMS]:
                 _judged(judge, problem, item, timing, windows)
         yield judge, windows
 

@@ -39,8 +39,11 @@ from protocols.records import Problem
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.family import Family
 
-QUICK = True
-_PAGE, _ARENA_BYTES = 2 << 20, 64 << 20
+ARENA_BYTES = 64 << 20
+"""At least, of a reference's arena: what fits is mapped once, and not three times."""
+MOST_INSIDE = 256 << 20
+"""Weights up to this many bytes lie in a recorder's arena; larger ones are mapped beside it."""
+_PAGE = 2 << 20
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
 MAX_BATCH = 16
@@ -156,9 +159,7 @@ class CudaReference(Reference):
         `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets.
         """
 
-        place = 0
-        if QUICK and self._weights is not None:
-            place = (recorders.arena.size - self._weights.size) // _PAGE * _PAGE
+        place = (recorders.arena.size - self.inside_bytes) // _PAGE * _PAGE if self.inside_bytes else 0
 
         def fill(arena: DeviceArena) -> None:
             if place and self._weights is not None:
@@ -236,7 +237,7 @@ class CudaReference(Reference):
 
     def _more_draws(self, seeds: list[int]) -> Draws:
         """All at once: memory that two processes share costs each of them milliseconds, however little it is."""
-        if not QUICK or not self.examples:
+        if not self.examples:
             return super()._more_draws(seeds)
         assert isinstance(self.session, CudaSession)
         self.tick()
@@ -265,7 +266,7 @@ class CudaReference(Reference):
         if not self.keeps_sets:
             self._close_drawn()
         first = draws[0]
-        least = _ARENA_BYTES if QUICK else 0
+        least = ARENA_BYTES
         session.attach(self.tree, self.examples, 1, least_bytes=least)
         for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
@@ -293,6 +294,11 @@ class CudaReference(Reference):
     @property
     def weights_bytes(self) -> int:
         return self._weights.size if self._weights else 0
+
+    @property
+    def inside_bytes(self) -> int:
+        """Of the weights, what lies in a recorder's arena."""
+        return self.weights_bytes if self.weights_bytes <= MOST_INSIDE else 0
 
     @property
     def device_bytes(self) -> int:

@@ -17,7 +17,9 @@ import torch
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.cuda import reference, runner, session
+from kbrl_async.kernels.verify.cuda.record import child
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.session import Submission
 from protocols.records import Problem
 
 SOURCE = """
@@ -152,4 +154,46 @@ def test_a_reference_is_made_over_few_arenas() -> None:
     for one in found.sets:
         x, y = (block.view(16, 8) for block in one.blocks)
         assert torch.allclose(model(x, y), one.expected[0], atol=1e-5)
+    found.close()
+
+
+class Recorders:
+    """A recorder that builds its candidate on what lies in its arena."""
+
+    def __init__(self, size: int) -> None:
+        self.arena, self.weights = Arena.new(size, torch.device("cpu")), list[torch.Tensor]()
+        self.descriptors: list[int] = []
+
+    def record(self, order: wire.Record, fds: tuple[int, ...], deadline_s: float, fill: Any) -> bytes:
+        fill(self.arena)
+        given = self.arena.raw[order.weights :] if order.weights else None
+        candidate = child._Candidate(cast(Any, None), order.setup, list(map(os.dup, fds)), torch.device("cpu"), given)
+        self.weights, self.descriptors = [tensor.clone() for tensor in candidate.model.parameters()], list(fds)
+        self.arena.raw[order.weights :].fill_(0)
+        assert all(map(torch.equal, self.weights, candidate.model.parameters())), "they are copies"
+        return b""
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("most", [256 << 20, 0])
+def test_a_recorder_finds_the_weights_in_its_arena_or_beside_it(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(reference, "MOST_INSIDE", most)
+    found, recorders = made(), Recorders(8 << 20)
+    assert found._weights is not None
+    code = Submission(SOURCE.replace("class Model", "class ModelNew"), "cuda-nvrtc")
+    found.record(cast(Any, recorders), code, [], 0, 1.0)
+    wanted = [found._weights.view(meta) for _, meta in found.ready.weights]
+    assert all(map(torch.equal, recorders.weights, wanted))
+    assert len(wanted) == 2
+    assert len(recorders.descriptors) == (not most)
+    assert found.inside_bytes == (found.weights_bytes if most else 0)
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_an_arena_that_is_too_small_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ARENA_BYTES", 4096)
+    found = made()
+    assert Arena.made > 4
+    assert len(found.sets) == 10
     found.close()

@@ -125,7 +125,8 @@ class Replays:
         placed, start = place_inputs(reference.examples, slots, rng)
         once = reference.slot_bytes * slots
         recorders = self._recorders_for(
-            start + 2 * reference.weights_bytes + _LEAST_TIMES * once, (_TIMES - _LEAST_TIMES) * once
+            start + reference.weights_bytes + reference.inside_bytes + _LEAST_TIMES * once,
+            (_TIMES - _LEAST_TIMES) * once,
         )
         if is_alone:
             recorders.forget()
