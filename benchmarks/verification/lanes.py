@@ -207,7 +207,7 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
         for _ in range(phase.lanes):
             work.put(None)
         end = time.monotonic() + asked.seconds if asked.seconds else math.inf
-        phases.append(_rows(done, processes, phase.lanes, end, functools.partial(_set, is_over, number)))
+        phases.append(_rows(done, processes, phase.lanes, end, functools.partial(setattr, is_over, "value", number)))
         found = summary(phases[-1]) if phases[-1] else {}
         say(f"{phase}:", found)
         if asked.rows:
@@ -223,10 +223,6 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
         process.join(_END_S)
         process.kill()
     return phases
-
-
-def _set(value: Any, number: int) -> None:
-    value.value = number
 
 
 def _write(folder: Path, name: str, rows: list[Row], found: Result) -> None:
@@ -278,7 +274,7 @@ def _lane(
     timing = asked.timing and not asked.timers
     _map_often(not asked.quick[0])
     with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
-        done.put(f"lane {number} is warm")
+        done.put(f"lane {number} is warm{_neighbours(judge)}")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
             meter.enable()
@@ -305,6 +301,12 @@ def _map_often(is_so: bool) -> None:
     from kbrl_async.kernels.verify.cuda import reference
 
     reference.ARENA_BYTES, reference.MOST_INSIDE = (0, 0) if is_so else (64 << 20, 256 << 20)
+
+
+def _neighbours(judge: Judge) -> str:
+    """On its GPU, whose memory is waited for."""
+    reservations = getattr(judge.bench._device, "_reservations", None)
+    return "" if reservations is None else f", beside {len(reservations.others)}"
 
 
 def _items(work: Any, is_over: Any, place: int) -> Iterator[tuple[Problem, Item]]:
