@@ -52,7 +52,7 @@ _KEPT_BESIDE_OTHERS = 1 / 16
 _DIVIDED = 0.5
 """A bench that may plan with no more than this is one of several, whose shares come to no more than all: what it keeps
 within its own is in nobody's way."""
-_UNPLANNED_S = 60.0
+_UNPLANNED_S = 10.0
 """To wait for others where nobody knows how much is missing."""
 
 
