@@ -119,6 +119,12 @@ class References:
                 self._kept.popitem()[1].close()
             self._device.rest(0)
 
+    def give_way(self, tick: Tick) -> None:
+        """Nothing is kept any more, and the device has had time to find memory again."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+        self._device.give_way(tick)
+
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""
         self._device.settle()
