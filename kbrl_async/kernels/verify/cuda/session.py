@@ -250,6 +250,8 @@ class CudaSession(Session):
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
         if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
+        if op == wire.OP_FREE:
+            self.captured = None  # the child gives its graphs back, too
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
