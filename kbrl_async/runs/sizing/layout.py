@@ -132,10 +132,10 @@ def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[T
     for number in range(samplers):
         held = _sampler(config, shape, capacity)
         if held is not None:
-            at = 0 if on_one else ranks + number * each
+            at = int(config.placement == "learner_apart") if on_one else ranks + number * each
             found.append(Tenant(f"sampler.{number + 1}", range(at, at + each), held))
     if capacity is not None and runs_on_gpu(config.backend):
-        first = {"two_gpus": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
+        first = {"two_gpus": 1, "learner_apart": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
         for number in range(config.processes.timing_bench):
             at = first if on_one else first + number
             found.append(Tenant(f"timing_bench.{number + 1}", range(at, at + 1), Footprint({"problems": BENCH})))
