@@ -190,7 +190,8 @@ def _checkpointed(trainer: Trainer, folder: Path, keep: bool) -> Result:
     read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
     if not keep:
         shutil.rmtree(folder)
-    found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read, "sha256": _digest(trainer)}
+    found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
+    found["sha256"] = _digest(trainer)
     _say("checkpoint", found)
     return found
 

@@ -120,7 +120,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where sampler and learner compute; auto: the GPU where there is one."""
     placement: Literal["one_gpu", "two_gpus", "learner_apart", "split"] | None = None
-    """Which GPU each process gets: all the same; the bench, or all but the learner, on a second; one each. null: what they see."""
+    """Which GPU each process gets: one; the bench, or all but the learner, on a second; one each. null: as they see."""
     log_path: str = "runs"
     """Folder that holds the runs."""
     cache_path: str | None = None

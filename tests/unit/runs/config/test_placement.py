@@ -51,7 +51,9 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     assert sorted(ids) == [str(i) for i in range(8)]
 
 
-@pytest.mark.parametrize(("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("learner_apart", "1"), ("split", "4")])
+@pytest.mark.parametrize(
+    ("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("learner_apart", "1"), ("split", "4")]
+)
 def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placement: str, gpu: str) -> None:
     config = load(
         overrides=[f"placement={placement}", "processes.verifier=3", "timing_bench.shares_with=[timing_bench]"]
@@ -179,6 +181,7 @@ def test_what_contradicts_is_refused_by_name(words: list[str], reason: str) -> N
         ([], False),
         (["weights.transport=direct"], True),
         (["placement=split"], True),
+        (["placement=learner_apart"], True),
         (["placement=split", "weights.transport=files"], False),
         (["placement=split", "device=cpu"], False),
         (["placement=split", "lora_rank=8"], False),
