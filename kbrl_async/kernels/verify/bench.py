@@ -112,10 +112,12 @@ class Bench:
         tick: Tick = no_tick,
         watch: Watch | None = None,
         verified: BenchReport | None = None,
+        group: str = "",
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
         thread to the options' cores. `watch` sees a correct candidate on a processor run once more. `verified`: what a
-        verifier has found of it, which holds here too where what it records has the same steps.
+        verifier has found of it, which holds here too where what it records has the same steps. `group`: equal sources
+        of one share a timing, never a verdict; empty: each is timed.
         """
         started = time.time()
         clock = StageClock()
@@ -128,6 +130,8 @@ class Bench:
         with pinned(self._options.cores), _without_gradients(), self._resting():
             family = self._references.get(problem, tick)
             clock.ends("reference")
+            equal = family.timings.get((group, candidate.source)) if timing and group else None
+            timing = timing and equal is None
             try:
                 options = self._options_for(candidate, strictness)
                 self._plan = ""
@@ -142,6 +146,11 @@ class Bench:
                 self._references.drop(family.cases[0].reference)
                 raise
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
+        if equal is not None and verdict.fault is Fault.OK:
+            timed = equal
+            clock.ends("timing", Fault.OK, "of an equal kernel of its group")
+        elif group and timed is not None and not timed.is_disturbed:
+            family.timings[group, candidate.source] = msgspec.structs.replace(timed, spent_s=0.0)
         plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
         if verified is not None and plan and plan == verified.plan:
             verdict = verified.verdict
