@@ -115,10 +115,12 @@ class Bench:
         tick: Tick = no_tick,
         watch: Watch | None = None,
         verified: BenchReport | None = None,
+        group: str = "",
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
         thread to the options' cores. `watch` sees a correct candidate on a processor run once more. `verified`: what a
-        verifier has found of it, which holds here too where what it records has the same steps.
+        verifier has found of it, which holds here too where what it records has the same steps. `group`: equal sources
+        of one share a timing, never a verdict; empty: each is timed.
         """
         started = time.time()
         clock = StageClock()
@@ -132,7 +134,7 @@ class Bench:
             for left in reversed(range(_TRIES)):
                 try:
                     family, verdict, timed = self._judged_by(
-                        problem, candidate, artifacts, timing, strictness, tick, clock, watch, verified
+                        problem, candidate, artifacts, timing, strictness, tick, clock, watch, verified, group
                     )
                     break
                 except NoMemory:
@@ -168,16 +170,19 @@ class Bench:
         clock: StageClock,
         watch: Watch | None,
         verified: BenchReport | None,
+        group: str,
     ) -> tuple[Family, Verdict, Timing | None]:
         """:raises NoMemory: nothing is wrong with the candidate, nor with its reference."""
         family = self._family(problem, tick)
         clock.ends("reference")
+        equal = family.timings.get((group, candidate.source)) if timing and group else None
+        timing = timing and equal is None
         try:
             options = self._options_for(candidate, strictness)
             self._plan = ""
             if verified is not None and len(family.cases) == 1:
                 options = msgspec.structs.replace(options, known=verified.plan)
-            return family, *self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
+            verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
             self._references.drop(family.cases[0].reference)
@@ -185,6 +190,12 @@ class Bench:
         except InfraError:
             self._references.drop(family.cases[0].reference)
             raise
+        if equal is not None and verdict.fault is Fault.OK:
+            clock.ends("timing", Fault.OK, "of an equal kernel of its group")
+            return family, verdict, equal
+        if group and timed is not None and not timed.is_disturbed:
+            family.timings[group, candidate.source] = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+        return family, verdict, timed
 
     @contextlib.contextmanager
     def _resting(self) -> Iterator[None]:

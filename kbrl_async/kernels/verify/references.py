@@ -66,6 +66,7 @@ class References:
             cause = f"the reference of {problem.problem_id} is gone ({error})"
             raise InfraError(cause, "It is made anew for the next candidate") from error
         family.uses = 0
+        family.timings.clear()
         return family
 
     def _made(self, problem: Problem, tick: Tick) -> Family:
