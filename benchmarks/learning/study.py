@@ -17,6 +17,8 @@ from kbrl_async.runs.config import load
 Answers = dict[str, list[int]]
 """By problem: of each rollout the first turn that was correct, `NEVER` where none was."""
 NEVER = 1000
+LEVELS = (1, 2, 3)
+"""Of the default run."""
 
 
 class Study:
@@ -66,9 +68,10 @@ class Study:
 
 
 def splits(level: int = 0) -> dict[str, list[str]]:
-    """Problems of each split, of one level or all."""
+    """Problems of each split, of one level or all that runs train on."""
+    levels = [level] if level else LEVELS
     problems = {split: load_suite(split=split) for split in ("train", "heldout")}
-    return {split: sorted(p.problem_id for p in of if level in (0, p.level)) for split, of in problems.items()}
+    return {split: sorted(p.problem_id for p in of if p.level in levels) for split, of in problems.items()}
 
 
 def share(answers: Sequence[Answers], problems: Sequence[str], turns: int = NEVER) -> float:
