@@ -210,7 +210,7 @@ SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=nu
 MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
 FOUR = (*SAME, *MULTI, "learner.minibatches=4")
 EQUAL = (*SAME, *MULTI, "batch_size=3")
-EXAMPLES = ("prompt.option=raicl",)
+EXAMPLES = ("prompt.option=raicl", "prompt.base=compact")
 ARMS = {
     "single": SAME,
     "multi": FOUR,
@@ -260,9 +260,10 @@ def turns(
             run = study.train(name, ROOT / "configs" / "default.yaml", *settings)
         words = ["--turns", TURNS, "--samples", samples, "turns.stop=correct", f"seed={1000 + seed}"]
         words += ["--heldout"] if heldout else []
-        answers = [study.evaluate(name, run, *words, *REWARD)]
+        answers = [study.evaluate(name, run, *words, *REWARD, "prompt.index=null")]
         if shown:
-            answers.append(study.evaluate(f"{name}-shown", run, *words, "--raicl", index, *CORRECT_ONLY))
+            with_examples = ("--raicl", index, EXAMPLES[1], *CORRECT_ONLY)
+            answers.append(study.evaluate(f"{name}-shown", run, *words, *with_examples))
         say(name, *(_by_turn([one], list(one)) for one in answers))
         return answers
 
