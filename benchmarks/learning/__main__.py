@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, rows_of, say, summary_of
 from benchmarks.learning.curve import curve
 from benchmarks.learning.raicl import raicl, suite_index
-from benchmarks.learning.study import Answers, Study, gain, share, splits
+from benchmarks.learning.study import Answers, Study, core_seconds, gain, share, splits
 from benchmarks.learning.wrong import wrong
 from kbrl_async.lab.report import plots
 
@@ -28,6 +28,7 @@ METHODS = ("grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft")
 START = "start"
 """The policy before any training."""
 LEVEL = 2
+SPENT = {"samples": "", "seconds": " s", "core_seconds": " s"}
 TITLES = {"train": "training problems", "heldout": "held-out problems"}
 PAGE, PICTURE = ROOT / "docs" / "methods.md", ROOT / "docs" / "pictures" / "methods.svg"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
@@ -140,16 +141,18 @@ def figures(found: Mapping[str, Sequence[Answers]]) -> Result:
 
 
 def cost(study: Study, method: str, seeds: Sequence[int], budget: Budget, kind: str) -> dict[str, float]:
-    """Rollouts (or demonstrations) that were learned from, and seconds of the run, mean of the seeds."""
+    """Rollouts (or demonstrations) that were learned from, seconds and CPU seconds of the run, mean of the seeds."""
     made = []
     for seed in seeds:
         name = trained(study, method, seed, budget, kind)[0]
         of_a_version = name.removeprefix(f"{method}-{seed}-v")
-        found = summary_of(study.folder / (f"{method}-{seed}" if of_a_version != name else name))
+        run = study.folder / (f"{method}-{seed}" if of_a_version != name else name)
+        found = summary_of(run)
         updates = int(of_a_version) if of_a_version != name else found["updates"]
-        made.append((updates * GROUPS * GROUP, found["wall_s"] * updates / max(1, found["updates"])))
-    samples, seconds = np.mean(made, axis=0)
-    return {"samples": float(samples), "seconds": float(seconds)}
+        part = updates / max(1, found["updates"])
+        made.append((updates * GROUPS * GROUP, found["wall_s"] * part, core_seconds(run) * part))
+    samples, seconds, cores = np.mean(made, axis=0)
+    return {"samples": float(samples), "seconds": float(seconds), "core_seconds": float(cores)}
 
 
 def tables(report: Result) -> str:
@@ -159,8 +162,8 @@ def tables(report: Result) -> str:
 
 def table(part: Result) -> str:
     lines = [
-        "| method | training problems | gain (95 %) | held-out problems | gain (95 %) | samples | training |",
-        "|---|---|---|---|---|---|---|",
+        "| method | training problems | gain (95 %) | held-out ones | gain (95 %) | samples | training | CPU time |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for method, by_split in part["methods"].items():
         cells = [f"`{method}`" if method != START else "SFT policy (start)"]
@@ -170,7 +173,7 @@ def table(part: Result) -> str:
             g = found.get("gain")
             cells.append(f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else "")
         spent = part["cost"].get(method)
-        cells += [f"{spent['samples']:.0f}", f"{spent['seconds']:.0f} s"] if spent else ["", ""]
+        cells += [f"{spent[what]:.0f}{unit}" for what, unit in SPENT.items()] if spent else [""] * len(SPENT)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections import defaultdict
 from collections.abc import Sequence
@@ -65,6 +66,17 @@ class Study:
             kbrl(*words, *self.where, f"name={name}", log=self.folder / "printed" / f"{name}.log", cores=mine)
         finally:
             self._free.put(mine)
+
+
+def core_seconds(run: Path) -> float:
+    """CPU time of all processes of a run, as their beats say it: others on these cores do not change it."""
+    spent = before = 0.0
+    for line in (run / "metrics" / "system.jsonl").read_text().splitlines():
+        said = json.loads(line)
+        cores = sum(one["cpu"] for one in (*said["workers"].values(), said["broker"]))
+        spent += cores * (said["t"] - before) if before else 0.0
+        before = said["t"]
+    return spent
 
 
 def splits(level: int = 0) -> dict[str, list[str]]:
