@@ -49,11 +49,9 @@ class Affinity:
         if oldest.passed_over >= PATIENCE or (is_settled and not likely_first):
             return oldest
 
-        def cost(task: LiveTask) -> tuple[bool, int, float, int]:
-            if likely_first and task.passed_over >= PATIENCE:
-                return False, 0, 0.0, task.order
+        def cost(task: LiveTask) -> tuple[int, float, int]:
             group = task.group_id
-            return True, 0 if group in own else 1 if group not in self._homes else 2, -task.chance, task.order
+            return 0 if group in own else 1 if group not in self._homes else 2, -task.chance, task.order
 
         waiting = [oldest, *others]
         chosen = min(waiting, key=cost)
