@@ -164,6 +164,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             return f"custom:{self.prompt.file}"
         if chosen not in ("auto", "raicl"):
             return chosen
+        if chosen == "raicl" and self.prompt.base != "auto":
+            return self.prompt.base
         return "compact" if self.model_name == "small" else "zero_shot"
 
     @property

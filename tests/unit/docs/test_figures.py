@@ -16,6 +16,7 @@ from kbrl_async.rollouts.prompts import feedback
 from kbrl_async.rollouts.rewards import advantages, parts, presets
 from kbrl_async.rollouts.settings import BestOfN, Turns
 from kbrl_async.runs.config import load
+from protocols import affinity
 from protocols.records import BenchReport, Fault, Verdict
 from tests.pages import ROOT
 from tests.records import record, timing
@@ -40,6 +41,10 @@ SAID = {
         *(f"{parts.log_speed(x):.2g}".removeprefix("0") + f" at {x:g}×" for x in (0.5, 1, 2)),
         f"the lower end itself, at most {parts.SPEEDUP_CAP:g}",
         f"falls from 1 to 0 in the last {'fifth' if parts.LENGTH_BUFFER == 0.2 else '?'} of `max_tokens`",
+    ),
+    "docs/optimize.md": (
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
     ),
     "docs/design.md": (f"between 1/{1 / parts.SPEED_FLOOR:g} and {parts.SPEED_CAP:g} times the reference's speed",),
     "docs/learning.md": (

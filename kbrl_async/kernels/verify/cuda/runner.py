@@ -25,7 +25,7 @@ import torch
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
-from kbrl_async.kernels.verify import replies, values, wire
+from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
@@ -177,8 +177,8 @@ class CudaRunner(runner.Runner):
 
     def _init(self, setup: wire.Setup) -> Any:
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(super()._init(setup), tensors)
-        return values.restore(tree, [tensor.to(self._where, copy=True) for tensor in tensors])
+        tree = values.flatten(configs.packed(super()._init(setup)), tensors)
+        return configs.unpacked(values.restore(tree, [tensor.to(self._where, copy=True) for tensor in tensors]))
 
     def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
         if not metas:
@@ -195,7 +195,7 @@ class CudaRunner(runner.Runner):
         if setup.init is not None:
             return wire.Ready()
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(init, tensors)
+        tree = values.flatten(configs.packed(init), tensors)
         state = self.model.state_dict()
         metas = self._describe([*tensors, *state.values()])
         return wire.Ready(tree, metas[: len(tensors)], list(zip(state, metas[len(tensors) :], strict=True)))
