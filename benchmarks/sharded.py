@@ -172,7 +172,7 @@ def _digest(trainer: Trainer) -> str:
     seen = hashlib.sha256()
     for name, weight in trainer.gathered_weights() or ():
         seen.update(name.encode())
-        seen.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+        seen.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()[:16]
 
 
