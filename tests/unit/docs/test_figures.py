@@ -42,10 +42,6 @@ SAID = {
         f"the lower end itself, at most {parts.SPEEDUP_CAP:g}",
         f"falls from 1 to 0 in the last {'fifth' if parts.LENGTH_BUFFER == 0.2 else '?'} of `max_tokens`",
     ),
-    "docs/optimize.md": (
-        f"waits for more than {affinity.PATIENCE} younger ones",
-        f"among the {affinity.LOOK} oldest of its line",
-    ),
     "docs/design.md": (f"between 1/{1 / parts.SPEED_FLOOR:g} and {parts.SPEED_CAP:g} times the reference's speed",),
     "docs/learning.md": (
         f"weight α = {presets.PLAN_CODE.plan_weight:g}",
@@ -72,6 +68,8 @@ SAID = {
     ),
     "docs/corpora.md": (f"above {RECIPE.suspicious:g}× measured again",),
     "docs/optimize.md": (
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
         f"a {FRACTIONS[deadline.PROOF_SHARE]} of it is kept, {deadline.PROOF_S:g} s at most",
         f"Without it the search takes {deadline.SEARCH_S:g} s",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
