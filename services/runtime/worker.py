@@ -357,6 +357,8 @@ class Worker:
                 await self._hand_over(outcome)
         except (InfraError, RecordError) as error:
             await asyncio.sleep(self._setbacks.failed())
+            if self._setbacks.is_worth_telling:
+                log.warning("a task is given back", cause=str(error), in_a_row=self._setbacks.row, task_id=task.task_id)
             self.refuse(task, str(error))
         except Exception as error:  # the supervisor of handlers: the error ends the process, see the docstring
             self._failure = error

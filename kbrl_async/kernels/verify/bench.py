@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.errors import InfraError
+from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.backends import backend, modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import StageClock, span
@@ -126,7 +126,7 @@ class Bench:
         self._notice_restart()
         self._device.enter()
         with pinned(self._options.cores), _without_gradients(), self._resting():
-            family = self._references.get(problem, tick)
+            family = self._family(problem, tick)
             clock.ends("reference")
             try:
                 options = self._options_for(candidate, strictness)
@@ -147,6 +147,15 @@ class Bench:
             verdict = verified.verdict
         verdict = placed(verdict, candidate.source)
         return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports, plan=plan)
+
+    def _family(self, problem: Problem, tick: Tick) -> Family:
+        """A reference holds no foreign code. One that crashes may stand for a damaged sandbox, so that is replaced."""
+        try:
+            return self._references.get(problem, tick)
+        except ProblemError as error:
+            if isinstance(error.__cause__, CandidateFault) and error.__cause__.kind is Fault.ILLEGAL_ACCESS:
+                self._zygote.replace()
+            raise
 
     @contextlib.contextmanager
     def _resting(self) -> Iterator[None]:

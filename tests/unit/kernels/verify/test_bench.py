@@ -96,6 +96,17 @@ def test_a_reference_that_fails_in_forward_is_a_problem_error(evaluate: Evaluate
         evaluate(NEW, problem=WEIGHTS.replace("return self.linear(x)", "raise ValueError('no')"))
 
 
+def test_a_reference_that_crashes_costs_the_sandbox_that_it_crashed_in() -> None:
+    """It holds no foreign code: the next one would crash in a damaged sandbox, and so would every candidate."""
+    crashing = WEIGHTS.replace("return self.linear(x)", "import ctypes; ctypes.string_at(8)")
+    with zygote_for("cpu") as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+        candidate, before = Candidate(NEW, "torch"), zygote.pid
+        with pytest.raises(ProblemError, match="SIGSEGV"):
+            bench.evaluate(Problem("L1/1", 1, "x", crashing), candidate, {}, timing=False)
+        assert bench.evaluate(Problem("L1/1", 1, "x", WEIGHTS), candidate, {}, timing=False).verdict.fault is Fault.OK
+        assert zygote.pid != before
+
+
 def _kill_and_wait(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
