@@ -68,6 +68,8 @@ SAID = {
     ),
     "docs/corpora.md": (f"above {RECIPE.suspicious:g}× measured again",),
     "docs/optimize.md": (
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
         f"a {FRACTIONS[deadline.PROOF_SHARE]} of it is kept, {deadline.PROOF_S:g} s at most",
         f"Without it the search takes {deadline.SEARCH_S:g} s",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
