@@ -34,6 +34,7 @@ from kbrl_async.runs.telemetry.sinks import open_board, open_sinks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
+from kbrl_async.weights import POLICY_PREFIX
 from protocols.records import UpdateReport
 from protocols.rollout import Record
 from services.reward_aggregator.phases import phase_of
@@ -205,7 +206,7 @@ class MetricsWriter:
 
         :param now: of the run's own clock.
         """
-        if now is not None and (self._has_policy or numbered(self._service.policies, manifests.PREFIX)):
+        if now is not None and (self._has_policy or numbered(self._service.policies, POLICY_PREFIX)):
             self._has_policy = True
             self._reporter.tell(*phase_of(self._state, now))
         for sample in self._tail.new():

@@ -14,11 +14,12 @@ class Setbacks:
 
     def __init__(self, free: int) -> None:
         self._free = free
-        self._row = 0
+        self.row = 0
+        """Tasks that failed one after the other."""
 
     def worked(self) -> None:
         """A task was done: what failed before was something else."""
-        self._row = 0
+        self.row = 0
 
     def failed(self) -> float:
         """Seconds until this failure is told.
@@ -27,6 +28,11 @@ class Setbacks:
         >>> [setbacks.failed() for _ in range(5)]
         [0.0, 0.0, 0.1, 0.2, 0.4]
         """
-        self._row += 1
-        beyond = self._row - self._free
+        self.row += 1
+        beyond = self.row - self._free
         return 0.0 if beyond < 1 else min(MOST_S, FIRST_S * 2.0 ** min(beyond - 1, 30))
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """The first of a row, and whenever there are twice as many: a log that a night of them does not fill."""
+        return self.row.bit_count() == 1

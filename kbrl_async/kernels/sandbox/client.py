@@ -130,6 +130,11 @@ class Zygote:
             self._stop()
             self._scratch.close()
 
+    def replace(self) -> None:
+        """End the process; the next `spawn` starts another."""
+        with self._lock:
+            self._stop()
+
     def check(self, within_s: float = 10.0) -> None:
         """A canary, after a child was killed: a fresh one must be as confined as the first, and compute rightly.
 
@@ -142,8 +147,7 @@ class Zygote:
         finally:
             child.close()
         if answer != msgspec.msgpack.encode(song(self.isolation, nonce)):
-            with self._lock:
-                self._stop()
+            self.replace()
             raise InfraError("the sandbox does not work any more after a kill", "It is replaced; see the host's memory")
 
     def spawn(

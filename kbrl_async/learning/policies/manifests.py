@@ -10,15 +10,14 @@ import msgspec
 
 from kbrl_async.durable import is_complete, numbered, remove_folder, write_atomically
 from kbrl_async.errors import CheckpointError
-from kbrl_async.weights import MANIFEST
-from kbrl_async.weights import POLICY_PREFIX as PREFIX
+from kbrl_async.weights import MANIFEST, POLICY_PREFIX
 from protocols.records import PolicyVersion
 
 HELD = "held.json"
 
 
 def version_folder(directory: Path, version: int) -> Path:
-    return directory / f"{PREFIX}{version}"
+    return directory / f"{POLICY_PREFIX}{version}"
 
 
 def load_manifest(folder: Path) -> PolicyVersion:
@@ -34,7 +33,7 @@ def load_manifest(folder: Path) -> PolicyVersion:
 
 def newest(directory: Path) -> tuple[PolicyVersion, Path] | None:
     """The newest complete version, or None."""
-    found = numbered(directory, PREFIX)
+    found = numbered(directory, POLICY_PREFIX)
     return (load_manifest(found[-1][1]), found[-1][1]) if found else None
 
 
@@ -60,7 +59,7 @@ def best(directory: Path) -> int | None:
 def collect_garbage(directory: Path, keep: int, protected: Iterable[int] = ()) -> list[int]:
     """Deletes all but the newest `keep` (≥ 1) versions and those in `protected`; returns what it deleted."""
     held = set(protected)
-    old = numbered(directory, PREFIX)[: -max(1, keep)]
+    old = numbered(directory, POLICY_PREFIX)[: -max(1, keep)]
     doomed = [(number, path) for number, path in old if number not in held]
     for _, path in doomed:
         remove_folder(path)

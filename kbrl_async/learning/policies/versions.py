@@ -28,7 +28,6 @@ from kbrl_async.durable import file_sha256, remove_leftovers, write_atomically, 
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies.manifests import HELD as HELD
-from kbrl_async.learning.policies.manifests import PREFIX as PREFIX
 from kbrl_async.learning.policies.manifests import best as best
 from kbrl_async.learning.policies.manifests import collect_garbage as collect_garbage
 from kbrl_async.learning.policies.manifests import held as held
@@ -40,6 +39,7 @@ from kbrl_async.learning.policies.models import DTYPES, MAIN, active, adapter_na
 from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights
 from kbrl_async.weights import FILES, LISTED, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
+from kbrl_async.weights import POLICY_PREFIX as POLICY_PREFIX
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 from protocols.transfer import PolicyFile
 
@@ -68,7 +68,7 @@ class Pending(msgspec.Struct, frozen=True):
             (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(made[0]), indent=1))
             (folder / LISTED).write_bytes(msgspec.json.encode(_listed(folder, self.manifest.kind, digests)))
 
-        remove_leftovers(self.directory, PREFIX)
+        remove_leftovers(self.directory, POLICY_PREFIX)
         write_folder(version_folder(self.directory, self.manifest.version), fill)
         if self.manifest.version == 0:
             write_atomically(self.directory / FIRST, msgspec.json.encode(made[0]).decode())

@@ -16,3 +16,15 @@ def test_a_task_that_was_done_forgives_what_was_before() -> None:
     assert [setbacks.failed() for _ in range(3)] == [0.0, 0.1, 0.2]
     setbacks.worked()
     assert setbacks.failed() == 0.0
+
+
+def test_a_long_row_is_told_ever_less_often() -> None:
+    setbacks = Setbacks(free=2)
+    told = []
+    for _ in range(20):
+        setbacks.failed()
+        told.append(setbacks.is_worth_telling)
+    assert [number for number, is_told in enumerate(told, 1) if is_told] == [1, 2, 4, 8, 16]
+    setbacks.worked()
+    setbacks.failed()
+    assert setbacks.is_worth_telling
