@@ -4,7 +4,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check --no-input
+# pip would compile one file after the other. Of the models of transformers a few are ever imported.
+COMPILE := $(BIN)/python -m compileall -q -q -j 0 -x '/transformers/models/' $(VENV)/lib
 CONFIG ?= configs/default.yaml
 ARGS ?=
 
@@ -17,8 +19,10 @@ run: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-# Three workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time.
+# Four workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time. They
+# start hundreds of processes: without bytecode each would compile what it imports of ours.
 test: export OMP_NUM_THREADS ?= 1
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
@@ -61,11 +65,13 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "installing into $(VENV), about a minute …"
 	@$(PIP) -c constraints-cpu.txt -e .
+	@$(COMPILE) || true # files for other versions of Python don't compile
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "installing into $(VENV) with the tools for tests, about a minute …"
 	@$(PIP) -c constraints-cpu.txt -e '.[dev]'
+	@$(COMPILE) || true
 	@touch $@ $(VENV)/.installed
 
 $(TOOLS)/.installed: | $(BIN)/python

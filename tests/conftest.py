@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rewriting import rewrite
 from tests.running import Run
 
 with contextlib.suppress(ImportError):  # hosts with a GPU run their tests without it
@@ -17,6 +18,17 @@ with contextlib.suppress(ImportError):  # hosts with a GPU run their tests witho
     # Others may load the machine: how long an example takes says nothing about the code.
     settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Of a whole suite each worker rewrites the asserts of its share of files, and finds the others' in the cache: to
+    rewrite all takes as long as the rest of collecting.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    rewrite(files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]], session.config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -127,8 +127,10 @@ def assert_counters_add_up(summary: dict[str, Any]) -> None:
 
 
 def assert_figures_are_true(run: Run) -> None:
-    """All that the run printed follows from its archive, by other formulas, and its funnel adds up."""
-    assert check(run.path)["different"] == []
+    """All that the run printed follows from its archive, by other formulas, and its funnel adds up. `wall_s` is left to
+    tests of given clocks: here two processes read theirs, and a busy host may stop one of them in between.
+    """
+    assert set(check(run.path)["different"]) <= {"wall_s"}
     steps = list(run.summary()["funnel"].values())
     for before, after in itertools.pairwise(steps):
         assert after["entered"] == before["passed"], steps

@@ -22,13 +22,20 @@ Start = Callable[..., Run]
 
 
 @pytest.mark.long
-def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_with_a_summary_that_adds_up(start_run: Start) -> None:
     run = start_run("max_steps=3")
-    assert run.wait() == 0, run.tail()
-    summary = run.summary()
+    run.until(lambda: run.updates() >= 1)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait() == 130
+    assert not (run.path / "summary.json").exists()
+    before = run.updates()
+
+    again = start_run("max_steps=3")
+    assert again.wait() == 0, again.tail()
+    summary = again.summary()
     assert_counters_add_up(summary)
-    assert summary["updates"] == 3
-    assert summary["groups_trained"] == 6
+    assert (summary["updates"], summary["groups_trained"]) == (3, 6)
+    assert again.updates() == 3, f"{before} before the stop: an update was done twice or lost"
     assert summary["max_staleness"] <= 2
     assert summary["rollouts"] >= 24
     assert set(summary["busy"]) >= {"broker", *(f"{name}.1" for name in SERVICES if name != "broker")}
@@ -37,10 +44,10 @@ def test_a_run_ends_by_itself_with_a_summary_that_adds_up(start_run: Start) -> N
     assert summary["versions_first"] == [0, 0]
     assert summary["answers_left_out"] == 0, "every group of the run ended by itself"
     assert {"heldout_correct_rate_before", "heldout_correct_rate_after", "best_kernels"} <= set(summary)
-    assert (run.path.parent / "latest").resolve() == run.path.resolve()
-    _logs_bind_the_task(run)
-    _tensorboard_has_both_parts(run)
-    assert_figures_are_true(run)
+    assert (again.path.parent / "latest").resolve() == again.path.resolve()
+    _logs_bind_the_task(again)
+    _tensorboard_has_both_parts(again)
+    assert_figures_are_true(again)
 
 
 def _logs_bind_the_task(run: Run) -> None:
@@ -56,11 +63,12 @@ def _tensorboard_has_both_parts(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> None:
-    run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "eval_samples=1", "sft.steps=150")
+def test_rollouts_take_turns_without_allowed_lag_and_each_turn_is_trained_on(start_run: Start) -> None:
+    run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "max_staleness=0")
     assert run.wait() == 0, run.tail()
     summary = run.summary()
     assert_counters_add_up(summary)
+    assert (summary["max_staleness"], summary["updates"]) == (0, 2), "no rollout is older than the policy it trains"
     assert summary["groups_trained"] == 4
     assert summary["avg_turns"] == 3
     assert summary["rollouts"] >= 2 * 2 * 4 * 3
@@ -68,32 +76,6 @@ def test_rollouts_take_turns_and_each_turn_is_trained_on(start_run: Start) -> No
     turns = {line["turn"] for line in run.log("reward_aggregator") if line["event"] == "scored"}
     assert turns == {0, 1, 2}
     assert_figures_are_true(run)
-
-
-@pytest.mark.long
-def test_without_allowed_lag_no_rollout_is_older_than_the_policy_that_trains_on_it(start_run: Start) -> None:
-    run = start_run("max_steps=3", "max_staleness=0", "eval_samples=0")
-    assert run.wait() == 0, run.tail()
-    assert (run.summary()["max_staleness"], run.summary()["updates"]) == (0, 3)
-    assert_counters_add_up(run.summary())
-
-
-@pytest.mark.long
-def test_an_interrupted_run_goes_on_where_it_stopped(start_run: Start) -> None:
-    run = start_run("max_steps=5")
-    run.until(lambda: run.updates() >= 2)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130
-    assert not (run.path / "summary.json").exists()
-    before = run.updates()
-
-    again = start_run("max_steps=5")
-    assert again.wait() == 0, again.tail()
-    summary = again.summary()
-    assert_counters_add_up(summary)
-    assert (summary["updates"], summary["groups_trained"]) == (5, 10)
-    assert again.updates() == 5, f"{before} before the stop: an update was done twice or lost"
-    assert_figures_are_true(again)
 
 
 def free_ports() -> tuple[int, int]:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
 OVERLAYS = sorted((DEPLOY / "kubernetes" / "overlays").iterdir())
-OTHERS = ("grafana", "lnav", "prometheus")
-"""Folders of deploy/ that are about watching, not placing."""
+OTHERS = ("grafana", "lnav", "prometheus", "__pycache__")
+"""Folders of deploy/ that are about watching, not placing, and Python's own."""
 
 Object = dict[str, Any]
 

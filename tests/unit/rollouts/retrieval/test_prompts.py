@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.problems import load_suite
-from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies import manifests
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.prompts.examples import MAX_CHARACTERS, render_example, render_with_examples
 from kbrl_async.rollouts.prompts.first import ExamplePrompts, FirstPrompts
@@ -179,7 +179,7 @@ def opened(
     model = run_dir / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    monkeypatch.setattr(versions, "newest", lambda folder: (SimpleNamespace(base_model=str(model)), folder))
+    monkeypatch.setattr(manifests, "newest", lambda folder: (SimpleNamespace(base_model=str(model)), folder))
     monkeypatch.setattr(prompting, "token_counter", lambda base: words)
     monkeypatch.setattr(prompting, "problems_of", lambda config: [PROBLEM, HELD])
     said: list[str] = []
