@@ -4,9 +4,12 @@
 
     a free bench, the oldest tasks ─▶ one of a group that it has served ─▶ one of a group that nobody has ─▶ the oldest
 
+Where a run asks for it, those that are alike in this go by the chance that a value model gives them, the likely first.
+
 Invariants
 * A free bench gets a task whenever there is one that it can do: nobody waits for a reference.
-* The oldest task is passed over at most `PATIENCE` times, so no group waits for a bench that is slow or gone.
+* The oldest task is passed over at most `PATIENCE` times, so no group waits for a bench that is slow or gone. Where
+  chances count, so is every task that is looked at: then no unlikely one waits for more than so many younger ones.
 * What is remembered is bounded by the workers that are there; after a restart it is nothing, which costs references.
 """
 
@@ -37,18 +40,23 @@ class Affinity:
         self._homes: Counter[str] = Counter()
         """How many workers have a group."""
 
-    def choose(self, oldest: LiveTask, others: Iterable[LiveTask], worker_id: str) -> LiveTask:
+    def choose(
+        self, oldest: LiveTask, others: Iterable[LiveTask], worker_id: str, likely_first: bool = False
+    ) -> LiveTask:
         """The task for this worker: `oldest`, or one of `others`."""
         own: OrderedDict[str, None] = self._groups.get(worker_id, OrderedDict())
-        if not oldest.group_id or oldest.group_id in own or oldest.passed_over >= PATIENCE:
+        is_settled = not oldest.group_id or oldest.group_id in own
+        if oldest.passed_over >= PATIENCE or (is_settled and not likely_first):
             return oldest
 
-        def cost(task: LiveTask) -> tuple[int, int]:
+        def cost(task: LiveTask) -> tuple[int, float, int]:
             group = task.group_id
-            return 0 if group in own else 1 if group not in self._homes else 2, task.order
+            return 0 if group in own else 1 if group not in self._homes else 2, -task.chance, task.order
 
-        chosen = min((oldest, *others), key=cost)
-        oldest.passed_over += chosen is not oldest
+        waiting = [oldest, *others]
+        chosen = min(waiting, key=cost)
+        for task in waiting if likely_first else [oldest]:
+            task.passed_over += task is not chosen and (task is oldest or task.order < chosen.order)
         return chosen
 
     def served(self, worker_id: str, group_id: str) -> None:

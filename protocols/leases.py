@@ -79,6 +79,8 @@ class LiveTask(msgspec.Struct, eq=False):
     """Where the opinions on it, which wait, would send it."""
     passed_over: int = 0
     """Younger tasks that went before it at this stage, see `affinity`."""
+    chance: float = 0.0
+    """At a bench: what the farm predicts, where the run's benches go by it. A restart forgets it."""
 
     @property
     def lane(self) -> str:

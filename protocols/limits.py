@@ -41,6 +41,8 @@ class LedgerOptions(msgspec.Struct, frozen=True):
     trained: StageOptions = StageOptions(max_losses=None)
     settings: str = ""
     """What workers must agree on, said in each Welcome."""
+    likely_first: bool = False
+    """A bench gets first what is likely to be right, see `affinity`."""
 
     @classmethod
     def of(cls, heartbeat_s: float, ttl_s: Mapping[str, float]) -> LedgerOptions:

@@ -139,6 +139,8 @@ class Result(msgspec.Struct, array_like=True, frozen=True):
     policy_version: int = -1
     """`generate`: the version that wrote it. `train`: the version that it made. Else −1."""
     group_id: str = ""
+    chance: float = 0.0
+    """`compile`: the predicted chance that it is right. It may order a queue, and nothing that is paid knows it."""
 
 
 class Ack(msgspec.Struct, array_like=True, frozen=True):

@@ -84,13 +84,13 @@ class Moves:
         return queue.oldest(needs for needs in queue.lanes if self.pool.has_free(stage, needs))
 
     def _together(self, oldest: LiveTask, worker: PoolWorker) -> LiveTask:
-        """What a free worker gets: rather a task of a group whose reference it has, see `affinity`."""
+        """What a free worker gets: rather a task of a group whose reference it has, or a likely one, see `affinity`."""
         if oldest.stage not in _WITH_REFERENCES:
             return oldest
         lanes = self.tasks.queues[oldest.stage].lanes
         waiting = (t for name, lane in lanes.items() if worker.covers(name) for t in islice(lane.values(), LOOK))
         able = (task for task in waiting if self._may_have(worker, task))
-        chosen = self.affinity.choose(oldest, able, worker.worker_id)
+        chosen = self.affinity.choose(oldest, able, worker.worker_id, self.options.likely_first)
         if chosen is not oldest:
             self.tasks.take_out(chosen)
             self.tasks.give_back(oldest)
@@ -183,6 +183,7 @@ class Moves:
         task.status = Status.OK
         if result.next_stage:
             self.tasks.enter(task, result.next_stage, self.now)
+            task.chance = result.chance if self.options.likely_first and 0.0 <= result.chance <= 1.0 else 0.0
             self.out.append(ev.Append(task.row()))
         else:
             self.finish(task)

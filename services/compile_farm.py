@@ -18,10 +18,12 @@ async def main(stop: asyncio.Event) -> None:
 
     import msgspec
 
+    from kbrl_async.errors import UserError
     from kbrl_async.kernels.backends.building import ArtifactStore
     from kbrl_async.kernels.funnel import Builder, artifact_paths
     from kbrl_async.runs.config.layout import compile_slots
     from kbrl_async.runs.telemetry.logs import bound
+    from kbrl_async.runs.value import chances_of
     from protocols.messages import Stage, Task
     from protocols.prefetch import Prefetch
     from protocols.records import BuildReport, Fault
@@ -36,6 +38,11 @@ async def main(stop: asyncio.Event) -> None:
     cores = service.layout.compile
     judging = Stage.VERIFY if service.config.processes.verifier else Stage.BENCH
     loop = asyncio.get_running_loop()
+    try:
+        chances = chances_of(service.config.timing_bench.likely_first)
+    except UserError as error:  # on another host those runs are not
+        service.log.warning("what is likely to be right is not predicted here", reason=str(error))
+        chances = None
 
     with (
         Builder(ArtifactStore(service.artifacts, farm.store_max_bytes), farm, tuple(cores)) as builder,
@@ -52,8 +59,13 @@ async def main(stop: asyncio.Event) -> None:
                 report = msgspec.structs.replace(report, remarks=remarks)
             with bound(task_id=task.task_id, group_id=task.group_id):
                 service.log.debug("built", fault=report.fault, cached=report.cached)
-            next_stage = judging if report.fault is Fault.OK else Stage.SCORE
-            return Outcome(next_stage, [msgspec.msgpack.encode(report)])
+            frames = [msgspec.msgpack.encode(report)]
+            if report.fault is not Fault.OK:
+                return Outcome(Stage.SCORE, frames)
+            if chances is None:
+                return Outcome(judging, frames)
+            module, kernel = record.request.problem.source, record.candidate.source
+            return Outcome(judging, frames, chance=await loop.run_in_executor(pool, chances.chance, module, kernel))
 
         async def hand_over(outcome: Outcome) -> None:
             """The benches are on other hosts: they get artifacts by hash from the broker."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, rows_of, say, summary_of
 from benchmarks.learning.curve import curve
-from benchmarks.learning.raicl import raicl
-from benchmarks.learning.study import Answers, Study, gain, share, splits
+from benchmarks.learning.raicl import raicl, suite_index
+from benchmarks.learning.study import Answers, Study, core_seconds, gain, share, splits
 from benchmarks.learning.wrong import wrong
 from kbrl_async.lab.report import plots
 
@@ -28,6 +28,7 @@ METHODS = ("grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft")
 START = "start"
 """The policy before any training."""
 LEVEL = 2
+SPENT = {"samples": "", "seconds": " s", "core_seconds": " s"}
 TITLES = {"train": "training problems", "heldout": "held-out problems"}
 PAGE, PICTURE = ROOT / "docs" / "methods.md", ROOT / "docs" / "pictures" / "methods.svg"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
@@ -140,16 +141,18 @@ def figures(found: Mapping[str, Sequence[Answers]]) -> Result:
 
 
 def cost(study: Study, method: str, seeds: Sequence[int], budget: Budget, kind: str) -> dict[str, float]:
-    """Rollouts (or demonstrations) that were learned from, and seconds of the run, mean of the seeds."""
+    """Rollouts (or demonstrations) that were learned from, seconds and CPU seconds of the run, mean of the seeds."""
     made = []
     for seed in seeds:
         name = trained(study, method, seed, budget, kind)[0]
         of_a_version = name.removeprefix(f"{method}-{seed}-v")
-        found = summary_of(study.folder / (f"{method}-{seed}" if of_a_version != name else name))
+        run = study.folder / (f"{method}-{seed}" if of_a_version != name else name)
+        found = summary_of(run)
         updates = int(of_a_version) if of_a_version != name else found["updates"]
-        made.append((updates * GROUPS * GROUP, found["wall_s"] * updates / max(1, found["updates"])))
-    samples, seconds = np.mean(made, axis=0)
-    return {"samples": float(samples), "seconds": float(seconds)}
+        part = updates / max(1, found["updates"])
+        made.append((updates * GROUPS * GROUP, found["wall_s"] * part, core_seconds(run) * part))
+    samples, seconds, cores = np.mean(made, axis=0)
+    return {"samples": float(samples), "seconds": float(seconds), "core_seconds": float(cores)}
 
 
 def tables(report: Result) -> str:
@@ -159,8 +162,8 @@ def tables(report: Result) -> str:
 
 def table(part: Result) -> str:
     lines = [
-        "| method | training problems | gain (95 %) | held-out problems | gain (95 %) | samples | training |",
-        "|---|---|---|---|---|---|---|",
+        "| method | training problems | gain (95 %) | held-out ones | gain (95 %) | samples | training | CPU time |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for method, by_split in part["methods"].items():
         cells = [f"`{method}`" if method != START else "SFT policy (start)"]
@@ -170,7 +173,7 @@ def table(part: Result) -> str:
             g = found.get("gain")
             cells.append(f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else "")
         spent = part["cost"].get(method)
-        cells += [f"{spent['samples']:.0f}", f"{spent['seconds']:.0f} s"] if spent else ["", ""]
+        cells += [f"{spent[what]:.0f}{unit}" for what, unit in SPENT.items()] if spent else [""] * len(SPENT)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -210,9 +213,18 @@ SAME = (*REWARD, "batch_size=8", "group_size=8", "max_steps=14", "max_minutes=nu
 MULTI = ("mode=multi_turn", f"max_turns={TURNS}", "turns.stop=correct", "turns.returns=max")
 FOUR = (*SAME, *MULTI, "learner.minibatches=4")
 EQUAL = (*SAME, *MULTI, "batch_size=3")
-ARMS = {"single": SAME, "multi": FOUR, "mixed": (*FOUR, "turns.single_share=0.5"), "equal": EQUAL}
+EXAMPLES = ("prompt.option=raicl", "prompt.base=compact")
+ARMS = {
+    "single": SAME,
+    "multi": FOUR,
+    "mixed": (*FOUR, "turns.single_share=0.5"),
+    "equal": EQUAL,
+    "examples": (*SAME, *EXAMPLES),
+    "multi_examples": (*FOUR, *EXAMPLES),
+}
 """Four minibatches: about as many samples for each optimizer step as two have of single turns.
-`equal` has about as many answers as `single` instead of as many rollouts: a rollout of turns holds 2.8."""
+`equal` has about as many answers as `single` instead of as many rollouts: a rollout of turns holds 2.8.
+First prompts of `examples` hold three retrieved ones, in training alone: all arms are evaluated without."""
 
 
 @commands
@@ -222,8 +234,14 @@ def turns(
     samples: Annotated[int, "rollouts a problem in the evaluation"] = 4,
     policy: Annotated[str, "folder of the policy that all arms start from; default: made for this"] = "",
     arms: Annotated[
-        tuple[str, ...], "single, multi, mixed (half of the groups take one turn), equal (as many answers)"
+        tuple[str, ...],
+        "single, multi, mixed (half of the groups take one turn), equal (as many answers), examples (single turns with "
+        "retrieved ones), multi_examples, start (no training)",
     ] = ("single", "multi"),
+    updates: Annotated[int, "of each run, 64 rollouts each"] = 14,
+    jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
+    heldout: Annotated[bool, "evaluate held-out problems alone"] = False,
+    shown: Annotated[bool, "evaluate once more, with retrieved examples in each first prompt"] = False,
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
     """Does training on refinement turns pay? One policy, trained on single turns and on as many rollouts of up to four.
@@ -232,29 +250,52 @@ def turns(
     its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the first arm, of
     the same seed. Continues where it was stopped.
     """
-    study = Study(folder)
-    policy = policy or str(study.make_policy(settings=["mode=multi_turn"]))
-    found: dict[str, list[Answers]] = {arm: [] for arm in arms}
-    for seed in seeds:
-        for arm, settings in ((arm, ARMS[arm]) for arm in arms):
-            name = f"{arm}-{seed}"
-            start = (f"model_name={policy}", f"seed={seed}")
-            run = study.train(name, ROOT / "configs" / "default.yaml", *start, *settings)
-            words = ("--turns", TURNS, "--samples", samples, "turns.stop=correct", *REWARD)
-            found[arm].append(study.evaluate(name, run, *words))
-            say(name, _by_turn(found[arm][-1:], list(found[arm][-1])))
-    report: Result = {"seeds": seeds, "samples": samples}
-    for split, problems in splits().items():
-        report[split] = {arm: _by_turn(answers, problems) for arm, answers in found.items()}
-        for arm in arms[1:]:
-            report[split][f"{arm}_minus_{arms[0]}"] = gain(found[arm], found[arms[0]], problems)
-    for arm in arms:
-        report[f"{arm}_answers"] = [len(rows_of(study.folder / f"{arm}-{seed}")) for seed in seeds]
-        report[f"{arm}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{arm}-{seed}") for seed in seeds])
+    study = Study(folder, jobs)
+    index = suite_index(study.folder / "index")
+    policy = policy or str(study.make_policy(settings=["mode=multi_turn", *EXAMPLES, f"prompt.index={index}"]))
+
+    def arm(wanted: tuple[str, int]) -> list[Answers]:
+        name, seed = f"{wanted[0]}-{wanted[1]}", wanted[1]
+        run: Path | str = policy
+        if wanted[0] != START:
+            settings = [*ARMS[wanted[0]], f"max_steps={updates}", f"model_name={policy}", f"seed={seed}"]
+            settings += [f"prompt.index={index}"] if EXAMPLES[0] in settings else []
+            run = study.train(name, ROOT / "configs" / "default.yaml", *settings)
+        words = ["--turns", TURNS, "--samples", samples, "turns.stop=correct", f"seed={1000 + seed}"]
+        words += ["--heldout"] if heldout else []
+        answers = [study.evaluate(name, run, *words, *REWARD, "prompt.index=null")]
+        if shown:
+            with_examples = ("--raicl", index, EXAMPLES[1], *CORRECT_ONLY)
+            answers.append(study.evaluate(f"{name}-shown", run, *words, *with_examples))
+        say(name, *(_by_turn([one], list(one)) for one in answers))
+        return answers
+
+    wanted = [(name, seed) for seed in seeds for name in arms]
+    with ThreadPoolExecutor(jobs) as pool:
+        done = dict(zip(wanted, pool.map(arm, wanted), strict=True))
+    report: Result = {"seeds": seeds, "samples": samples, "updates": updates}
+    for number, kind in enumerate(("plain", "shown") if shown else ("plain",)):
+        found = {name: [done[name, seed][number] for seed in seeds] for name in arms}
+        report[kind] = {
+            split: _compared(found, of) for split, of in splits().items() if split != "train" or not heldout
+        }
+    for name in arms:
+        if name != START:
+            report[f"{name}_answers"] = [len(rows_of(study.folder / f"{name}-{seed}")) for seed in seeds]
+        report[f"{name}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{name}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.write_text(_drawn(found, splits()["train"]), encoding="utf-8")
+        drawn = {name: [done[name, seed][0] for seed in seeds] for name in arms}
+        plot.write_text(_drawn(drawn, splits()["heldout" if heldout else "train"]), encoding="utf-8")
     return report
+
+
+def _compared(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> Result:
+    """Of each arm by turns taken, and what it has over the first one."""
+    first = next(iter(found))
+    compared: Result = {name: _by_turn(answers, problems) for name, answers in found.items()}
+    more = {f"{name}_minus_{first}": gain(found[name], found[first], problems) for name in found if name != first}
+    return compared | more
 
 
 def _by_turn(answers: Sequence[Answers], problems: Sequence[str]) -> list[float]:
@@ -274,7 +315,9 @@ def _fix_rate(evaluations: Sequence[Path]) -> float:
 
 def _drawn(found: Mapping[str, Sequence[Answers]], problems: Sequence[str]) -> str:
     names = {"single": "single turns", "multi": "four turns", "mixed": "half of them four turns"}
-    names["equal"], lines = "four turns, as many answers", []
+    names |= {"equal": "four turns, as many answers", "examples": "single turns, examples"}
+    names |= {"multi_examples": "four turns, examples", START: "untrained"}
+    lines = []
     for arm, answers in found.items():
         each = [_by_turn([one], problems) for one in answers]
         band = [(turn, min(shares), max(shares)) for turn, shares in enumerate(zip(*each, strict=True), start=1)]

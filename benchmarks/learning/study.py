@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from kbrl_async.runs.config import load
 Answers = dict[str, list[int]]
 """By problem: of each rollout the first turn that was correct, `NEVER` where none was."""
 NEVER = 1000
+LEVELS = (1, 2, 3)
+"""Of the default run."""
 
 
 class Study:
@@ -65,10 +68,22 @@ class Study:
             self._free.put(mine)
 
 
+def core_seconds(run: Path) -> float:
+    """CPU time of all processes of a run, as their beats say it: others on these cores do not change it."""
+    spent = before = 0.0
+    for line in (run / "metrics" / "system.jsonl").read_text().splitlines():
+        said = json.loads(line)
+        cores = sum(one["cpu"] for one in (*said["workers"].values(), said["broker"]))
+        spent += cores * (said["t"] - before) if before else 0.0
+        before = said["t"]
+    return spent
+
+
 def splits(level: int = 0) -> dict[str, list[str]]:
-    """Problems of each split, of one level or all."""
+    """Problems of each split, of one level or all that runs train on."""
+    levels = [level] if level else LEVELS
     problems = {split: load_suite(split=split) for split in ("train", "heldout")}
-    return {split: sorted(p.problem_id for p in of if level in (0, p.level)) for split, of in problems.items()}
+    return {split: sorted(p.problem_id for p in of if p.level in levels) for split, of in problems.items()}
 
 
 def share(answers: Sequence[Answers], problems: Sequence[str], turns: int = NEVER) -> float:

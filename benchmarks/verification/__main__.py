@@ -28,8 +28,8 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
-from kbrl_async.lab.value import JudgedKernel, ValueModel, judged_in, pairs_of
 from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.value import JudgedKernel, ValueModel, judged_in, pairs_of
 from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
 

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     budget = Budget(None, args.tokens, args.attempts)
     model = None
     if args.value:
-        from kbrl_async.lab.value import ValueModel, judged_in
+        from kbrl_async.runs.value import ValueModel, judged_in
 
         model = ValueModel().fit(judged_in([find(run) for run in args.value]))
         say(f"value model: learned from {model.pairs} pairs of kernels", Console(stderr=True))

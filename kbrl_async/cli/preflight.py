@@ -115,6 +115,10 @@ def check_files(config: Config) -> None:
     if prompt.index is not None and not (Path(prompt.index).expanduser() / INDEX_MANIFEST).is_file():
         cure = "Make one with: kbrl index build"
         raise ConfigError(f"prompt.index: {prompt.index} holds no index, it has no {INDEX_MANIFEST}", cure)
+    if config.timing_bench.likely_first:
+        from kbrl_async.runs.value import chances_of  # takes numpy
+
+        chances_of(config.timing_bench.likely_first)
     for source in config.demonstrations.files if config.evaluation.policy is None else ():
         path = Path(source).expanduser()
         if not archives.is_run(path):

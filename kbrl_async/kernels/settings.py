@@ -89,6 +89,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
     baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)
     """What correct kernels are compared with besides eager: the reference, compiled ahead by Inductor."""
+    likely_first: list[str] = msgspec.field(default_factory=list)
+    """Runs that teach what is likely to be right, which a bench then takes first; it decides and pays nothing."""
     sanitize_share: Fraction = 0.0
     """Share of correct kernels that run under sanitizers too, a second each; above 0 every new best kernel does."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] = 1.0

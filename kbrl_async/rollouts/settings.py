@@ -83,6 +83,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Put prompts into the chat template of the model's tokenizer; auto: where it has one, but not compact prompts."""
     thinking: Literal["auto", "on", "off"] = "auto"
     """Ask a model that can think first to do so, or not to; auto: as its chat template does by itself."""
+    base: Literal["auto", "compact", "zero_shot"] = "auto"
+    """prompt.option=raicl: what examples are added to; auto: compact for model_name=small, zero_shot for others."""
     index: str | None = None
     """prompt.option=raicl: folder of an index made by 'kbrl index build'."""
     embedder: str | None = None

@@ -31,7 +31,12 @@ async def main(stop: asyncio.Event) -> None:
         str(service.run_dir),
         here.submit,
         here.work,
-        ledger=replace(ledger, checks=CheckOptions(settings.check_share), settings=agreed.said(service.config)),
+        ledger=replace(
+            ledger,
+            checks=CheckOptions(settings.check_share),
+            settings=agreed.said(service.config),
+            likely_first=bool(service.config.timing_bench.likely_first),
+        ),
         keys=settings.keys or "",
         store_max_bytes=service.config.compile_farm.store_max_bytes,
         status_address=service.addresses.status,

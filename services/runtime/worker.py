@@ -56,6 +56,8 @@ class Outcome(msgspec.Struct, frozen=True):
     policy_version: int = -1
     tokens: int = 0
     """Added to the worker's count of tokens."""
+    chance: float = 0.0
+    """See `protocols.messages.Result`."""
 
 
 Handler = Callable[[msg.Task, list[bytes]], Awaitable[Outcome | None]]
@@ -172,7 +174,14 @@ class Worker:
 
     def finish(self, task: msg.Task, outcome: Outcome) -> None:
         """Report a task whose handler returned None."""
-        result = msg.Result(task.task_id, task.lease_id, outcome.next_stage, outcome.policy_version, task.group_id)
+        result = msg.Result(
+            task.task_id,
+            task.lease_id,
+            outcome.next_stage,
+            outcome.policy_version,
+            task.group_id,
+            outcome.chance,
+        )
         self.meter.done += 1
         self.meter.tokens += outcome.tokens
         self._setbacks.worked()

@@ -133,3 +133,64 @@ def test_a_group_pinned_to_other_hardware_is_nobodys_choice_there(desk: Desk) ->
     (held,) = desk.tasks(desk.hear("b1", hopper), "b1")
     others = desk.tasks(desk.hear("b2", ampere), "b2")
     assert {one.group_id for one in others} == {"g1"} != {held.group_id}
+
+
+def chances(desk: Desk, given: dict[str, float], group: str = "g0") -> None:
+    """Each is built by a farm, which foretells this of it, and waits for a bench."""
+    for name in given:
+        desk.submit(name, "compile", group)
+    held = desk.tasks(desk.hello("farm", len(given)), "farm")
+    for one in held:
+        desk.hear("farm", msg.Result(one.task_id, one.lease_id, "bench", chance=given[one.task_id]))
+
+
+def order_of(desk: Desk, count: int) -> list[str]:
+    """In which one bench judges them."""
+    (one,) = desk.tasks(desk.hello("b1", 1, "bench"), "b1")
+    order = [one.task_id]
+    while len(order) < count:
+        (one,) = desk.tasks(desk.hear("b1", msg.Result(one.task_id, one.lease_id, "")), "b1")
+        order.append(one.task_id)
+    return order
+
+
+def test_likely_ones_go_first_only_where_it_is_asked_for() -> None:
+    given = {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.9}
+    for likely_first, expected in ((True, "bdca"), (False, "abcd")):
+        desk = Desk(Ledger(LedgerOptions(likely_first=likely_first)))
+        chances(desk, given)
+        assert "".join(order_of(desk, 4)) == expected
+
+
+@pytest.mark.parametrize("chance", [float("nan"), float("inf"), -1.0, 2.0])
+def test_a_chance_that_is_none_counts_as_unknown(chance: float) -> None:
+    desk = Desk(Ledger(LedgerOptions(likely_first=True)))
+    chances(desk, {"a": chance, "b": 0.1, "c": chance})
+    assert order_of(desk, 3) == ["b", "a", "c"]
+
+
+def test_the_unlikely_wait_for_a_bounded_number_of_younger_ones() -> None:
+    """The worst that can be: a likely one comes for each that is judged."""
+    affinity = Affinity()
+    affinity.served("b1", "g")
+    waiting = [task("g", number) for number in range(5)]
+    younger: Counter[int] = Counter()
+    judged = 0
+    for number in range(5, 200):
+        waiting.append(task("g", number))
+        waiting[-1].chance = 0.9
+        chosen = affinity.choose(waiting[0], waiting[1:], "b1", True)
+        waiting.remove(chosen)
+        judged += chosen.order < 5
+        for one in waiting:
+            younger[one.order] += chosen.order > one.order
+    assert judged == 5, "the unlikely ones, too"
+    assert max(younger.values()) == PATIENCE
+
+
+def test_a_reference_counts_more_than_a_chance() -> None:
+    affinity = Affinity()
+    affinity.served("b1", "mine")
+    mine, other = task("mine", 1), task("other", 0)
+    other.chance = 0.9
+    assert affinity.choose(other, [mine], "b1", True) is mine

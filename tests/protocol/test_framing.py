@@ -20,7 +20,7 @@ MESSAGES: list[msg.Message] = [
     msg.Welcome(3, 1.0, 60.0, 7, [LEASE], '{"backend":"c"}'),
     msg.Beat(4, [LEASE], msg.Load(0.5, 2, 1.25, 48.5, 12, 340, 0.75, 0.5, 512.0, {"reward_mean": 0.25}), 3),
     msg.Task("g000012.r3.t0", LEASE, "compile", 1, 60.0, 7, msg.Status.OK, "g000012"),
-    msg.Result("g000012.r3.t0", LEASE, "bench", 7, "g000012"),
+    msg.Result("g000012.r3.t0", LEASE, "bench", 7, "g000012", 0.75),
     msg.Ack("g000012.r3.t0", LEASE, False, "duplicate"),
     msg.Revoke(LEASE, "superseded"),
     msg.Nack(LEASE, "no space left"),

@@ -29,7 +29,7 @@ from kbrl_async.kernels.funnel.build import Builder
 from kbrl_async.kernels.funnel.judge import Judge
 from kbrl_async.kernels.funnel.reading import Reading, read_candidate
 from kbrl_async.kernels.funnel.result import Result, early, unbuilt, with_findings
-from kbrl_async.kernels.problems import beside, find_problem, parse_problem
+from kbrl_async.kernels.problems import beside, downloads, find_problem, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
@@ -302,11 +302,16 @@ def verify(
 def _asked(
     problem: Problem | str | Path, given: Candidate | Reading, backend: str | None, device: str | None, problems: str
 ) -> Problem:
-    """The problem, in the size of the device that the candidate will run on."""
-    if isinstance(problem, Problem):
-        return problem
-    found = given.candidate if isinstance(given, Reading) else given
-    return load(problem, problems, shapes_for(choose_device(found.backend if found else backend or "", device)))
+    """The problem, in the size of the device that the candidate will run on.
+
+    :raises ProblemError: it loads a model that is not there.
+    """
+    if not isinstance(problem, Problem):
+        found = given.candidate if isinstance(given, Reading) else given
+        chosen = choose_device(found.backend if found else backend or "", device)
+        problem = load(problem, problems, shapes_for(chosen))
+    downloads.check([problem])
+    return problem
 
 
 def load(problem: str | Path, problems: str = "", shapes: str = "cpu") -> Problem:

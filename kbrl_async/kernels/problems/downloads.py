@@ -16,6 +16,8 @@ from protocols.records import Problem
 
 CACHE = "HF_HUB_CACHE"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LOADS = re.compile(r"(?<!Config)\.from_pretrained\(")
+"""Anything of the hub but a model's configuration, which is plain values."""
 _SHOWN = 3
 
 
@@ -54,7 +56,8 @@ def check(problems: Iterable[Problem]) -> None:
         if handed := _handed_over(problem):
             names = ", ".join(models_of(problem))
             cause = f"{problem.problem_id} loads {names} of the hub, and gives its module an object of it ({handed})"
-            raise ProblemError(cause, "Only tensors, numbers and words reach the sandbox: leave it out, as level=1,2,3")
+            cure = "Only tensors, numbers, words and configurations reach a kernel: leave it out, as level=1,2,3"
+            raise ProblemError(cause, cure)
         missing |= {name: problem.problem_id for name in models_of(problem) if not is_there(name)}
     if missing:
         shown = list(missing)
@@ -65,14 +68,14 @@ def check(problems: Iterable[Problem]) -> None:
 
 
 def _handed_over(problem: Problem) -> str:
-    """What of `from_pretrained` its `get_init_inputs` returns, as in KernelBench's level 4; empty: nothing."""
+    """What of `from_pretrained` its `get_init_inputs` returns, but for configurations; empty: nothing."""
     if "from_pretrained" not in problem.source:
         return ""
     body = ast.parse(problem.source).body
     loaded = {
         target.id
         for node in body
-        if isinstance(node, ast.Assign) and "from_pretrained" in ast.unparse(node.value)
+        if isinstance(node, ast.Assign) and _LOADS.search(ast.unparse(node.value))
         for target in node.targets
         if isinstance(target, ast.Name)
     }

@@ -25,8 +25,8 @@ from kbrl_async.lab.optimize.evidence import Facts, SearchResult
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
 from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt
-from kbrl_async.lab.value import ValueModel
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, sampler_threads
+from kbrl_async.runs.value import ValueModel
 from protocols.records import SamplingParams
 
 

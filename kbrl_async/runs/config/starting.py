@@ -55,7 +55,7 @@ def how_asked(config: Config, origin: str) -> list[Setting]:
     """What a policy of the run of `config` is used to: prompts, the language of its kernels, the length of answers."""
     prompt = {**msgspec.to_builtins(config.prompt), "option": config.prompt_option.partition(":")[0]}
     if config.prompt.option == "raicl":
-        prompt["option"] = "raicl"
+        prompt |= {"option": "raicl", "base": config.prompt_option}
     values = {f"prompt.{name}": value for name, value in prompt.items()}
     values |= {"backend": config.backend, "max_tokens": config.max_tokens}
     return [Setting(key, value, origin) for key, value in values.items()]

@@ -16,6 +16,7 @@ from kbrl_async.rollouts.prompts import feedback
 from kbrl_async.rollouts.rewards import advantages, parts, presets
 from kbrl_async.rollouts.settings import BestOfN, Turns
 from kbrl_async.runs.config import load
+from protocols import affinity
 from protocols.records import BenchReport, Fault, Verdict
 from tests.pages import ROOT
 from tests.records import record, timing
@@ -67,10 +68,14 @@ SAID = {
     ),
     "docs/corpora.md": (f"above {RECIPE.suspicious:g}× measured again",),
     "docs/optimize.md": (
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
         f"a {FRACTIONS[deadline.PROOF_SHARE]} of it is kept, {deadline.PROOF_S:g} s at most",
         f"Without it the search takes {deadline.SEARCH_S:g} s",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
         f"right on {NUMBERS[len(inputs.KINDS)]} secret input sets",
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
     ),
 }
 """Words with figures of the code; breaks of lines don't count."""

@@ -20,7 +20,7 @@ from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify import configs, values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
 from kbrl_async.kernels.verify.replies import Malformed
 
@@ -97,7 +97,7 @@ class Runner:
     def _init(self, setup: wire.Setup) -> Any:
         if setup.init is None:
             return self.module.get_init_inputs()
-        return values.restore(setup.init, self._read(setup.init_tensors))
+        return configs.unpacked(values.restore(setup.init, self._read(setup.init_tensors)))
 
     def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
         if not metas:
@@ -120,7 +120,7 @@ class Runner:
         if setup.init is not None:
             return wire.Ready()
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(init, tensors)
+        tree = values.flatten(configs.packed(init), tensors)
         state = self.model.state_dict()
         metas = values.save(self.fds[0], [*tensors, *state.values()])
         weights = list(zip(state, metas[len(tensors) :], strict=True))

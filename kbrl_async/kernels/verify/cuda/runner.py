@@ -25,7 +25,7 @@ import torch
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
-from kbrl_async.kernels.verify import replies, values, wire
+from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
@@ -177,8 +177,8 @@ class CudaRunner(runner.Runner):
 
     def _init(self, setup: wire.Setup) -> Any:
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(super()._init(setup), tensors)
-        return values.restore(tree, [tensor.to(self._where, copy=True) for tensor in tensors])
+        tree = values.flatten(configs.packed(super()._init(setup)), tensors)
+        return configs.unpacked(values.restore(tree, [tensor.to(self._where, copy=True) for tensor in tensors]))
 
     def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
         if not metas:
@@ -195,7 +195,7 @@ class CudaRunner(runner.Runner):
         if setup.init is not None:
             return wire.Ready()
         tensors: list[torch.Tensor] = []
-        tree = values.flatten(init, tensors)
+        tree = values.flatten(configs.packed(init), tensors)
         state = self.model.state_dict()
         metas = self._describe([*tensors, *state.values()])
         return wire.Ready(tree, metas[: len(tensors)], list(zip(state, metas[len(tensors) :], strict=True)))
@@ -210,9 +210,12 @@ class CudaRunner(runner.Runner):
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            contract.seed(order.seed)
             tensors: list[torch.Tensor] = []
-            tree = values.flatten(list(self._inputs()), tensors)
+            made = []
+            for seed in (order.seed, *order.more):
+                contract.seed(seed)
+                made.append(list(self._inputs()))
+            tree = values.flatten(made if order.more else made[0], tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))
         elif isinstance(order, wire.Export):
             self._export(DeviceArena.received(fds[0], order.size, self._where))
@@ -221,7 +224,7 @@ class CudaRunner(runner.Runner):
         elif isinstance(order, wire.Rest):
             self.is_over = True
         else:
-            self._attach(order, fds[0])
+            self._attach(order, fds[0] if fds else None)
 
     def _inputs(self) -> Any:
         try:
@@ -239,12 +242,14 @@ class CudaRunner(runner.Runner):
         torch.cuda.empty_cache()
         self.channel.send(wire.encode(wire.Ready()))
 
-    def _attach(self, order: wire.Attach, fd: int) -> None:
+    def _attach(self, order: wire.Attach, fd: int | None) -> None:
         self._end_batch()
         self.slots, self.last, self.held = [], None, [None, None]
-        if self._shared is not None:
-            self._shared.close()
-        self._shared = DeviceArena.received(fd, order.size, self._where)
+        if fd is not None:
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = DeviceArena.received(fd, order.size, self._where)
+        assert self._shared is not None, "the first arena comes with its descriptor"
         self.copy_to, self._outs = order.copy_to, order.outs
         for metas in order.slots:
             self.slots.append(values.restore(order.tree, [self._shared.view(meta) for meta in metas]))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.funnel import Verifier
 from kbrl_async.kernels.problems import downloads
 from protocols.records import Problem
 
@@ -52,6 +53,23 @@ def test_other_problems_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_object_that_cannot_reach_the_sandbox_is_named_before_anything_is_downloaded() -> None:
+    handed = (
+        "tokenizer = AutoTokenizer.from_pretrained(model_name)\n\n\ndef get_init_inputs():\n    return [tokenizer]\n"
+    )
+    with pytest.raises(ProblemError, match=r"loads owner/tiny of the hub, and gives .*\(tokenizer\).*level=1,2,3"):
+        downloads.check([problem(SOURCE + handed)])
+
+
+def test_a_configuration_is_handed_on_as_kernelbenchs_level_4_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(downloads.CACHE, str(tmp_path))
     level4 = SOURCE + "\n\ndef get_init_inputs():\n    return [model_name, config]\n"
-    with pytest.raises(ProblemError, match=r"loads owner/tiny of the hub, and gives .*\(config\).*level=1,2,3"):
+    with pytest.raises(ProblemError, match="has no such model"):
         downloads.check([problem(level4)])
+
+
+def test_verifying_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(downloads.CACHE, raising=False)
+    with pytest.raises(ProblemError, match="HF_HUB_CACHE"), Verifier() as verifier:
+        verifier.verify(problem(), "import torch\n", "c")

@@ -49,6 +49,12 @@ def test_a_run_that_began_with_a_run_asks_as_the_first_did(run: Path) -> None:
     assert (config.prompt_option, config.max_tokens) == ("compact", 77)
 
 
+def test_a_run_with_retrieved_examples_goes_on_with_prompts_of_its_size(run: Path) -> None:
+    make_run(run.parent / "shown", 0, words=["prompt.option=raicl", "prompt.index=index"])
+    config = load(overrides=["model_name=runs/shown"])
+    assert (config.prompt.option, config.prompt_option) == ("raicl", "compact")
+
+
 def test_what_was_stored_is_read_when_the_first_run_is_gone(run: Path, tmp_path: Path) -> None:
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(load(overrides=["model_name=runs/mine"])))

@@ -1,8 +1,9 @@
-"""A value model: which of two kernels for one module is the better one, learned from pairs that a bench has judged.
+"""What kernels that a bench has judged tell of those that it has not.
 
 ::
 
-    archives ─ judged kernels by problem ─ pairs (better, worse) ─▶ ValueModel ─▶ what is verified, or refined, first
+    archives ─ judged kernels ─┬─ pairs (better, worse) ─▶ ValueModel ─▶ what `kbrl optimize` verifies first
+                               └─ right or wrong ─▶ ChanceModel ─▶ what a run's benches take first
 
 It orders and never decides: whatever it says, a kernel counts by its own verdict, and no reward looks at it.
 """
@@ -23,8 +24,8 @@ import numpy as np
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.syntax.operations import operations
 from kbrl_async.kernels.syntax.scope import Scope
-from kbrl_async.lab.logistic import Features, Logistic
 from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.logistic import Features, Logistic
 from protocols.records import VERIFIER
 
 SIZE = 1 << 16
@@ -67,6 +68,33 @@ class ValueModel:
         return features(judged.module, judged.kernel)
 
 
+class ChanceModel:
+    """The chance that a kernel is right, which kernels of several modules can be compared by."""
+
+    def __init__(self) -> None:
+        self._model = Logistic(SIZE + 1)
+        self.kernels = 0
+
+    def fit(self, kernels: Iterable[JudgedKernel]) -> ChanceModel:
+        """:raises UserError: there are too few right or too few wrong kernels to learn from."""
+        judged = list({(one.module, one.kernel): one for one in kernels}.values())
+        right = sum(one.worth[0] > 0 for one in judged)
+        if min(right, len(judged) - right) < LEAST_PAIRS:
+            cause = f"chances can't be learned from {right} right and {len(judged) - right} wrong kernels"
+            raise UserError(cause, f"Name runs with {LEAST_PAIRS} of each, and with their records (archive.keep=all)")
+        self.kernels = len(judged)
+        nothing = np.empty(0, np.int64)
+        self._model.fit([(self._of(one.module, one.kernel), nothing, one.worth[0]) for one in judged])
+        return self
+
+    def chance(self, module: str, kernel: str) -> float:
+        """From 0 to 1."""
+        return float(1 / (1 + np.exp(-np.clip(self._model.score(self._of(module, kernel)), -30, 30))))
+
+    def _of(self, module: str, kernel: str) -> Features:
+        return np.append(features(module, kernel), SIZE)
+
+
 def features(module: str, kernel: str) -> Features:
     """Pairs of neighbouring words of the kernel, alone and with each operation of the module, hashed."""
     words = _WORD.findall(kernel)
@@ -93,6 +121,14 @@ def pairs_of(kernels: Iterable[JudgedKernel]) -> list[tuple[JudgedKernel, Judged
         every = [(a, b) for a, b in itertools.permutations(mine, 2) if a.worth > b.worth]
         found += random.Random(len(module)).sample(every, min(MOST_PAIRS, len(every)))
     return found
+
+
+def chances_of(runs: Sequence[str]) -> ChanceModel | None:
+    """What these runs teach; None of no run.
+
+    :raises UserError: a folder is no run, or too little is in them.
+    """
+    return ChanceModel().fit(judged_in([Path(run).expanduser() for run in runs])) if runs else None
 
 
 def judged_in(runs: Sequence[Path]) -> list[JudgedKernel]:

@@ -10,7 +10,7 @@ import pytest
 from kbrl_async.errors import UserError
 from kbrl_async.lab.optimize.search import Chooser, Search, SearchOptions
 from kbrl_async.lab.optimize.tree import Judgement
-from kbrl_async.lab.value import LEAST_PAIRS, JudgedKernel, ValueModel, judged_in, pairs_of
+from kbrl_async.runs.value import LEAST_PAIRS, ChanceModel, JudgedKernel, ValueModel, chances_of, judged_in, pairs_of
 from protocols.records import Fault
 
 MODULE = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.{}(x)\n"
@@ -46,6 +46,19 @@ def test_too_few_pairs_and_a_folder_without_an_archive_are_named(tmp_path: Path)
         ValueModel().fit(KERNELS[:1])
     with pytest.raises(UserError, match="has no archive"):
         judged_in([tmp_path])
+
+
+def test_the_chance_of_a_right_kernel_is_the_larger_one_whatever_its_module() -> None:
+    model = ChanceModel().fit(KERNELS)
+    chances = {(m, o): model.chance(MODULE.format(m), kernel(o, 99)) for m in ("sin", "cos") for o in ("sin", "cos")}
+    right, wrong = ([chance for (m, o), chance in chances.items() if (m == o) is same] for same in (True, False))
+    assert 0 <= max(wrong) < 0.5 < min(right) <= 1
+
+
+def test_what_is_likely_needs_right_and_wrong_kernels() -> None:
+    assert chances_of([]) is None
+    with pytest.raises(UserError, match="can't be learned from 0 right and 24 wrong"):
+        ChanceModel().fit([one for one in KERNELS if not one.worth[0]])
 
 
 def test_the_model_chooses_what_is_refined_among_equals_and_no_more() -> None:
