@@ -210,7 +210,7 @@ def figures_of(outcomes: Sequence[ArmResult], page: Path) -> str:
 def _in_full(figures: Figures, names: Sequence[str], page: Path) -> list[str]:
     place = page.parent / "pictures" / "staleness.svg"
     place.write_text(picture(figures, names, "Final reward by staleness of the samples"), encoding="utf-8")
-    tables = [f"Stability at S={lag}:\n\n{stability_table(figures, names, lag)}" for lag in (4, 8)]
+    tables = [f"Stability at S=4:\n\n{stability_table(figures, names, 4)}"]
     return [f"![Final reward by staleness and correction](pictures/{place.name})", *tables]
 
 
