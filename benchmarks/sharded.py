@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import math
 import os
@@ -45,7 +46,12 @@ def updates(
     count: Annotated[int, "updates of each length; the first is not counted"] = 3,
     masters: Literal["float32", "bfloat16"] = "float32",
     offload: bool = False,
+    again: Annotated[Literal["auto", "none", "selective", "full"], "activation checkpointing"] = "auto",
+    offload_activations: bool = False,
+    context_parallel: Annotated[int, "ranks that share each sequence out"] = 1,
+    resume: Annotated[str, "the folder of a checkpoint, of as many or other ranks, to begin with"] = "",
     checkpoint: Annotated[str, "a folder to write a checkpoint into, and to read it again"] = "",
+    keep: Annotated[bool, "leave the checkpoint for another call's `resume`"] = False,
     publish: Annotated[bool, "gather all trained weights at rank 0, too"] = False,
 ) -> Result:
     """Tokens/s, model-FLOP utilisation and peak memory of whole updates by FSDP2, every rank with random weights.
@@ -60,15 +66,25 @@ def updates(
     ranks = ProcessGroup(device)
     each = [int(length) for length in lengths.split(",")]
     built = time.perf_counter()
-    trainer = _trainer(shape, lora_rank, min(each), masters, offload, ranks)
+    learner = Learner(
+        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=min(each), shard=True,
+        processes=max(2, ranks.size), activation_checkpointing=again, offload_activations=offload_activations,
+        context_parallel=context_parallel,
+    )  # fmt: skip
+    trainer = _trainer(shape, lora_rank, learner, masters, offload, ranks)
     found: Result = {"shape": shape, "lora_rank": lora_rank, "ranks": ranks.size, "masters": masters}
-    found |= {"offload": offload, "build_s": time.perf_counter() - built}
+    found |= {"offload": offload, "offload_activations": offload_activations, "context_parallel": context_parallel}
+    found |= {"again": again, "build_s": time.perf_counter() - built}
     if ranks.rank:
         trainer.follow()
         trainer.close()
         sys.exit(0)
     peak = efficiency.measured_peak(device, device.type == "cuda")
     _say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
+    if resume:
+        found["resume_s"] = _timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
+        found["resumed"] = _digest(trainer)
+        _say("resumed", {"s": found["resume_s"], "sha256": found["resumed"]})
     for length in each:
         found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
         _say(str(length), one)
@@ -76,7 +92,7 @@ def updates(
         found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
         _say("gathered", {"s": found["gather_s"]})
     if checkpoint:
-        found |= _checkpointed(trainer, Path(checkpoint))
+        found |= _checkpointed(trainer, Path(checkpoint), keep)
     trainer.close()
     return found
 
@@ -85,7 +101,7 @@ def _shape(name: str) -> ModelShape:
     return TINY if name == "tiny" else read_shape(name)
 
 
-def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
+def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
     on_gpu = ranks.device.type == "cuda"
     arithmetic = torch.bfloat16 if on_gpu else torch.float32
     held = arithmetic if lora_rank or masters == "bfloat16" else torch.float32
@@ -97,10 +113,6 @@ def _trainer(shape: str, lora_rank: int, budget: int, masters: str, offload: boo
     if lora_rank:
         model = wrap_lora(model, lora_rank)
     sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=Drawn())
-    learner = Learner(
-        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=budget, shard=True,
-        processes=max(2, ranks.size),
-    )  # fmt: skip
     settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)
     return Trainer(model, settings, ranks.device, process_group=ranks, sharded=sharded)
 
@@ -155,7 +167,16 @@ def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
     return [TrainGroup("g", "p", 1, samples)]
 
 
-def _checkpointed(trainer: Trainer, folder: Path) -> Result:
+def _digest(trainer: Trainer) -> str:
+    """Of all trained weights, bit by bit."""
+    seen = hashlib.sha256()
+    for name, weight in trainer.gathered_weights() or ():
+        seen.update(name.encode())
+        seen.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:16]
+
+
+def _checkpointed(trainer: Trainer, folder: Path, keep: bool) -> Result:
     """Seconds that training stands still for a checkpoint, that it takes in all, and to read it."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "step-000000").mkdir(parents=True)  # so that this one is not the first, which is waited for
@@ -167,8 +188,10 @@ def _checkpointed(trainer: Trainer, folder: Path) -> Result:
     written = time.perf_counter() - began
     size = sum(path.stat().st_size for path in (folder / "step-000001").iterdir()) / 1e9
     read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
-    shutil.rmtree(folder)
-    found = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
+    if not keep:
+        shutil.rmtree(folder)
+    found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
+    found["sha256"] = _digest(trainer)
     _say("checkpoint", found)
     return found
 

@@ -37,7 +37,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     from kbrl_async.runs.telemetry.logs import bound
     from protocols.messages import HARDWARE, Stage, Task
     from protocols.prefetch import Prefetch
-    from protocols.records import BenchReport, Fault, RolloutRequest
+    from protocols.records import BenchReport, Fault, Purpose, RolloutRequest
     from protocols.rollout import Record
     from services.runtime.capabilities import bench_caps, bench_device, memory_share, said
     from services.runtime.quiet import shared_resources
@@ -101,6 +101,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
                     alive=worker.progress,
                     profile=service.config.turns.profile and not is_verifier,
                     verified=verified,
+                    group=request.group_id if request.purpose is Purpose.TRAIN else "",
                 )
         except ProblemError as error:
             raise InfraError(str(error)) from error

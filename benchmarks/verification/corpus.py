@@ -12,10 +12,13 @@ name. `adapt` makes such folders.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
+import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,12 +26,13 @@ import msgspec
 
 from benchmarks.harness import Result, say
 from benchmarks.verification import adapters
+from benchmarks.verification.crew import Crew, Start, Task, Work
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions, read_candidate
 from kbrl_async.kernels.funnel.result import early, unbuilt
-from kbrl_async.kernels.funnel.verifier import check_device, choose_device, read_text, under
+from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench, read_text, under
 from kbrl_async.kernels.problems import load_file
 from kbrl_async.kernels.settings import Rules
 from protocols.records import Candidate, Fault, Problem, Verdict
@@ -40,8 +44,13 @@ it says nothing of the candidate: it needs a package that is `missing` here, or 
 """
 _FALLBACK = re.compile(r" full: ([^;]*)")
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
+_SHARES = 3
+"""Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times."""
 Corpus = Annotated[Path, "a folder of pairs"]
-Out = Annotated[Path | None, "a file with one JSON object a pair"]
+Out = Annotated[Path | None, "a file with one JSON object a pair; what is in it is not judged again"]
+Again = Annotated[tuple[str, ...], "states that are judged again all the same, as in refused,host"]
+Jobs = Annotated[int, "processes, each with a verifier"]
+Seconds = Annotated[float, "after which no further pair is begun"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -55,15 +64,31 @@ class Outcome(msgspec.Struct, frozen=True):
     hint: str = ""
     seconds: float = 0.0
     toolchain: str = ""
+    stages: dict[str, float] = {}
+    begun: float = 0.0
 
     @property
     def counts(self) -> bool:
         return self.state in ("accepted", "built", "refused")
 
 
-def honest(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, out: Out = None) -> Result:
+def honest(
+    *,
+    corpus: Corpus,
+    rules: Rules = "open",
+    deadline_s: float = 60.0,
+    jobs: Jobs = 1,
+    seconds: Seconds = 3600.0,
+    only: Annotated[str, "of names, a regular expression"] = "",
+    warm: Annotated[str, "a pair that each process judges first, uncounted; then all begin at once"] = "",
+    repeat: Annotated[int, "how often each is judged, with another comment"] = 1,
+    again: Again = (),
+    out: Out = None,
+) -> Result:
     """Every pair through the funnel; `ok` where at least 97 % are accepted and none is called cheating."""
-    outcomes = run(corpus, rules, deadline_s, out)
+    crew = Crew(jobs, seconds, out=out, again=again, is_together=bool(warm))
+    judge = partial(judging, rules, deadline_s, False, corpus / warm if warm else None)
+    outcomes = run(_pairs(corpus, only, repeat), crew, judge)
     judged = [one for one in outcomes if one.counts]
     share = sum(one.state != "refused" for one in judged) / max(1, len(judged))
     accused = [one.name for one in judged if one.fault == Fault.CHEATING]
@@ -72,14 +97,24 @@ def honest(*, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, o
 
 
 def hostile(
-    *, corpus: Corpus, rules: Rules = "open", deadline_s: float = 60.0, timing: bool = False, out: Out = None
+    *,
+    corpus: Corpus,
+    rules: Rules = "open",
+    deadline_s: float = 60.0,
+    timing: bool = False,
+    jobs: Jobs = 1,
+    seconds: Seconds = 3600.0,
+    again: Again = (),
+    out: Out = None,
 ) -> Result:
     """Every pair through the funnel; `ok` where at least 99 % are refused, each by a rule that its `expected.json` has.
 
     An accepted one, and one that is refused for another reason, is named. With `timing`, cheats of the clock are in
     their place, too.
     """
-    outcomes = run(corpus, rules, deadline_s, out, timing)
+    outcomes = run(
+        _pairs(corpus), Crew(jobs, seconds, out=out, again=again), partial(judging, rules, deadline_s, timing, None)
+    )
     judged = [one for one in outcomes if one.counts]
     wrong = [one for one in judged if not _is_expected(corpus / one.name, one)]
     share = 1 - len(wrong) / max(1, len(judged))
@@ -101,25 +136,48 @@ def adapt(
     return {"ok": made > 0, "pairs": made}
 
 
-def run(corpus: Path, rules: Rules, deadline_s: float, out: Path | None, timing: bool = False) -> list[Outcome]:
-    """One outcome a pair, in order; whatever a pair is, it is an outcome and no exception."""
-    farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=deadline_s)
-    options = under(VerifyOptions(timing=timing, farm=farm), rules)
-    folders = sorted(path for path in corpus.iterdir() if path.is_dir())
+def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[Task]:
+    folders = sorted(path for path in corpus.iterdir() if path.is_dir() and re.search(only, path.name))
+    marks = [""] if repeat == 1 else [f"# {number}\n" for number in range(repeat)]
+    return [Task(folder.name + mark.strip(), (folder, mark)) for mark in marks for folder in folders]
+
+
+def run(pairs: list[Task], crew: Crew, judge: Start) -> list[Outcome]:
+    """One outcome a pair; whatever a pair is, it is an outcome and no exception."""
     outcomes = []
-    with Verifier(None, options) as verifier, (out or Path(os.devnull)).open("wb", buffering=0) as lines:
-        for folder in folders:
-            outcomes.append(_one(folder, verifier))
-            lines.write(msgspec.json.encode(outcomes[-1]) + b"\n")  # at once: whoever stops a long one keeps these
-            say(f"{outcomes[-1].state:9} {folder.name} {outcomes[-1].rule or outcomes[-1].message[:100]}")
+    for row in crew.run(pairs, judge):
+        outcomes.append(msgspec.convert(row, Outcome))
+        say(f"{outcomes[-1].state:9} {outcomes[-1].name} {outcomes[-1].rule or outcomes[-1].message[:100]}")
     return outcomes
 
 
-def _one(folder: Path, verifier: Verifier) -> Outcome:
+@contextlib.contextmanager
+def judging(rules: Rules, deadline_s: float, timing: bool, warm: Path | None, number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with a pair, as `(folder, mark)`; with `warm` it has judged that one before."""
+    farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=deadline_s)
+    options = VerifyOptions(timing=timing, farm=farm)
+    if jobs > 1:
+        bench = msgspec.structs.replace(default_bench(()), memory_share=min(1.0, _SHARES / jobs))
+        options = msgspec.structs.replace(options, bench=bench)
+    with Verifier(None, under(options, rules)) as verifier:
+
+        def judge(given: tuple[Path, str]) -> Result:
+            begun = time.time()
+            outcome = _one(*given, verifier)
+            told: Result = msgspec.to_builtins(msgspec.structs.replace(outcome, begun=round(begun, 2)))
+            del told["name"]
+            return told
+
+        if warm is not None:
+            judge((warm, "# warm\n"))
+        yield judge
+
+
+def _one(folder: Path, mark: str, verifier: Verifier) -> Outcome:
     if not (folder / "candidate.py").is_file():
         return Outcome(folder.name, "no_kernel", message="there is no candidate.py")
     try:
-        text = read_text(folder / "candidate.py")
+        text = mark + read_text(folder / "candidate.py")
         candidate = read_candidate(text, response=False).candidate
     except (UserError, UnicodeError) as error:
         return Outcome(folder.name, "no_kernel", message=str(error))
@@ -127,7 +185,8 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
         return Outcome(folder.name, "no_kernel", message="no backend knows what it is")
     try:
         path = folder / "problem.py"
-        verdict, state, seconds, tools = _judged(candidate, load_file(path) if path.is_file() else None, verifier)
+        problem = load_file(path) if path.is_file() else None
+        verdict, state, stages, tools = _judged(candidate, problem, verifier)
     except (ProblemError, UnicodeError) as error:
         return Outcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
@@ -135,13 +194,15 @@ def _one(folder: Path, verifier: Verifier) -> Outcome:
         return Outcome(folder.name, "host", message=str(error))
     v = verdict
     return Outcome(
-        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint, round(seconds, 2),
-        tools,
+        folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint,
+        round(sum(stages.values()), 2), tools, {name: round(spent, 2) for name, spent in stages.items()},
     )  # fmt: skip
 
 
-def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -> tuple[Verdict, State, float, str]:
-    """The verdict, what an accepted one is called, seconds, and the compilers."""
+def _judged(
+    candidate: Candidate, problem: Problem | None, verifier: Verifier
+) -> tuple[Verdict, State, dict[str, float], str]:
+    """The verdict, what an accepted one is called, seconds by stage, and the compilers."""
     state: State
     device = choose_device(candidate.backend, None)
     try:
@@ -152,14 +213,14 @@ def _judged(candidate: Candidate, problem: Problem | None, verifier: Verifier) -
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate)
         verdict, state = (result.verdict, "accepted") if result.ok else _refused(result.verdict)
-        return verdict, state, sum(result.seconds.values()), result.toolchain
+        return verdict, state, result.seconds, result.toolchain
     build = verifier.build(candidate, problem)
-    seconds = build.finished_at - build.started_at
+    stages = {"build": build.finished_at - build.started_at}
     if build.fault is Fault.OK:
         is_cut = build.hint.startswith("not all was compiled ahead")
         state = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
-        return early(Fault.OK, build.hint), state, seconds, build.toolchain
-    return *_refused(unbuilt(build)), seconds, build.toolchain
+        return early(Fault.OK, build.hint), state, stages, build.toolchain
+    return *_refused(unbuilt(build)), stages, build.toolchain
 
 
 def _refused(verdict: Verdict) -> tuple[Verdict, State]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import functools
 import math
 import multiprocessing as mp
 import os
@@ -16,16 +17,15 @@ import queue
 import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, median
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from benchmarks.harness import CORES, Result, percentiles, say
+from benchmarks.harness import CORES, Result, say
+from benchmarks.verification.lane_rows import Row, summary
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder, Judge
@@ -39,40 +39,37 @@ from kbrl_async.lab.small_policy.author import Author, Habits
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import extract
-from protocols.records import OBSERVED, BenchReport, BuildReport, Candidate, Fault, Problem
+from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 
 GROUP = 8
 PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdict(Habits()).items()})
 """Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
-_SEED, _PATIENCE_S = 11, 180
-_WARM = 2
-"""Groups of which a lane judges some before it counts: as many references as it keeps."""
+_SEED, _PATIENCE_S, _END_S = 11, 180, 10
+_ROUNDS = 20
+_END = "a lane has come to the end of a phase"
+_WARM = 3
+"""Groups of which a lane judges some before it counts: as many references as it keeps, and the process of one more."""
+_WARM_ITEMS = 4
+"""Of each: some are wrong, so that the second recorder is there."""
 
 
 class Item(msgspec.Struct, frozen=True):
     candidate: Candidate
     build: BuildReport
     slips: tuple[str, ...]
+    written: int = 1
+    """Answers that were written until this one built."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One verdict."""
+class Phase(msgspec.Struct, frozen=True):
+    """Some of the lanes, all else equal."""
 
-    problem: str
-    fault: str
-    rule: str
-    trust: str
-    reason: str
-    slips: tuple[str, ...]
-    begun: float
-    ended: float
-    stages: dict[str, float]
-    spans: dict[str, float]
-    """Of pieces of work, some of which lie within others."""
-    measured: tuple[float, float, float] | None
-    """Speedup with its interval."""
-    pairs: str = ""
-    """How many, why no more, and why some were set aside."""
+    lanes: int
+    alone_share: float
+    is_quick: bool
+
+    def __str__(self) -> str:
+        return f"{self.lanes} lanes, {self.alone_share:.3g} alone{', quick' if self.is_quick else ''}"
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -80,15 +77,25 @@ class Asked(msgspec.Struct, frozen=True):
 
     lanes: tuple[int, ...]
     shapes: str
-    alone_share: float
+    alone_share: tuple[float, ...]
     gpus: int
     timing: bool
     references: int
     profile: str
-    limit_s: float
+    seconds: float
     rows: str
     timers: int
     backend: str
+    quick: tuple[int, ...]
+
+    @property
+    def phases(self) -> list[Phase]:
+        return [
+            Phase(lanes, share, quick)
+            for quick in map(bool, self.quick)
+            for share in self.alone_share
+            for lanes in self.lanes
+        ]
 
 
 Group = tuple[Problem, list[Item]]
@@ -99,80 +106,35 @@ def verdicts(
     groups: Annotated[int, "of 8 answers to one problem each, for each number of lanes"] = 24,
     levels: tuple[int, ...] = (1, 2),
     shapes: Annotated[Literal["gpu", "cpu"], "sizes of the inputs: of our suite for GPUs, or its small ones"] = "gpu",
-    alone_share: Annotated[float, "of what is in doubt, decided by a process that served nobody else"] = ALONE_SHARE,
+    alone_share: Annotated[tuple[float, ...], "of what is in doubt, decided by a process that served nobody else"] = (
+        ALONE_SHARE,
+    ),
     gpus: Annotated[int, "lanes are spread over so many, each with all of its work on one"] = 1,
     timing: bool = True,
     references: int = 2,
     profile: Annotated[str, "folder for a profile of each lane"] = "",
-    limit_s: Annotated[
-        float, "for each number of lanes; what is left then is left out, and later numbers with it"
-    ] = 600,
+    seconds: Annotated[float, "of each number of lanes, which go through the groups over and over; 0: once"] = 0,
     rows: Annotated[str, "folder for every verdict of each number of lanes, as JSON"] = "",
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
     timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
     backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
+    quick: Annotated[tuple[int, ...], "0: memory is mapped as often as it was, for comparison"] = (1,),
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
 
     Answers in CUDA by the author whom the small policy imitates, slips and all, of problems at their GPU shapes. They
     are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each number
-    of lanes gets the same groups. What a lane has of them from before is gone, so references are made anew.
+    of lanes gets the same groups. What a lane has of them from before is gone, so references are made anew. `a_second`
+    leaves out the first and the last second of a phase, when not all lanes are at work; `answers_a_second` counts the
+    answers that did not compile with it, which is what a run would wait for.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, limit_s, rows, timers, backend)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend, quick)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch)
-        made = _kept(folder, _WARM * max(lanes) + groups, levels, shapes, backend)
-        phases = _through_lanes(folder, made, asked, groups)
-    found = {f"{number} lanes": summary(each) for number, each in zip(lanes, phases, strict=False)}
+        made = _kept(folder, _WARM + groups, levels, shapes, backend)
+        phases = _through_lanes(folder, made, asked)
+    found = {str(phase): summary(each) for phase, each in zip(asked.phases, phases, strict=False) if each}
     return {**msgspec.structs.asdict(asked), **found}
-
-
-def summary(rows: list[Row]) -> Result:
-    """Of all verdicts between the first begun and the last ended."""
-    wall = max(row.ended for row in rows) - min(row.begun for row in rows)
-    right = [row for row in rows if row.fault == Fault.OK]
-    exclusive = [row.stages["alone"] for row in right if "alone" in row.stages]
-    accused = [row for row in rows if row.fault == Fault.CHEATING]
-    return {
-        "verdicts": len(rows),
-        "a_second": len(rows) / wall,
-        "faults": Counter(row.fault for row in rows),
-        "observed": Counter(row.reason[:90] for row in rows if row.trust == OBSERVED),
-        "observed_of": [(row.problem, row.fault, row.slips) for row in rows if row.trust == OBSERVED][:12],
-        "pairs": Counter(row.pairs for row in right).most_common(6),
-        "right_s": _spread([row.ended - row.begun for row in right]),
-        "wrong_s": _spread([row.ended - row.begun for row in rows if row.fault != Fault.OK]),
-        "exclusive_s": _spread(exclusive),
-        "stages_mean_s": _of_each(rows, lambda row: row.stages),
-        "spans_mean_s": _of_each(rows, lambda row: row.spans),
-        "right_though_slipped": sum(bool(row.slips) for row in right),
-        "wrong_without_a_slip": [
-            (row.problem, row.fault, row.rule) for row in rows if row.fault != Fault.OK and not row.slips
-        ][:8],
-        "accused": [(row.problem, row.rule, row.slips) for row in accused][:8],
-    }  # fmt: skip
-
-
-def _of_each(rows: list[Row], of: Callable[[Row], dict[str, float]]) -> dict[str, list[float]]:
-    """How many candidates had each, its seconds on the mean and at the median, and those a verdict (of its kind)."""
-    found: dict[str, list[float]] = {}
-    kinds = Counter(_kind(row) for row in rows)
-    for row in rows:
-        for name, seconds in of(row).items():
-            found.setdefault(f"{_kind(row)}: {name}", []).append(seconds)
-    return {
-        name: [len(each), mean(each), median(each), sum(each) / kinds[name.partition(":")[0]]]
-        for name, each in sorted(found.items())
-    }
-
-
-def _kind(row: Row) -> str:
-    return "right" if row.fault == Fault.OK else "wrong"
-
-
-def _spread(seconds: list[float]) -> list[float]:
-    """10th percentile, median, 90th percentile, mean."""
-    return [*percentiles(seconds, 10, 50, 90), mean(seconds)] if seconds else []
 
 
 # ── what is verified ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,8 +163,9 @@ def _built(folder: Path, count: int, levels: tuple[int, ...], shapes: str, backe
 
 def _group(builder: Builder, backend: str, number: int, problem: Problem) -> Group:
     """Eight answers that compile; a comment makes each another one."""
-    rng, items = random.Random(_SEED + number), list[Item]()
+    rng, items, written = random.Random(_SEED + number), list[Item](), 0
     while len(items) < GROUP:
+        written += 1
         author = Author(rng, PRACTISED)
         read = extract(respond(SPECS[problem.problem_id], author, backend))
         if read.problem:
@@ -210,69 +173,77 @@ def _group(builder: Builder, backend: str, number: int, problem: Problem) -> Gro
         candidate = Candidate(f"{read.source}\n# {number} {len(items)}\n", backend)
         report = builder.build(candidate, problem)
         if report.fault is Fault.OK:
-            items.append(Item(candidate, report, tuple(author.slips)))
+            items.append(Item(candidate, report, tuple(author.slips), written))
+            written = 0
     return problem, items
 
 
 # ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _through_lanes(folder: Path, made: list[Group], asked: Asked, groups: int) -> list[list[Row]]:
-    """The rows of each number of lanes. All lanes are warm from the beginning; some have nothing to do at first."""
+def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[Row]]:
+    """The rows of each phase. All lanes are warm from the beginning; some have nothing to do at first."""
     context, most = mp.get_context("spawn"), max(asked.lanes)
-    works, done, right = [context.Queue() for _ in asked.lanes], context.Queue(), context.Queue()
-    chosen, others = made[:groups], made[groups:]
-    warm = [others[_WARM * number : _WARM * (number + 1)] for number in range(most)]
-    queues = works, right, done
-    processes = [
-        context.Process(target=_lane, args=(folder, number, asked, warm[number], *queues), daemon=True)
-        for number in range(most)
-    ] + [
-        context.Process(target=_timer, args=(folder, number, asked, warm[0], right, done), daemon=True)
-        for number in range(asked.timers)
+    works = [context.Queue() for _ in asked.phases]
+    done, right, is_over = context.Queue(), context.Queue(), context.Value("i", -1)
+    warm, chosen = made[:_WARM], made[_WARM:]
+    lanes = [
+        context.Process(target=_lane, args=(folder, n, asked, warm, works, right, done, is_over), daemon=True)
+        for n in range(most)
     ]
+    timers = [
+        context.Process(target=_timer, args=(folder, n, asked, warm, right, done), daemon=True)
+        for n in range(asked.timers)
+    ]
+    processes = [*lanes, *timers]
     for process in processes:
         process.start()
     for _ in processes:
         say(_taken(done, processes))
     phases = []
-    for place, (number, work) in enumerate(zip(asked.lanes, works, strict=True)):
-        for group in chosen:
+    for number, (phase, work) in enumerate(zip(asked.phases, works, strict=True)):
+        for group in chosen * (_ROUNDS if asked.seconds else 1):
             work.put(group)
-        for _ in range(number):
+        for _ in range(phase.lanes):
             work.put(None)
-        wanted = sum(len(items) for _, items in chosen)
-        phases.append(_rows(done, processes, wanted, time.monotonic() + asked.limit_s))
-        say(f"{number} lanes: {len(phases[-1])} of {wanted}", summary(phases[-1]) if phases[-1] else "")
+        end = time.monotonic() + asked.seconds if asked.seconds else math.inf
+        phases.append(_rows(done, processes, phase.lanes, end, functools.partial(setattr, is_over, "value", number)))
+        found = summary(phases[-1]) if phases[-1] else {}
+        say(f"{phase}:", found)
         if asked.rows:
-            Path(asked.rows, f"rows-{asked.shapes}-{number}.json").write_bytes(msgspec.json.encode(phases[-1]))
-        if len(phases[-1]) < wanted:
-            _end(asked.lanes[place:], works[place:])
-            break
-    for _ in range(asked.timers):
+            _write(
+                Path(asked.rows),
+                f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}-{phase.is_quick:d}",
+                phases[-1],
+                found,
+            )
+    for _ in timers:
         right.put(None)
     for process in processes:
-        process.join(10)
+        process.join(_END_S)
         process.kill()
     return phases
 
 
-def _end(lanes: tuple[int, ...], works: list[Any]) -> None:
-    """Each lane finishes the group that it is at."""
-    for number, work in zip(lanes, works, strict=True):
-        with contextlib.suppress(queue.Empty):
-            while True:
-                work.get_nowait()
-        for _ in range(number):
-            work.put(None)
+def _write(folder: Path, name: str, rows: list[Row], found: Result) -> None:
+    """As each phase ends: who is killed later has these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rows-{name}.json").write_bytes(msgspec.json.encode(rows))
+    (folder / f"summary-{name}.json").write_bytes(msgspec.json.encode(found))
 
 
-def _rows(done: Any, processes: list[Any], wanted: int, end: float) -> list[Row]:
-    """As many as there are in time."""
+def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callable[[], None]) -> list[Row]:
+    """Until so many lanes have said that they are at the end, for which they are asked at `end`."""
     found: list[Row] = []
-    with contextlib.suppress(_TooLate):
-        while len(found) < wanted:
-            found.append(_taken(done, processes, end))
+    while lanes:
+        try:
+            said = _taken(done, processes, end)
+        except _TooLate:
+            stop()
+            end = math.inf
+            continue
+        lanes -= said is None
+        found += [said] if isinstance(said, Row) else []
     return found
 
 
@@ -286,32 +257,65 @@ def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
         if time.monotonic() > end:
             raise _TooLate
         with contextlib.suppress(queue.Empty):
-            return done.get(timeout=1.0)
+            return done.get(timeout=max(0.0, min(1.0, end - time.monotonic())))
         if any(process.exitcode for process in processes):
             break
+    if time.monotonic() > end:
+        raise _TooLate
     raise RuntimeError("a lane has failed, or gives no verdict")
 
 
-def _lane(folder: Path, number: int, asked: Asked, warm: list[Group], works: list[Any], right: Any, done: Any) -> None:
+def _lane(
+    folder: Path, number: int, asked: Asked, warm: list[Group], works: list[Any], right: Any, done: Any, is_over: Any
+) -> None:
     """Takes one group after the other."""
     verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
     share = min(1.0, verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
+    _map_often(not asked.quick[0])
     with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
-        done.put(f"lane {number} is warm")
+        done.put(f"lane {number} is warm{_neighbours(judge)}")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
             meter.enable()
-        for work in (work for lanes, work in zip(asked.lanes, works, strict=True) if number < lanes):
-            while (group := work.get()) is not None:
-                for item in group[1]:
-                    row, report = _judged(judge, group[0], item, timing, windows)
-                    if asked.timers and row.fault == Fault.OK:
-                        right.put((group[0], item, report))
-                    else:
-                        done.put(row)
+        for place, (phase, work) in enumerate(zip(asked.phases, works, strict=True)):
+            if number >= phase.lanes:
+                continue
+            bench = judge.bench
+            _map_often(not phase.is_quick)
+            bench._options = msgspec.structs.replace(bench._options, alone_share=phase.alone_share)
+            for problem, item in _items(work, is_over, place):
+                row, report = _judged(judge, problem, item, timing, windows)
+                if asked.timers and row.fault == Fault.OK:
+                    done.put(msgspec.structs.replace(row, is_last=False))
+                    right.put((problem, item, report))
+                else:
+                    done.put(row)
+            (right if asked.timers else done).put(_END if asked.timers else None)
         if meter is not None:
             meter.dump_stats(Path(asked.profile) / f"lane{number}.prof")
+
+
+def _map_often(is_so: bool) -> None:
+    """As before shared memory was mapped once for several draws, calls and recordings: for comparison."""
+    from kbrl_async.kernels.verify.cuda import reference
+
+    reference.ARENA_BYTES, reference.MOST_INSIDE = (0, 0) if is_so else (64 << 20, 256 << 20)
+
+
+def _neighbours(judge: Judge) -> str:
+    """On its GPU, whose memory is waited for."""
+    reservations = getattr(judge.bench._device, "_reservations", None)
+    return "" if reservations is None else f", beside {len(reservations.others)}"
+
+
+def _items(work: Any, is_over: Any, place: int) -> Iterator[tuple[Problem, Item]]:
+    """What is in the queue until its end; nothing more once this phase is over."""
+    while (group := work.get()) is not None:
+        for item in group[1]:
+            if is_over.value >= place:
+                break
+            yield group[0], item
 
 
 def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: Any, done: Any) -> None:
@@ -320,6 +324,9 @@ def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: An
         judge, windows = made
         done.put(f"timer {number} is warm")
         while (one := right.get()) is not None:
+            if one == _END:
+                done.put(None)
+                continue
             problem, item, report = one
             done.put(_judged(judge, problem, item, True, windows, report)[0])
 
@@ -341,14 +348,14 @@ def _judging(
         device,
         memory_share=share,
         references=asked.references,
-        alone_share=asked.alone_share,
+        alone_share=asked.alone_share[0],
         **more,
     )
     judge = Judge(ArtifactStore(folder), options, backend=asked.backend, quiet=windows.open)
     with judge, contextlib.closing(windows.turns):
         ready()
         for problem, items in warm:
-            for item in items[:2]:
+            for item in items[:_WARM_ITEMS]:
                 _judged(judge, problem, item, timing, windows)
         yield judge, windows
 
@@ -395,4 +402,5 @@ def _judged(
         problem.problem_id, verdict.fault, verdict.rule, verdict.trust, verdict.trust_reason, item.slips, begun, ended,
         parts, pieces, None if timed is None else (timed.speedup, timed.lo, timed.hi),
         "" if timed is None else f"{timed.n} {timed.stopped}{timed.method.rpartition('subtracted')[2]}",
+        written=item.written,
     ), report  # fmt: skip

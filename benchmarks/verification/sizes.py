@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ import psutil
 import torch
 
 from benchmarks.harness import Result, say
+from benchmarks.verification.crew import Crew, Task, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench
@@ -30,32 +32,39 @@ _SAME = "\n\nclass ModelNew(Model):\n    pass\n"
 
 def sizes(
     *,
-    problems: Annotated[Path, "a folder of problem files"],
+    problems: Annotated[Path, "a folder of problem files, or of level*/ with such"],
     device: str = "cpu",
     memory_share: Annotated[float, "of the device's memory, that one verification may plan with"] = 1.0,
     timing: bool = False,
+    jobs: Annotated[int, "verifiers at work at once"] = 1,
     seconds: Annotated[float, "after which no further problem is begun"] = 600.0,
-    out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
+    again: Annotated[tuple[str, ...], "states that are verified again all the same"] = (),
+    out: Annotated[Path | None, "a file with one JSON object a problem; what is in it is not verified again"] = None,
 ) -> Result:
     """`ok` where every problem was judged, or refused by its prediction, and none ran out of memory."""
-    options = msgspec.structs.replace(default_bench(()), device=device, memory_share=memory_share)
     rows: list[Result] = []
-    begun = time.monotonic()
     teller.set(say)
+    files = sorted([*problems.glob("*.py"), *problems.glob("level*/*.py")])
+    tasks = [Task(f"{path.parent.name}/{path.stem}", path) for path in files]
+    random.Random(0).shuffle(tasks)  # what was reached when the time is over is a sample
+    crew = Crew(jobs, seconds, out=out, again=again)
+    for row in crew.run(tasks, partial(verifying, device, memory_share, timing)):
+        rows.append(row)
+        say(" ".join(f"{key}={value}" for key, value in row.items()))
+    states = Counter(row["state"] for row in rows)
+    bad = [row["name"] for row in rows if row["state"] not in ("ok", "too_large")]
+    return {"ok": not bad, "problems": len(rows), "states": dict(states), "bad": bad}
+
+
+@contextlib.contextmanager
+def verifying(device: str, memory_share: float, timing: bool, _number: int, _jobs: int) -> Iterator[Work]:
+    """What a worker does with a problem's file."""
+    options = msgspec.structs.replace(default_bench(()), device=device, memory_share=memory_share)
     with (
         zygote_for(device, LIBRARY.name) as zygote,
         contextlib.closing(Bench(zygote, options, random.Random(0))) as bench,
     ):
-        for path in sorted(problems.glob("*.py")):
-            if time.monotonic() - begun > seconds:
-                break
-            rows.append({"name": path.stem, **_one(bench, load_file(path), timing)})
-            say(" ".join(f"{key}={value}" for key, value in rows[-1].items()))
-            if out is not None:
-                out.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
-    states = Counter(row["state"] for row in rows)
-    bad = [row["name"] for row in rows if row["state"] not in ("ok", "too_large")]
-    return {"ok": not bad, "problems": len(rows), "states": dict(states), "bad": bad}
+        yield lambda path: _one(bench, load_file(path, shapes="cpu" if device == "cpu" else "gpu"), timing)
 
 
 def _one(bench: Bench, problem: Problem, timing: bool) -> Result:

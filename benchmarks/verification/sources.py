@@ -10,15 +10,13 @@ Both are made of the problem's own text, so that any problem can be asked withou
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import itertools
-import multiprocessing as mp
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
@@ -28,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Result, say
+from benchmarks.verification.crew import Crew, Task, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
@@ -146,18 +145,20 @@ def sources(
     jobs: Annotated[int, "processes, each with cores of its own"] = 1,
     seconds: Annotated[float, "for all of them; what is left then is not verified"] = 600.0,
     seed: int = 0,
-    out: Annotated[Path | None, "a file with one JSON object a problem"] = None,
+    again: Annotated[tuple[str, ...], "states that are verified again all the same"] = (),
+    out: Annotated[Path | None, "a file with one JSON object a problem; what is in it is not verified again"] = None,
 ) -> Result:
     """`ok` where every problem that could be asked came out as it should."""
     drawn = [[(folder, problem) for problem in _drawn(folder, backend, sample, seed)] for folder in folders]
     in_turn = [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
-    found: dict[str, list[Outcome]] = {folder: [] for folder in folders}
-    with (out or Path(os.devnull)).open("wb", buffering=0) as lines:
-        for folder, one in _verified(in_turn, backend, jobs, seconds):
-            found[folder].append(one)
-            lines.write(msgspec.json.encode({"source": folder, **msgspec.to_builtins(one)}) + b"\n")
-            say(f"{one.state:24} {Path(folder).name}/{one.problem_id} {one.why[:140]}")
-    rows = {folder: {**_imported(Path(folder)), **_told(outcomes)} for folder, outcomes in found.items()}
+    tasks = [Task(f"{Path(folder).name}/{problem.problem_id}", problem) for folder, problem in in_turn]
+    found: dict[str, list[Outcome]] = {Path(folder).name: [] for folder in folders}
+    crew = Crew(jobs, seconds, patience_s=120.0, out=out, again=again)
+    for row in crew.run(tasks, partial(verifying, backend)):
+        source, _, problem_id = row["name"].partition("/")
+        found[source].append(msgspec.convert({"problem_id": problem_id, **row}, Outcome))
+        say(f"{row['state']:24} {row['name']} {row.get('why', '')[:140]}")
+    rows = {folder: {**_imported(Path(folder)), **_told(found[Path(folder).name])} for folder in folders}
     _show(rows)
     return {"ok": not any(row["wrong"] for row in rows.values()), "sources": rows}
 
@@ -207,38 +208,21 @@ def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Proble
     return sorted(drawn, key=lambda problem: problem.problem_id)
 
 
-def _verified(
-    problems: Sequence[tuple[str, Problem]], backend: Backend, jobs: int, seconds: float
-) -> Iterator[tuple[str, Outcome]]:
-    """As they come, from processes of their own, since each holds one verifier."""
-    until = time.time() + seconds
-    context = mp.get_context("spawn")
-    cores: mp.Queue[tuple[int, ...]] = context.Queue()
-    for number in range(jobs):
-        cores.put(tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],))
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(cores, 1 / jobs)) as pool:
-        asked = {pool.submit(_within, problem, backend, until): folder for folder, problem in problems}
-        for done in as_completed(asked):
-            if (outcome := done.result()) is not None:
-                yield asked[done], outcome
-
-
-_VERIFIER: list[Verifier] = []
-"""Of a worker process."""
-
-
-def _start(cores: mp.Queue[tuple[int, ...]], share: float) -> None:
-    own = cores.get()
-    bench = msgspec.structs.replace(default_bench(own), memory_share=share, deadline_s=30.0)
-    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes * share))
+@contextlib.contextmanager
+def verifying(backend: Backend, number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with a problem."""
+    own = tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],)
+    bench = msgspec.structs.replace(default_bench(own), memory_share=1 / jobs, deadline_s=30.0)
+    limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes / jobs))
     options = VerifyOptions(timing=False, cores=own, bench=msgspec.structs.replace(bench, limits=limits))
-    _VERIFIER.append(Verifier(None, options).__enter__())
-    atexit.register(_VERIFIER[0].close)
+    with Verifier(None, options) as verifier:
 
+        def verify(problem: Problem) -> Result:
+            told: Result = msgspec.to_builtins(judged(problem, backend, verifier))
+            del told["problem_id"]
+            return told
 
-def _within(problem: Problem, backend: Backend, until: float) -> Outcome | None:
-    """None where the time is over."""
-    return judged(problem, backend, _VERIFIER[0]) if time.time() < until else None
+        yield verify
 
 
 def _imported(folder: Path) -> Result:

@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     audit.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="for one problem; default: half of what is free"
     )
+    audit.add_argument(
+        "--resume", action="store_true", help="what the file has already is kept, but for what was not audited"
+    )
     audit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where references run")
     generate = parser.add_argument_group("generate")
     generate.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
@@ -76,8 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--jobs",
         type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="worker processes, of import too; default: one a core",
+        help="worker processes, of import and audit too; default: one a core, of an audit one",
     )
     importing = parser.add_argument_group("import", "what was decided is in OUT/import.jsonl; the same command goes on")
     importing.add_argument("--format", default="", help="what the place holds; default: by the look of it")
@@ -122,14 +124,23 @@ def _audit(args: argparse.Namespace, source: str) -> int:
     with Progress(*columns, console=errors) as progress:
         bar = progress.add_task("auditing", total=len(problems))
 
-        def done(audit: ProblemAudit) -> None:
+        def done(so_far: Audit, audit: ProblemAudit) -> None:
+            audit_file.write(out, so_far)
             progress.update(bar, advance=1, description=escape(audit.problem_id))
             if audit.status != audit_file.CLEAN:
                 progress.console.print(escape(_line(audit)))
 
         created = datetime.datetime.now(datetime.UTC).date().isoformat()
-        suite = Path(source).name or SUITE
-        audit = audit_problems(problems, limits, suite=suite, shapes=shapes, created=created, done=done)
+        audit = audit_problems(
+            problems,
+            limits,
+            suite=Path(source).name or SUITE,
+            shapes=shapes,
+            created=created,
+            known=audit_file.read(out).problems if args.resume and out.is_file() else (),
+            jobs=args.jobs or 1,
+            done=done,
+        )
     audit_file.write(out, audit)
     _show(audit)
     print(f"written: {out}")
@@ -160,7 +171,7 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
         if args.near:
             drawn = propose(parents_in([find(run) for run in args.near]), count, args.seed, avoid)
         else:
-            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=args.jobs, told=told))
+            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=_jobs(args), told=told))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None
@@ -185,7 +196,7 @@ def _import(args: argparse.Namespace, place: str) -> int:
     name, found = read(place, args.format)
     memory = args.memory_limit or psutil.virtual_memory().available / _GIB / 4
     device = "cuda:0" if args.device == "cuda" else args.device
-    jobs = 1 if args.device == "cuda" else args.jobs
+    jobs = 1 if args.device == "cuda" else _jobs(args)
     importer = Importer(out, Limits(device, min(args.time_limit, 30.0), round(memory, 2)), _avoided(args), jobs)
     with Progress(*Progress.get_default_columns()[:1], TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"importing {name}", total=None)
@@ -201,6 +212,10 @@ def _import(args: argparse.Namespace, place: str) -> int:
     Console().print(rows)
     print(f"written: {out}; origin, licence and reason of each row: {out / JOURNAL}; see kbrl problems list {out}")
     return 0
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    return args.jobs or len(os.sched_getaffinity(0))
 
 
 def _avoided(args: argparse.Namespace) -> list[Problem]:

@@ -22,7 +22,7 @@ from kbrl_async.cli.launch import gave_up, start_and_wait
 from kbrl_async.cli.plan import machine_of
 from kbrl_async.cli.shared import add_settings, gathered, print_json, say, table
 from kbrl_async.durable import write_atomically
-from kbrl_async.errors import HostError, UserError
+from kbrl_async.errors import CheckpointError, HostError, UserError
 from kbrl_async.lab import cost
 from kbrl_async.lab.rehearsal import answers
 from kbrl_async.lab.rehearsal import model as random_model
@@ -94,14 +94,23 @@ def run(args: argparse.Namespace) -> int:
         if not args.keep:
             for path in random_model.weights_of(folder):
                 path.unlink()
+    told(prepared.path, config, args)
     if not is_finished(prepared.path) and not ended.interrupted:
         raise gave_up(ended, "rehearsal", f"Read its last lines above and in {prepared.path / 'logs'}")
-    found = findings_of(prepared.path, config, args.model)
+    return ended.code if ended.interrupted else 0
+
+
+def told(run_dir: Path, config: Config, args: argparse.Namespace) -> None:
+    """What was found, also of a rehearsal that was stopped or broke off."""
+    try:
+        found = findings_of(run_dir, config, args.model)
+    except (CheckpointError, UserError) as nothing:
+        say(f"nothing to tell: {nothing.cause}")
+        return
     if args.json:
         print_json(found)
     else:
         show(found, config, args)
-    return ended.code if ended.interrupted else 0
 
 
 def length_of(text: str) -> tuple[float, float]:
@@ -189,7 +198,12 @@ def _lines(found: Findings, config: Config, args: argparse.Namespace) -> list[st
     predicted = ", ".join(f"{name} {size:.1f}" for name, size in found.predicted_gb.items())
     machine = machine_of(config, "")
     bill = cost.bill(found.hours, machine, cost.prices(config, args.price))
+    began = [f"{what} after {s:.0f} s" for what, s in
+             (("first answer", found.first_answer_s), ("first update", found.first_update_s)) if s >= 0]  # fmt: skip
+    if not found.updates:
+        return [", ".join([*began, "no update yet: nothing can be said of one"])]
     return [
+        ", ".join(began),
         f"an update: {found.update_s:.1f} s of the learner, {found.learner_tokens_per_s:,.0f} tokens/s in its passes, "
         f"MFU {found.mfu:.3f}",
         f"memory: the learner's peak was {found.learner_gb:.2f} GB; predicted, GB: {predicted}",

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap
 
 from kbrl_async.evaluation.proportions import CONFIDENCE
 from kbrl_async.rollouts.stats import RolloutStats
@@ -226,6 +225,8 @@ def _interval(
     """Percentile bootstrap: it neither fails nor warns on values that are all alike, as rates near 0 and 1 are."""
     if len(data[0]) < 2:
         return value, value
+    from scipy.stats import bootstrap  # half a second to import: a run's actors count, and leave intervals to reports
+
     found = bootstrap(
         data,
         statistic,

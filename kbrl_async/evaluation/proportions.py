@@ -66,6 +66,6 @@ def _variance(sums: Sequence[tuple[float, int]]) -> float:
 
 
 def _quantile(groups: int) -> float:
-    from scipy.stats import t  # half a second to import, and most that read this module need no interval
+    from scipy.special import stdtrit
 
-    return float(t.ppf((1 + CONFIDENCE) / 2, groups - 1))
+    return float(stdtrit(groups - 1, (1 + CONFIDENCE) / 2))

@@ -150,6 +150,11 @@ def observe(samples: Sequence[SystemSample]) -> RunObservation:
     return found
 
 
+def so_far(samples: Sequence[SystemSample]) -> RunObservation:
+    """All of a run's lines, whether or not it has trained."""
+    return _measure(samples)
+
+
 def halves(samples: Sequence[SystemSample]) -> tuple[RunObservation, RunObservation]:
     """The first and the second half of the window: what the one predicts can be held against the other."""
     inside = _window(samples)

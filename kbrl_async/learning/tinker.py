@@ -281,7 +281,7 @@ class TinkerLearner:
     def publish(self, version: int, parent: int | None) -> None:
         """Written at once: it is a few bytes."""
         saved = self._remote.call("save_weights_for_sampler", "weights for the sampler", f"v{version:06d}")
-        replaced = _paths(self._setup.policies, versions.PREFIX, version)
+        replaced = _paths(self._setup.policies, versions.POLICY_PREFIX, version)
         versions.prepare_as(
             self._setup.policies,
             KIND,
@@ -300,9 +300,9 @@ class TinkerLearner:
         return False
 
     def collect(self, keep: int, needed: Iterable[int]) -> None:
-        before = _paths(self._setup.policies, versions.PREFIX)
+        before = _paths(self._setup.policies, versions.POLICY_PREFIX)
         versions.collect_garbage(self._setup.policies, keep, needed)
-        self._forget(before - _paths(self._setup.policies, versions.PREFIX))
+        self._forget(before - _paths(self._setup.policies, versions.POLICY_PREFIX))
 
     def _forget(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.kernels.backends import runs_on_gpu
+from kbrl_async.learning.policies import manifests
 from kbrl_async.rollouts.prompts import TokenBudget
 from kbrl_async.rollouts.prompts.budget import UNLIMITED
 from kbrl_async.rollouts.prompts.chat import chat_of
@@ -78,9 +79,7 @@ def budget_of(config: Config, policies: Path) -> TokenBudget:
 
 
 def _base_model(policies: Path) -> str | None:
-    from kbrl_async.learning.policies import versions  # torch, which an endpoint needs not
-
-    found = versions.newest(policies)
+    found = manifests.newest(policies)
     return None if found is None else found[0].base_model
 
 

@@ -93,7 +93,7 @@ def _of_run(run: Path, wanted: str) -> Target:
     from kbrl_async.learning import checkpoints
     from kbrl_async.learning.policies import versions
 
-    published = dict(numbered(run / "policies", versions.PREFIX))
+    published = dict(numbered(run / "policies", versions.POLICY_PREFIX))
     if wanted == NEWEST and not published:
         newest = checkpoints.latest(run / "checkpoints")
         if newest is None:

@@ -83,12 +83,13 @@ class Learning:
         return self._service.run_dir / "checkpoints"
 
     def _resume(self) -> None:
-        if not self._rebuild(lambda: None):
-            self._checkpoint()
+        is_new = not self._rebuild(lambda: None)
         found = versions.newest(self._service.policies)
         is_there = found is not None and found[0].version == self.version
         if found is None or not is_there or (self._trained_again and not self._engine.adopt(found[1])):
             self._publish()
+        if is_new:  # after the policy: samplers start meanwhile, and a new learner makes the same one again
+            self._checkpoint()
 
     def _rebuild(self, tick: Callable[[], None]) -> bool:
         """The newest checkpoint that can be read, and what was trained since; False where there is none."""

@@ -13,7 +13,7 @@ from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
-from kbrl_async.learning.policies import versions
+from kbrl_async.learning.policies import manifests
 from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.stats import RolloutStats
@@ -34,6 +34,7 @@ from kbrl_async.runs.telemetry.sinks import open_board, open_sinks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
+from kbrl_async.weights import POLICY_PREFIX
 from protocols.records import UpdateReport
 from protocols.rollout import Record
 from services.reward_aggregator.phases import phase_of
@@ -187,11 +188,11 @@ class MetricsWriter:
 
     def round_begun(self, version: int) -> None:
         """Held-out problems are asked of this version, so the learner keeps it until it is known what it is worth."""
-        versions.hold(self._service.policies, best=self._state.best_version, evaluated=version)
+        manifests.hold(self._service.policies, best=self._state.best_version, evaluated=version)
 
     def evaluated(self, done: Round) -> None:
         """What the held-out problems say of a version, on the terminal and in TensorBoard at that version."""
-        versions.hold(self._service.policies, best=self._state.best_version, evaluated=None)
+        manifests.hold(self._service.policies, best=self._state.best_version, evaluated=None)
         figures = done.figures
         shown = {tag.removeprefix("eval/"): round(value, 3) for tag, value in figures.items()}
         words = f"evaluated version {done.version}  {in_words(shown)}"
@@ -205,7 +206,7 @@ class MetricsWriter:
 
         :param now: of the run's own clock.
         """
-        if now is not None and (self._has_policy or numbered(self._service.policies, versions.PREFIX)):
+        if now is not None and (self._has_policy or numbered(self._service.policies, POLICY_PREFIX)):
             self._has_policy = True
             self._reporter.tell(*phase_of(self._state, now))
         for sample in self._tail.new():
@@ -256,7 +257,7 @@ class MetricsWriter:
 
     def _beginning(self) -> dict[str, str]:
         """Where the small policy was cut, if it was."""
-        found = versions.newest(self._service.policies)
+        found = manifests.newest(self._service.policies)
         reached = origins.cut(found[0].base_model) if found else ""
         return {"small_policy_cut": reached} if reached else {}
 

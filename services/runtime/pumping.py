@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 
+from kbrl_async.learning.policies import manifests
 from services.runtime.worker import Worker
 
 
 async def until_policy(policies: Path, stop: asyncio.Event) -> bool:
     """Waits for the first published policy; False where `stop` came first."""
-    from kbrl_async.learning.policies import versions  # torch, which few actors need
-
-    while versions.newest(policies) is None:
+    while manifests.newest(policies) is None:
         if stop.is_set():
             return False
         await asyncio.sleep(0.2)

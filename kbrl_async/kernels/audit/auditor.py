@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 
@@ -110,36 +113,59 @@ class Auditor:
         return line
 
 
-def _quiet(_audit: ProblemAudit) -> None:
+def _quiet(_so_far: Audit, _one: ProblemAudit) -> None:
     pass
 
 
 def audit_problems(
-    problems: Iterable[Problem],
+    problems: Sequence[Problem],
     limits: Limits,
     *,
     suite: str,
     shapes: str = "cpu",
     created: str = "",
-    done: Callable[[ProblemAudit], None] = _quiet,
+    known: Sequence[ProblemAudit] = (),
+    jobs: int = 1,
+    done: Callable[[Audit, ProblemAudit], None] = _quiet,
 ) -> Audit:
-    """Every problem, one after the other; `done` is told of each. `created` is an ISO date for the file."""
-    audited = []
-    with Auditor(limits) as auditor:
-        for problem in problems:
-            audited.append(auditor.audit(problem))
-            done(audited[-1])
-    return Audit(
-        VERSION,
-        suite,
-        shapes,
-        limits.device,
-        created,
-        software(),
-        limits.time_limit_s,
-        limits.memory_limit_gib,
-        audited,
-    )
+    """Every problem that `known` does not tell of, in order or `jobs` at a time; `done` is told of each, with all that
+    there is so far. What did not fit beside others is tried once more alone. `created` is an ISO date for the file.
+    """
+    audit = Audit(
+        VERSION, suite, shapes, limits.device, created, software(), limits.time_limit_s, limits.memory_limit_gib, []
+    )  # fmt: skip
+    there = {(one.problem_id, one.problem_hash): one for one in known if one.status != NOT_AUDITED}
+    found = {p.problem_id: there[key] for p in problems if (key := (p.problem_id, problem_hash(p))) in there}
+
+    def so_far() -> Audit:
+        in_order = [found[problem.problem_id] for problem in problems if problem.problem_id in found]
+        return msgspec.structs.replace(audit, problems=in_order)
+
+    for at_once in (jobs, 1) if jobs > 1 else (1,):
+        left = [p for p in problems if p.problem_id not in found or found[p.problem_id].status == NOT_AUDITED]
+        for one in _audited(left, limits, at_once):
+            found[one.problem_id] = one
+            done(so_far(), one)
+    return so_far()
+
+
+def _audited(problems: Sequence[Problem], limits: Limits, jobs: int) -> Iterator[ProblemAudit]:
+    """As they come."""
+    auditors: SimpleQueue[Auditor] = SimpleQueue()
+
+    def audit(problem: Problem) -> ProblemAudit:
+        auditor = auditors.get()
+        try:
+            return auditor.audit(problem)
+        finally:
+            auditors.put(auditor)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(jobs):
+            auditors.put(stack.enter_context(Auditor(limits)))
+        with ThreadPoolExecutor(jobs) as pool:
+            for future in as_completed([pool.submit(audit, problem) for problem in problems]):
+                yield future.result()
 
 
 def software() -> dict[str, str]:

@@ -195,14 +195,24 @@ class _Steps:
         contract.seed(0)
         args, kwargs = contract.arguments(self.module.__dict__["get_init_inputs"]())
         contract.seed(0)
-        model = self.module.__dict__["Model"](*args, **kwargs)
+        model = self._there(lambda: self.module.__dict__["Model"](*args, **kwargs))
         assert isinstance(model, torch.nn.Module)
         return model.to(self.task.device)
 
     def _draw(self, seed: int) -> list[Any]:
         contract.seed(seed)
-        items = list(self.module.__dict__["get_inputs"]())
+        items = list(self._there(self.module.__dict__["get_inputs"]))
         return [item.to(self.task.device) if isinstance(item, torch.Tensor) else item for item in items]
+
+    def _there(self, make: Callable[[], Any]) -> Any:
+        """Made on the device, where that goes: a processor needs seconds for gigabytes of random numbers."""
+        try:
+            with torch.device(self.task.device):
+                return make()
+        except (RuntimeError, TypeError, ValueError) as error:
+            if self.task.device == "cpu" or is_out_of_memory(error):
+                raise
+            return make()
 
     def _forward(self, given: list[Any], model: torch.nn.Module | None = None) -> list[torch.Tensor]:
         return _tensors((model or self.model)(*given))  # type: ignore[misc]

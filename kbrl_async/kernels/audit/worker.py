@@ -10,12 +10,13 @@ It limits its own memory; whoever started it watches the clock and kills it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import msgspec
@@ -30,7 +31,8 @@ from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, 
 from kbrl_async.kernels.sandbox import Isolation, Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import bench_options
-from kbrl_async.kernels.verify.device import device_of
+from kbrl_async.kernels.verify.device import Device, device_of
+from kbrl_async.kernels.verify.references import References
 from protocols.records import Problem
 
 _GIB = 1 << 30
@@ -40,8 +42,9 @@ Tell = Callable[[ProblemAudit, bool], None]
 
 
 class Worker:
-    def __init__(self, zygote: Zygote, options: Options) -> None:
-        self.zygote, self.options = zygote, options
+    def __init__(self, zygote: Zygote, options: Options, device: Device) -> None:
+        self.zygote, self.options, self._device = zygote, options, device
+        self._lasting: References | None = None
         self._ends = 0.0
         self.memory = int(options.memory_limit_gib * _GIB)
         self.limits = sandbox.Limits(
@@ -109,20 +112,45 @@ class Worker:
         return max(0.01, self._ends - time.perf_counter())
 
     def _ours(self, problem: Problem, audit: ProblemAudit, size: int) -> ProblemAudit:
-        if size * ours.COPIES > self.memory:
+        if self.options.device == "cpu" and size * ours.COPIES > self.memory:
             needed = size * ours.COPIES / _GIB
             return msgspec.structs.replace(audit, ours=f"not tried: it would need about {needed:.1f} GiB")
-        options = bench_options(
-            TimingBench(), self.options.device, reference_deadline_s=self._left(), limits=self.limits
-        )
         try:
-            made = ours.cheap_outputs(self.zygote, problem, options, secrets.SystemRandom())
+            with self._references() as references:
+                made = ours.cheap_outputs(references, problem)
         except ProblemError as error:
             return msgspec.structs.replace(audit, ours=f"not tried: {error}")
         except (InfraError, MemoryError, RuntimeError, OSError) as error:
             return msgspec.structs.replace(audit, ours=f"not tried: {type(error).__name__}: {error}"[:300])
         found = tuple(probe.finding(trial) for trial in made if trial.passes)
         return msgspec.structs.replace(audit, findings=audit.findings + found, trials=audit.trials + made)
+
+    @contextlib.contextmanager
+    def _references(self) -> Iterator[References]:
+        """Of one problem: on a CPU with its own deadline, on a GPU with processes that serve all of them."""
+        if self.options.device == "cpu":
+            with contextlib.closing(self._made(self._left())) as found:
+                yield found
+            return
+        self._lasting = self._lasting or self._made(self.options.time_limit_s)
+        try:
+            yield self._lasting
+        finally:
+            self._lasting.forget()
+
+    def _made(self, deadline_s: float) -> References:
+        share = gpu_share(self.options) if self.options.device != "cpu" else 1.0
+        options = bench_options(
+            TimingBench(), self.options.device, reference_deadline_s=deadline_s, limits=self.limits, memory_share=share
+        )
+        fitted = self._device.fitted(options)
+        return References(self.zygote, fitted, secrets.SystemRandom(), self._device)
+
+
+def gpu_share(options: Options) -> float:
+    """Of a GPU's memory, what an audit may plan with."""
+    total: int = torch.cuda.get_device_properties(torch.device(options.device)).total_memory
+    return min(1.0, options.memory_limit_gib * _GIB / total)
 
 
 def _run_here(task: Task, partly: Callable[[Probe, str], None]) -> Probe:
@@ -135,6 +163,7 @@ def _run_here(task: Task, partly: Callable[[Probe, str], None]) -> Probe:
         partly(found, "none")
 
     probe.run(task, tell)
+    gc.collect()  # a problem's module is a cycle, and holds what its code kept
     torch.cuda.empty_cache()
     return last
 
@@ -177,9 +206,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a problem prints is not an answer
     torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
-    with device_of(options.device).zygote(("kbrl_async.kernels.audit.probe",)) as zygote:
+    device = device_of(options.device)
+    with device.zygote(("kbrl_async.kernels.audit.probe",)) as zygote:
         _limit_own_memory(options)
-        worker = Worker(zygote, options)
+        if options.device != "cpu":
+            device.open(gpu_share(options))
+        worker = Worker(zygote, options, device)
         with contextlib.suppress(BrokenPipeError):
             for line in sys.stdin.buffer:
                 worker.audit(msgspec.json.decode(line, type=Problem), _teller(answers))

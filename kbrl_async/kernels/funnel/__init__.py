@@ -12,28 +12,32 @@ Invariants
 * The candidate's faults are results; the host's and the problem's are exceptions (`MissingTool`, `InfraError`,
   `ProblemError`), never results (I4).
 * Nothing stays behind: no process, no file outside the store that was asked for, no setting of the calling process.
+
+Each name is loaded at its first use: a farm builds, and needs none of the torch that judging imports.
+`__init__.pyi` says what the names are.
 """
 
-from kbrl_async.kernels.funnel.build import Builder, artifact_paths
-from kbrl_async.kernels.funnel.careful import Careful, bench
-from kbrl_async.kernels.funnel.concurrent import AsyncVerifier
-from kbrl_async.kernels.funnel.judge import Judge, SpotChecks
-from kbrl_async.kernels.funnel.reading import Reading, read_candidate
-from kbrl_async.kernels.funnel.result import Result
-from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, verify
+import importlib
+from typing import Any
 
-__all__ = [
-    "AsyncVerifier",
-    "Builder",
-    "Careful",
-    "Judge",
-    "Reading",
-    "Result",
-    "SpotChecks",
-    "Verifier",
-    "VerifyOptions",
-    "artifact_paths",
-    "bench",
-    "read_candidate",
-    "verify",
-]
+_LAZY = {
+    "AsyncVerifier": "concurrent",
+    "Builder": "build",
+    "Careful": "careful",
+    "Judge": "judge",
+    "Reading": "reading",
+    "Result": "result",
+    "SpotChecks": "judge",
+    "Verifier": "verifier",
+    "VerifyOptions": "verifier",
+    "artifact_paths": "build",
+    "bench": "careful",
+    "read_candidate": "reading",
+    "verify": "verifier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,9 +90,10 @@ class Judge:
         watch: Watch | None = None,
         profile: bool = False,
         verified: BenchReport | None = None,
+        group: str = "",
     ) -> BenchReport:
-        """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`
-        and `verified` as in `Bench.evaluate`. `profile`: say in the report what limits a correct kernel.
+        """`tick` is called between steps of the bench, `alive` now and then while something else takes long. `watch`,
+        `verified` and `group` as in `Bench.evaluate`. `profile`: say in the report what limits a correct kernel.
 
         :raises ProblemError: the problem's reference fails.
         :raises InfraError: the host does, or what was built can't run on it.
@@ -101,7 +102,15 @@ class Judge:
         counts = Counts()
         watch = counts if profile and self._device == "cpu" else watch
         report = self.bench.evaluate(
-            problem, candidate, paths, timing=timing, strictness=strictness, tick=tick, watch=watch, verified=verified
+            problem,
+            candidate,
+            paths,
+            timing=timing,
+            strictness=strictness,
+            tick=tick,
+            watch=watch,
+            verified=verified,
+            group=group,
         )
         verdict = msgspec.structs.replace(report.verdict, rules=build.rules)
         report = msgspec.structs.replace(report, verdict=verdict)

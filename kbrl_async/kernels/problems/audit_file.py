@@ -1,7 +1,7 @@
 """What an audit found about problems: the file's format, and which problems it speaks against.
 
-`kbrl problems audit` writes such files; one for the project's own suite lies in `audits/`. A finding belongs to a
-problem's source (by hash) at one choice of shapes: a problem that was changed since is not audited.
+`kbrl problems audit` writes such files; those of the project's own suite and of KernelBench lie in `audits/`. A finding
+belongs to a problem's source (by hash) at one choice of shapes: a problem that was changed since is not audited.
 
 Invariants
 * Nothing here runs a problem.
@@ -20,7 +20,7 @@ from kbrl_async.errors import ProblemError
 from protocols.records import Problem
 
 VERSION = 1
-SUITE_AUDITS = Path(__file__).parent / "audits"
+OUR_AUDITS = Path(__file__).parent / "audits"
 AUDIT_FILE = "audit.json"
 CLEAN, FLAGGED, NOT_AUDITED = "clean", "flagged", "not_audited"
 OURS, KERNELBENCH, HALF = "ours", "kernelbench", "kernelbench_half"
@@ -137,8 +137,12 @@ def write(path: Path, audit: Audit) -> None:
 
 
 def find(folder: Path | None, shapes: str) -> list[Path]:
-    """The audit files of a problem folder (None: of the suite) for these shapes, where there are any."""
-    places = [SUITE_AUDITS / f"suite-{shapes}.json"] if folder is None else [folder / AUDIT_FILE]
+    """The audit files of a problem folder (None: of the suite) for these shapes, where there are any: ours of
+    KernelBench, which speaks of a problem wherever its source lies, then the folder's own.
+    """
+    places = [OUR_AUDITS / f"suite-{shapes}.json"]
+    if folder is not None:
+        places = [*sorted(OUR_AUDITS.glob("kernelbench-*.json")), folder / AUDIT_FILE]
     return [path for path in places if path.is_file()]
 
 

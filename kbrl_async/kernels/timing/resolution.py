@@ -120,9 +120,9 @@ def _spread(trial: Trial) -> float:
 
 
 def _chi_square(share: float, freedom: int) -> float:
-    from scipy.stats import chi2
+    from scipy.special import chdtri
 
-    return float(chi2.ppf(share, freedom))
+    return float(chdtri(freedom, 1 - share))
 
 
 def summarise(case: str, trials: Sequence[Trial], share: float | None = None, **methods: float) -> Row:

@@ -27,7 +27,7 @@ from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
-from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.hoarding import NoMemory, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
@@ -37,6 +37,9 @@ from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
+
+_TRIES = 3
+"""Of one candidate, where the device has no memory left: between two of them all that is kept is given back."""
 
 
 def zygote_for(device: str, backend: str = "c") -> Zygote:
@@ -112,10 +115,12 @@ class Bench:
         tick: Tick = no_tick,
         watch: Watch | None = None,
         verified: BenchReport | None = None,
+        group: str = "",
     ) -> BenchReport:
         """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
         thread to the options' cores. `watch` sees a correct candidate on a processor run once more. `verified`: what a
-        verifier has found of it, which holds here too where what it records has the same steps.
+        verifier has found of it, which holds here too where what it records has the same steps. `group`: equal sources
+        of one share a timing, never a verdict; empty: each is timed.
         """
         started = time.time()
         clock = StageClock()
@@ -126,21 +131,18 @@ class Bench:
         self._notice_restart()
         self._device.enter()
         with pinned(self._options.cores), _without_gradients(), self._resting():
-            family = self._family(problem, tick)
-            clock.ends("reference")
-            try:
-                options = self._options_for(candidate, strictness)
-                self._plan = ""
-                if verified is not None and len(family.cases) == 1:
-                    options = msgspec.structs.replace(options, known=verified.plan)
-                verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
-            except (CandidateFault, PermissionError, OSError) as error:
-                # What is the candidate's has become its verdict: what arrives here is the reference's.
-                self._references.drop(family.cases[0].reference)
-                raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
-            except InfraError:
-                self._references.drop(family.cases[0].reference)
-                raise
+            for left in reversed(range(_TRIES)):
+                try:
+                    family, verdict, timed = self._judged_by(
+                        problem, candidate, artifacts, timing, strictness, tick, clock, watch, verified, group
+                    )
+                    break
+                except NoMemory:
+                    if not left:
+                        raise
+                with clock.part("until there is memory"):  # by now nobody holds the frames of what failed
+                    self._references.give_way(tick)
+                clock.forget(0)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
         plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
         if verified is not None and plan and plan == verified.plan:
@@ -156,6 +158,44 @@ class Bench:
             if isinstance(error.__cause__, CandidateFault) and error.__cause__.kind is Fault.ILLEGAL_ACCESS:
                 self._zygote.replace()
             raise
+
+    def _judged_by(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        artifacts: dict[str, Path],
+        timing: bool,
+        strictness: Strictness | None,
+        tick: Tick,
+        clock: StageClock,
+        watch: Watch | None,
+        verified: BenchReport | None,
+        group: str,
+    ) -> tuple[Family, Verdict, Timing | None]:
+        """:raises NoMemory: nothing is wrong with the candidate, nor with its reference."""
+        family = self._family(problem, tick)
+        clock.ends("reference")
+        equal = family.timings.get((group, candidate.source)) if timing and group else None
+        timing = timing and equal is None
+        try:
+            options = self._options_for(candidate, strictness)
+            self._plan = ""
+            if verified is not None and len(family.cases) == 1:
+                options = msgspec.structs.replace(options, known=verified.plan)
+            verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
+        except (CandidateFault, PermissionError, OSError) as error:
+            # What is the candidate's has become its verdict: what arrives here is the reference's.
+            self._references.drop(family.cases[0].reference)
+            raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
+        except InfraError:
+            self._references.drop(family.cases[0].reference)
+            raise
+        if equal is not None and verdict.fault is Fault.OK:
+            clock.ends("timing", Fault.OK, "of an equal kernel of its group")
+            return family, verdict, equal
+        if group and timed is not None and not timed.is_disturbed:
+            family.timings[group, candidate.source] = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+        return family, verdict, timed
 
     @contextlib.contextmanager
     def _resting(self) -> Iterator[None]:
@@ -308,9 +348,7 @@ class Bench:
             if not is_out_of_memory(error):
                 raise
             if not self._is_hoarder(error, checker):
-                raise InfraError(
-                    f"no memory on {options.device} ({error})"[:300], "Give the bench more of it"
-                ) from error
+                raise NoMemory(f"no memory on {options.device} ({error})"[:300], "Give the bench more of it") from error
             return verdict_of(checker), None
         finally:
             pid = checker.session.host_pid if checker.session is not None else 0

@@ -136,6 +136,9 @@ class Device:
         """After a candidate, with `kept` bytes in references; false: others have to wait for these."""
         return True
 
+    def give_way(self, tick: Tick) -> None:
+        """Memory has run out: what was started ahead goes, and others are waited for."""
+
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""
         return None

@@ -6,6 +6,7 @@ import msgspec
 
 from kbrl_async.kernels.problems.workloads import Workload
 from kbrl_async.kernels.verify.reference import Reference
+from protocols.records import Timing
 
 WHOLE = Workload()
 """Of a problem that has no other."""
@@ -22,6 +23,8 @@ class Family:
     def __init__(self, source: str, cases: list[Case]) -> None:
         self.source, self.cases = source, cases
         self.uses = 0
+        self.timings: dict[tuple[str, str], Timing] = {}
+        """By group and source, since its references have these secrets."""
 
     @property
     def references(self) -> list[Reference]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from kbrl_async.errors import InfraError
 from protocols.records import Fault
 
 _CONTEXT = 1 << 30
@@ -14,6 +15,10 @@ _CONTEXT = 1 << 30
 _FAIR = 2
 _OUT_OF_MEMORY = 2
 _WORDS = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class NoMemory(InfraError):  # noqa: N818 - an answer as long as memory can be given back
+    """The device has none left for us: others have it, or what is kept from earlier candidates."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
 A set keeps what its problem may rely on: integers and 0/1 masks stay as they are, inputs that are never negative stay
 so, as do those that are never positive, zeros stay zeros (triangular stays triangular), symmetric stays symmetric, rows
-that sum to 1 are left alone. So no honest candidate that uses what the problem promises is refused.
+that sum to 1, and logarithms of such, are left alone. So no honest candidate that uses what the problem promises is
+refused.
 Timed calls get fresh values, see `fresh`; one of the checked sets does too, so that those do not look special.
 """
 
@@ -114,10 +115,7 @@ def vary(
     varied = []
     for number, tensor in enumerate(tensors):
         is_kept = (
-            number in fixed
-            or not is_continuous(tensor)
-            or kind in (NOMINAL, KINDS[-1])
-            or (kind.shape and sums_to_one(tensor))
+            number in fixed or not is_continuous(tensor) or kind in (NOMINAL, KINDS[-1]) or is_distribution(tensor)
         )
         if is_kept:
             varied.append(tensor)
@@ -170,6 +168,11 @@ def _grade(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]:
         ramp = ramp.unsqueeze(-1) * ramp  # one factor an element: symmetric stays symmetric to the last bit
     return tensor.mul_(ramp)
+
+
+def is_distribution(tensor: torch.Tensor) -> bool:
+    """Rows that are probabilities, or their logarithms: no scale and no shape of ours keeps that."""
+    return sums_to_one(tensor) or (bool((tensor <= 0).all()) and sums_to_one(tensor.exp()))
 
 
 def sums_to_one(tensor: torch.Tensor) -> bool:

@@ -20,8 +20,9 @@ Watch = Callable[[int, Callable[[], object]], object]
 """Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
 
 _INTERPRETER_S = 60.0
-ALONE_SHARE = 0.125
-"""In training, of `BenchOptions.alone_share`."""
+ALONE_SHARE = 1 / 32
+"""In training, of `BenchOptions.alone_share`. Each such process is a context made and one ended, for which the driver
+lets all others on the GPU wait: at an eighth that was most of what a bench lost."""
 
 
 def no_tick() -> None:

@@ -256,8 +256,11 @@ class Reference:
         if not self.keeps_sets:
             self.examples = outlines(self.examples)
             return Redrawn(seeds[:2], self._draw)
-        draws = [first]
-        for seed in seeds[1:]:
+        return [first, *self._more_draws(seeds[1:])]
+
+    def _more_draws(self, seeds: list[int]) -> Draws:
+        draws = []
+        for seed in seeds:
             self.tick()
             draws.append(self._draw(seed))
         return draws

@@ -66,6 +66,7 @@ class References:
             cause = f"the reference of {problem.problem_id} is gone ({error})"
             raise InfraError(cause, "It is made anew for the next candidate") from error
         family.uses = 0
+        family.timings.clear()
         return family
 
     def _made(self, problem: Problem, tick: Tick) -> Family:
@@ -115,9 +116,19 @@ class References:
     def rest(self) -> None:
         """After a candidate: what others wait for is given back."""
         if not self._device.rest(self._device_bytes):
-            while self._kept:
-                self._kept.popitem()[1].close()
-            self._device.rest(0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Keeps none; processes that may serve others stay."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+        self._device.rest(0)
+
+    def give_way(self, tick: Tick) -> None:
+        """Nothing is kept any more, and the device has had time to find memory again."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+        self._device.give_way(tick)
 
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""

@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.known import Asked, Draws, Held, Known, Recent, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
-from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, is_noise
+from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, is_noise, relative_of
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
@@ -196,8 +196,8 @@ class SetMaker:
         if not self.sets:
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
-        moves = self._moves(blocks, expected)
-        tolerances, forgiving = self._tolerances(kind, blocks, expected, moves)
+        moves, beyond = self._moves(blocks, expected)
+        tolerances, forgiving = self._tolerances(kind, blocks, expected, beyond)
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
@@ -237,14 +237,19 @@ class SetMaker:
             return "the reference does not agree with itself within rounding errors of half precision"
         return ""
 
-    def _moves(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-        """How far each output moves with inputs that move by rounding errors of half precision, of its own scale."""
+    def _moves(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[list[float], list[float]]:
+        """How far each output moves with inputs that move by rounding errors of half precision: of its own scale, and,
+        of those in half precision, beyond what each element may be off by for its own size.
+        """
         is_narrow = self._is_narrow or any(one.dtype in HALF for one in (*blocks, *expected))
         moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng, coarse=True)) if is_narrow else None
         if moved is None:
-            return [0.0] * len(expected)
-        pairs = zip(moved, expected, strict=True)
-        return [_distance(*pair) / max(compare.output_scale(pair[1]), 1e-30) for pair in pairs]
+            return [0.0] * len(expected), [0.0] * len(expected)
+        pairs = list(zip(moved, expected, strict=True))
+        shares = [_distance(*pair) / max(compare.output_scale(pair[1]), 1e-30) for pair in pairs]
+        return shares, [
+            _distance(*pair, share=relative_of(pair[1].dtype)) if pair[1].dtype in HALF else 0.0 for pair in pairs
+        ]
 
     def _learn(self, outcome: Outcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
@@ -258,17 +263,13 @@ class SetMaker:
         self.aliases = mutated or follows_inputs(self._oracle.session, 0, outcome, expected)
 
     def _tolerances(
-        self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor], moves: list[float]
+        self, kind: inputs.Kind, blocks: list[torch.Tensor], expected: list[torch.Tensor], beyond: list[float]
     ) -> tuple[list[compare.Tolerance], list[compare.Tolerance]]:
         """What tells a reference from a random one, and what a candidate is held to: an output that is nothing but
         rounding errors proves nothing, but no honest kernel is wrong for making others. In half precision kernels round
-        what lies in between, too (attention its scaled queries), by half of what `moves` moved the inputs by.
+        what lies in between, too (attention its scaled queries): half of what the inputs were moved by for `beyond`.
         """
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
-        rounded = [
-            move * compare.output_scale(tensor) / 2 / HONEST_FACTOR if tensor.dtype in HALF else 0.0
-            for move, tensor in zip(moves, expected, strict=True)
-        ]
         wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         found = [
             compare.tolerance(
@@ -277,7 +278,7 @@ class SetMaker:
                 self._nominal_scales[i],
                 binary=kind.shape == "binary",
                 declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
-                error=max(errors[i], rounded[i]),
+                error=max(errors[i], beyond[i] / 2 / HONEST_FACTOR),
             )
             for i, tensor in enumerate(expected)
         ]
@@ -377,10 +378,12 @@ def tensors_of(tree: wire.Tree, place: int) -> list[int]:
     return numbers(items[place]) if 0 <= place < len(items) else []
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:
+    """The largest of two outputs, less this share of each element of the second."""
     if not b.is_floating_point() or b.numel() == 0 or a.shape != b.shape:
         return 0.0
-    return float(torch.nan_to_num((a.double() - b.double()).abs_(), nan=0.0, posinf=0.0).max())
+    apart = (a.double() - b.double()).abs_().sub_(b.double().abs_(), alpha=share)
+    return max(0.0, float(torch.nan_to_num(apart, nan=0.0, posinf=0.0).max()))
 
 
 def _any_wide(blocks: list[torch.Tensor]) -> bool:

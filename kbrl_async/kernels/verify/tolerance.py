@@ -73,6 +73,12 @@ def base(dtype: torch.dtype) -> float:
     return 1e-2 if dtype in HALF or dtype.itemsize == 1 else 1e-4
 
 
+def relative_of(dtype: torch.dtype) -> float:
+    """What an element of a floating point dtype may be off by for its own size, where nothing is declared."""
+    is_narrow = dtype in HALF or dtype.itemsize == 1
+    return max(base(dtype), _UNITS * torch.finfo(dtype).eps if is_narrow else 0.0)
+
+
 def tolerance(
     expected: torch.Tensor,
     wide: torch.Tensor | None,
@@ -96,8 +102,7 @@ def tolerance(
         return Tolerance(0.0, 0.0, 0.0, exact=True)
     honest = HONEST_FACTOR * max(largest_error(expected, wide), error)
     limit = max(_ILL_SHARE[floor > 1e-3] * scale, absolute)
-    units = _UNITS * torch.finfo(expected.dtype).eps if expected.dtype in HALF or expected.dtype.itemsize == 1 else 0.0
-    relative = max(floor, units) if declared is None else floor
+    relative = relative_of(expected.dtype) if declared is None else floor
     return Tolerance(
         relative, absolute, min(honest, limit), is_declared=declared is not None, ill=honest > limit, uncut=honest
     )

@@ -152,10 +152,14 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     seed: int
     inputs: str = ""
     """Text that makes another `get_inputs` of the problem's functions: the inputs of one workload of several."""
+    more: tuple[int, ...] = ()
+    """On a GPU: further seeds; the answer then is a list of draws."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """A new arena (its descriptor travels along): where the inputs of each slot lie."""
+    """Where the inputs of each slot lie, in a new arena whose descriptor travels along; on a GPU without one in the
+    arena that is there.
+    """
 
     size: int
     tree: Tree
@@ -200,6 +204,8 @@ class Record(msgspec.Struct, frozen=True, tag="record"):
     """Where the inputs of each slot lie in the arena."""
     start: int
     """Where its own memory begins: what lies before is the bench's."""
+    weights: int = 0
+    """Where the weights lie in the arena, behind all that is its own; 0: they come by descriptor."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):

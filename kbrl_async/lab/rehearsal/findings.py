@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.errors import UserError
 from kbrl_async.lab import plan
 from kbrl_async.lab.plan import RunObservation
 from kbrl_async.runs.archive.rows import Row, Update
@@ -40,7 +41,11 @@ class Process(msgspec.Struct, frozen=True):
 
 class Findings(msgspec.Struct, frozen=True):
     seconds: float
-    """Of training: from the first scored answer to the last new version."""
+    """Of training: from the first scored answer to the last new version; of all that was seen where there is none."""
+    first_answer_s: float
+    """From the first sign of life of the run; −1: there was none."""
+    first_update_s: float
+    """Likewise."""
     updates: int
     answers: int
     tokens_median: float
@@ -58,7 +63,7 @@ class Findings(msgspec.Struct, frozen=True):
     """By tenant."""
     processes: list[Process]
     bottleneck: str
-    """The stage that is busy most."""
+    """The stage that is busy most; empty before the first update."""
     changes: list[str]
 
     @property
@@ -74,15 +79,18 @@ def find(
     rows: Sequence[Row],
     tenants: Sequence[Tenant],
 ) -> Findings:
+    """Of a run that ended too soon to train, what there is: who was ready when, busy how much, and its answers.
+
+    :raises UserError: no process has said a word.
     """
-    :raises UserError: the run trained nothing that could be measured.
-    """
-    observed = plan.observe(samples)
+    if not samples:
+        raise UserError("the rehearsal ended before its processes had begun", "Give it more time")
+    observed = plan.observe(samples) if _has_trained(samples) else plan.so_far(samples)
     metrics = [update.metrics for update in updates]
-    rate, bottleneck = plan.carried(observed)
-    window = plan.AdmissionWindow(config.max_staleness, config.batch_size, config.group_size)
-    admitted = plan.plan(observed, observed.rollouts_per_hour, window=window).window_per_hour
+    bottleneck, changes = _bounds(config, observed) if observed.updates else ("", [])
     return Findings(
+        first_answer_s=_since(samples, lambda sample: _tokens(sample) > 0),
+        first_update_s=_since(samples, lambda sample: sample.policy_version > 0),
         seconds=observed.seconds,
         updates=len(updates),
         answers=len(rows),
@@ -96,8 +104,31 @@ def find(
         predicted_gb={tenant.name: tenant.footprint.total / GB for tenant in tenants},
         processes=_processes(samples),
         bottleneck=bottleneck,
-        changes=list(_changes(config, observed, bottleneck, admitted < rate)),
+        changes=changes,
     )
+
+
+def _has_trained(samples: Sequence[SystemSample]) -> bool:
+    try:
+        return plan.observe(samples).updates > 0
+    except UserError:
+        return False
+
+
+def _bounds(config: Config, observed: RunObservation) -> tuple[str, list[str]]:
+    """The bottleneck, and what to change."""
+    rate, bottleneck = plan.carried(observed)
+    window = plan.AdmissionWindow(config.max_staleness, config.batch_size, config.group_size)
+    admitted = plan.plan(observed, observed.rollouts_per_hour, window=window).window_per_hour
+    return bottleneck, list(_changes(config, observed, bottleneck, admitted < rate))
+
+
+def _tokens(sample: SystemSample) -> int:
+    return sum(worker.tokens for worker in sample.workers.values())
+
+
+def _since(samples: Sequence[SystemSample], holds: Callable[[SystemSample], bool]) -> float:
+    return next((sample.t - samples[0].t for sample in samples if holds(sample)), -1.0)
 
 
 def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float:

@@ -62,8 +62,16 @@ def _replace(layer: Any) -> None:
     for norm in norms:
         _replace_norm(norm)
     for module in linear_of(layer):
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False  # peft would keep an fp32 copy of each input; autocast needs none
+        if hasattr(module, "_cast_input_dtype"):
+            module._cast_input_dtype = functools.partial(_cast, module._cast_input_dtype)
+
+
+def _cast(own: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For peft's adapter, which would keep an fp32 copy of each input: autocast needs none, all others do."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x
+    cast: torch.Tensor = own(x, dtype)
+    return cast
 
 
 def _replace_norm(norm: Any) -> None:

@@ -21,8 +21,8 @@ import msgspec
 from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.versions import MANIFEST, PREFIX
-from kbrl_async.weights import prove
+from kbrl_async.learning.policies.versions import MANIFEST
+from kbrl_async.weights import POLICY_PREFIX, prove
 from protocols.records import PolicyVersion
 
 
@@ -58,21 +58,21 @@ class RemotePolicies:
         try:
             self._fs.invalidate_cache()
             names = [Path(entry).name for entry in self._list()]
-            numbers = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+            numbers = [name.removeprefix(POLICY_PREFIX) for name in names if name.startswith(POLICY_PREFIX)]
             found = sorted(int(n) for n in numbers if n.isdigit())
-            return [n for n in found if self._fs.exists(f"{self._root}/{PREFIX}{n}/{MANIFEST}")]
+            return [n for n in found if self._fs.exists(f"{self._root}/{POLICY_PREFIX}{n}/{MANIFEST}")]
         except OSError as error:
             raise self._unreachable(error) from error
 
     def fetch(self, version: int, directory: Path) -> Path:
         """Downloads a version into `directory`, whole or not at all. CheckpointError where it is not what it says."""
-        source = f"{self._root}/{PREFIX}{version}"
+        source = f"{self._root}/{POLICY_PREFIX}{version}"
         if version not in self.versions():
             raise CheckpointError(f"{self.url} holds no version {version}", f"It holds {self.versions() or 'none'}")
 
         def fill(folder: Path) -> None:
             for remote in self._fs.find(source):
-                path = folder / str(remote).partition(f"{PREFIX}{version}/")[2]
+                path = folder / str(remote).partition(f"{POLICY_PREFIX}{version}/")[2]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(remote, str(path))
             manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=PolicyVersion)
@@ -91,7 +91,7 @@ class RemotePolicies:
         doomed = [n for n in self.versions()[: -max(1, keep)] if n not in held]
         try:
             for number in doomed:
-                self._remove(f"{self._root}/{PREFIX}{number}")
+                self._remove(f"{self._root}/{POLICY_PREFIX}{number}")
         except OSError as error:
             raise self._unreachable(error) from error
         return doomed

@@ -16,37 +16,35 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from kbrl_async.durable import (
-    file_sha256,
-    is_complete,
-    numbered,
-    remove_folder,
-    remove_leftovers,
-    write_atomically,
-    write_folder,
-)
+from kbrl_async.durable import file_sha256, remove_leftovers, write_atomically, write_folder
 from kbrl_async.errors import CheckpointError
 from kbrl_async.learning.logprobs import sequence_logprobs
+from kbrl_async.learning.policies.manifests import HELD as HELD
+from kbrl_async.learning.policies.manifests import best as best
+from kbrl_async.learning.policies.manifests import collect_garbage as collect_garbage
+from kbrl_async.learning.policies.manifests import held as held
+from kbrl_async.learning.policies.manifests import hold as hold
+from kbrl_async.learning.policies.manifests import load_manifest as load_manifest
+from kbrl_async.learning.policies.manifests import newest as newest
+from kbrl_async.learning.policies.manifests import version_folder as version_folder
 from kbrl_async.learning.policies.models import DTYPES, MAIN, active, adapter_names, causal_lm, is_lora
 from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, named_weights
-from kbrl_async.weights import FILES, LISTED, POLICY_PREFIX, Canaries, check_here, tensors
+from kbrl_async.weights import FILES, LISTED, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
+from kbrl_async.weights import POLICY_PREFIX as POLICY_PREFIX
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 from protocols.transfer import PolicyFile
 
-PREFIX = POLICY_PREFIX
 FIRST = "first.json"
 """The manifest of version 0, kept when its weights are collected: what a replay begins with is proven by it."""
-HELD = "held.json"
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -70,7 +68,7 @@ class Pending(msgspec.Struct, frozen=True):
             (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(made[0]), indent=1))
             (folder / LISTED).write_bytes(msgspec.json.encode(_listed(folder, self.manifest.kind, digests)))
 
-        remove_leftovers(self.directory, PREFIX)
+        remove_leftovers(self.directory, POLICY_PREFIX)
         write_folder(version_folder(self.directory, self.manifest.version), fill)
         if self.manifest.version == 0:
             write_atomically(self.directory / FIRST, msgspec.json.encode(made[0]).decode())
@@ -223,21 +221,6 @@ def _adapter_settings(model: Any, name: str) -> Any:
     return settings
 
 
-def version_folder(directory: Path, version: int) -> Path:
-    return directory / f"{PREFIX}{version}"
-
-
-def load_manifest(folder: Path) -> PolicyVersion:
-    """The manifest of a complete version; CheckpointError where it is missing, unreadable or half-written."""
-    if not is_complete(folder):
-        state = "is half-written" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"policy {folder} {state}", "Use a folder with a COMPLETE marker; the learner makes them")
-    try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=PolicyVersion)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} can't be read: {error}", "Delete the folder") from error
-
-
 @torch.no_grad()
 def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
     """Puts a version's weights into `model`, which is of its kind; returns its manifest. Raises CheckpointError."""
@@ -263,38 +246,3 @@ def load_weights(folder: Path, model: torch.nn.Module) -> PolicyVersion:
 def _put(stored: torch.Tensor, held: torch.Tensor) -> None:
     """`held` becomes `stored`, where it does not round to it already: a rounded version takes no precision away."""
     held.copy_(torch.where(held.to(stored.dtype) == stored, held, stored.to(held.dtype)))
-
-
-def newest(directory: Path) -> tuple[PolicyVersion, Path] | None:
-    """The newest complete version, or None."""
-    found = numbered(directory, PREFIX)
-    return (load_manifest(found[-1][1]), found[-1][1]) if found else None
-
-
-def hold(directory: Path, best: int | None, evaluated: int | None) -> None:
-    """Says which versions must stay: the best so far, and the one that is being evaluated."""
-    found = {"best": best, "evaluated": evaluated}
-    write_atomically(directory / HELD, json.dumps({name: n for name, n in found.items() if n is not None}) + "\n")
-
-
-def held(directory: Path) -> dict[str, int]:
-    """What `hold` said last: versions under `best` and `evaluated`."""
-    try:
-        return msgspec.json.decode((directory / HELD).read_bytes(), type=dict[str, int])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def best(directory: Path) -> int | None:
-    """The version that evaluations found best so far, or None."""
-    return held(directory).get("best")
-
-
-def collect_garbage(directory: Path, keep: int, protected: Iterable[int] = ()) -> list[int]:
-    """Deletes all but the newest `keep` (≥ 1) versions and those in `protected`; returns what it deleted."""
-    held = set(protected)
-    old = numbered(directory, PREFIX)[: -max(1, keep)]
-    doomed = [(number, path) for number, path in old if number not in held]
-    for _, path in doomed:
-        remove_folder(path)
-    return [number for number, _ in doomed]

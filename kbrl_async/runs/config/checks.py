@@ -200,7 +200,7 @@ def _vllm(config: Config) -> Iterator[tuple[str, str, str]]:
         said = f"sampler.{key}={count}"
         if sampler.engine != "vllm":
             yield f"sampler.{key}", f"{said} needs sampler.engine=vllm", "Add sampler.engine=vllm"
-        if config.placement in ("one_gpu", "two_gpus"):
+        if config.placement not in (None, "split"):
             cause = f"{said} with placement={config.placement}, which gives the sampler a single GPU"
             yield f"sampler.{key}", cause, "Use placement=split, or set CUDA_VISIBLE_DEVICES for each process yourself"
         if config.device == "cpu":

@@ -4,6 +4,7 @@
 |---|---|---|---|---|---|
 | `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns | 0 |
 | `two_gpus` | 2 | 0 | 0 | 1, alone or in turns | 0 |
+| `learner_apart` | 2 | 0 | 1 | 1, in quiet windows; several take turns | 1 |
 | `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each, alone | the last |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
@@ -23,7 +24,7 @@ from kbrl_async.errors import HostError
 from kbrl_async.runs.config.schema import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LEAST_GIB = {"one_gpu": 24.0, "two_gpus": 16.0, "split": 16.0}
+LEAST_GIB = {"one_gpu": 24.0, "two_gpus": 16.0, "learner_apart": 24.0, "split": 16.0}
 """Memory of each GPU below which the suite's GPU shapes, their references and a small policy do not go together."""
 
 
@@ -42,7 +43,7 @@ def wanted(config: Config) -> int:
     apart = (
         config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
     )
-    return {"one_gpu": 1, "two_gpus": 2}.get(config.placement or "", apart)
+    return {"one_gpu": 1, "two_gpus": 2, "learner_apart": 2}.get(config.placement or "", apart)
 
 
 def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
@@ -93,7 +94,8 @@ def _assigned(config: Config, service: str, instance: int) -> range:
     """Positions of its GPUs among those of the machine: one, or in a split as many as the learner's processes, or the
     copies and parts of a sampler's model, are."""
     if config.placement != "split":
-        only = int(config.placement == "two_gpus" and service == "timing_bench")
+        second = {"two_gpus": ("timing_bench",), "learner_apart": ("sampler", "timing_bench", "verifier")}
+        only = int(service in second.get(config.placement or "", ()))
         return range(only, only + 1)
     ranks = config.learner.processes
     if service == "learner":

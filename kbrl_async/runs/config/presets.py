@@ -60,6 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one_gpu": {"device": "cuda", "timing_bench.shares_with": ["sampler", "learner"], "sampler.memory_share": 0.35},
     "two_gpus": {"device": "cuda", "timing_bench.shares_with": [], "sampler.memory_share": 0.5},
+    "learner_apart": {"device": "cuda", "timing_bench.shares_with": ["sampler"], "sampler.memory_share": 0.6},
     "split": {
         "device": "cuda",
         "timing_bench.shares_with": [],

@@ -119,8 +119,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of such an evaluation that are under way at once: a few, so that training has nearly all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where sampler and learner compute; auto: the GPU where there is one."""
-    placement: Literal["one_gpu", "two_gpus", "split"] | None = None
-    """Which GPU each process gets: all the same; the bench alone on a second; one each. null: whatever they see."""
+    placement: Literal["one_gpu", "two_gpus", "learner_apart", "split"] | None = None
+    """Which GPU each process gets: one; the bench, or all but the learner, on a second; one each. null: as they see."""
     log_path: str = "runs"
     """Folder that holds the runs."""
     cache_path: str | None = None
@@ -172,7 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def sends_weights(self) -> bool:
         """`weights.transport` without `auto`: where learner and samplers have GPUs of their own, and all is trained."""
         can = not self.lora_rank and self.learner.engine == "torch" and self.sampler.engine in DIRECT_ENGINES
-        auto = can and self.placement == "split" and self.device != "cpu"
+        auto = can and self.placement in ("learner_apart", "split") and self.device != "cpu"
         return self.weights.transport == "direct" or (self.weights.transport == "auto" and auto)
 
     @property

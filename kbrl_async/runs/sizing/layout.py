@@ -132,10 +132,10 @@ def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[T
     for number in range(samplers):
         held = _sampler(config, shape, capacity)
         if held is not None:
-            at = 0 if on_one else ranks + number * each
+            at = int(config.placement == "learner_apart") if on_one else ranks + number * each
             found.append(Tenant(f"sampler.{number + 1}", range(at, at + each), held))
     if capacity is not None and runs_on_gpu(config.backend):
-        first = {"two_gpus": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
+        first = {"two_gpus": 1, "learner_apart": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
         for number in range(config.processes.timing_bench):
             at = first if on_one else first + number
             found.append(Tenant(f"timing_bench.{number + 1}", range(at, at + 1), Footprint({"problems": BENCH})))
@@ -296,7 +296,8 @@ def recommend(shape: ModelShape, wish: Wish) -> Advice:
     learners = [row for ranks in _powers(wish.gpus) for row in _learner_rows(shape, wish, ranks)]
     samplers = [_sampler_row(shape, wish, parts) for parts in _powers(wish.gpus)]
     rows = [*learners, *samplers]
-    settings = _one_gpu(shape, wish) if wish.gpus < 3 else _split(wish, learners, samplers)
+    settings = _apart(shape, wish) if wish.gpus == 2 and not wish.rank else {}
+    settings = settings or (_one_gpu(shape, wish) if wish.gpus < 3 else _split(wish, learners, samplers))
     if settings:
         return Advice(shape, wish, rows, settings)
     return Advice(shape, wish, rows, {}, _too_large(shape, wish, rows))
@@ -344,8 +345,14 @@ def _slots(shape: ModelShape, wish: Wish, room: float, parts: int = 1) -> int:
     return next((count for count in SLOTS if count * each <= room), 0)
 
 
+SELDOM = 20
+"""Updates between checkpoints of all weights and moments, which training waits for on one GPU."""
+
+
 def _base_settings(wish: Wish) -> dict[str, Any]:
+    seldom = {} if wish.rank else {"learner.checkpoint_every": SELDOM}
     return {
+        **seldom,
         "model_name": wish.model,
         "backend": "triton",
         "lora_rank": wish.rank,
@@ -369,6 +376,18 @@ def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
             found |= {"sampler.slots": slots, "sampler.memory_share": round(sampler / wish.capacity + 0.005, 2)}
             return found | {"learner.memory_gb": float(int((room - sampler) / GB))}
     return {}
+
+
+def _apart(shape: ModelShape, wish: Wish) -> dict[str, Any]:
+    """All weights are trained on a GPU of their own, and go to the other, which samples and times, by NCCL."""
+    room = (1 - RESERVE) * wish.capacity
+    sampler = 2 * served_weights(shape, 1) + VLLM_BESIDE
+    slots = _slots(shape, wish, room - BENCH - sampler)
+    if not slots or learner(shape, _learning(shape, wish, 1, room - CONTEXT)).total > room:
+        return {}
+    share = (sampler + shape.kv_bytes(BF16) * slots * wish.length) / wish.capacity
+    found = {**_base_settings(wish), "placement": "learner_apart", "sampler.slots": slots}
+    return found | {"sampler.memory_share": round(share + 0.005, 2)}
 
 
 def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict[str, Any]:

@@ -196,14 +196,15 @@ async def wait_for_memory(
 
 
 def fitted(options: VLLMOptions, total: int) -> VLLMOptions:
-    """With a KV cache for every slot at its longest, and no more memory than that takes, in a GPU of `total` bytes.
+    """With a KV cache for every slot at its longest, and no more memory than that takes, in a GPU of `total` bytes;
+    where that is more than `memory_share`, with what is left of it.
 
     So vLLM measures nothing at its start. What it measures is the GPU's memory before and after a trial, and a bench or
     a learner on the same GPU that gives some back in between ends the start ("Error in memory profiling"); one that
     takes some leaves it with a smaller KV cache.
 
-    Unchanged where the model is no local folder or not of a plain kind, or where it does not all go into
-    `memory_share`: then vLLM measures, and the cache gets what is left.
+    Unchanged where the model is no local folder or not of a plain kind, or where not even one sequence at its longest
+    goes into `memory_share`: then vLLM measures, or says what is missing.
     """
     folder = Path(options.model)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -219,11 +220,12 @@ def fitted(options: VLLMOptions, total: int) -> VLLMOptions:
     parts = options.settings.tensor_parallel
     heads = int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
     slots = -(-options.settings.slots // options.settings.data_parallel)
-    cache = token // min(parts, heads) * (longest + BLOCK_TOKENS) * (slots + 1)
-    needed = cache + 2 * weights // parts + BESIDE_BYTES  # twice: new full weights are read beside the old ones
-    if needed > options.settings.memory_share * total:
+    one = token // min(parts, heads) * (longest + BLOCK_TOKENS)
+    beside = 2 * weights // parts + BESIDE_BYTES  # twice: new full weights are read beside the old ones
+    cache = min(one * (slots + 1), int(options.settings.memory_share * total) - beside)
+    if cache < one:
         return options
-    settings = msgspec.structs.replace(options.settings, memory_share=needed / total)
+    settings = msgspec.structs.replace(options.settings, memory_share=(cache + beside) / total)
     return msgspec.structs.replace(options, kv_bytes=cache, settings=settings)
 
 

@@ -74,6 +74,8 @@ SAID = {
         f"Without it the search takes {deadline.SEARCH_S:g} s",
         f"At the end the best {NUMBERS[proving.FINALISTS]} are written",
         f"right on {NUMBERS[len(inputs.KINDS)]} secret input sets",
+        f"waits for more than {affinity.PATIENCE} younger ones",
+        f"among the {affinity.LOOK} oldest of its line",
     ),
 }
 """Words with figures of the code; breaks of lines don't count."""

@@ -16,7 +16,8 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.learning.forward_backward import Scored, forward_backward
 from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.families import why_not
-from kbrl_async.learning.policies.models import add_adapters, wrap_lora
+from kbrl_async.learning.logprobs import sequence_logprobs
+from kbrl_async.learning.policies.models import add_adapters, causal_lm, wrap_lora
 from kbrl_async.learning.settings import Learner
 from protocols.records import TrainSample
 from tests.models import VOCABULARY, drawn_sample
@@ -122,6 +123,15 @@ def test_trained_weights_in_fused_modules_are_what_transformers_computes(
     family: str, again: str, samples: list[TrainSample]
 ) -> None:
     assert_equal(model_of(family), samples, "modules", kernels="fused", activation_checkpointing=again)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "plain"])
+def test_a_base_in_bf16_says_its_canaries_as_before_the_kernels_took_its_modules_over(kernels: Any) -> None:
+    policy = disturbed(wrap_lora(model_of("qwen2").bfloat16(), rank=3))
+    ids = [5, 3, 9, 1, 4]
+    expected = sequence_logprobs(causal_lm(policy), ids)
+    forward_backward(policy, Learner(kernels=kernels, dtype="bfloat16"), CPU)
+    assert sequence_logprobs(causal_lm(policy), ids) == pytest.approx(expected, abs=0.2)
 
 
 def test_several_adapters_go_through_the_fused_modules(samples: list[TrainSample]) -> None:

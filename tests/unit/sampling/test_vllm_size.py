@@ -36,7 +36,8 @@ def model(folder: Path, shape: dict[str, Any] | None, weights: int = 1000) -> st
     if shape is not None:
         (folder / "config.json").write_text(json.dumps(shape))
     if weights:
-        (folder / "model.safetensors").write_bytes(bytes(weights))
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(weights)
     return str(folder)
 
 
@@ -97,9 +98,16 @@ def test_a_shorter_context_takes_less(tmp_path: Path) -> None:
     assert found.kv_bytes == 18432 * (512 + BLOCK_TOKENS) * 65
 
 
+def test_where_not_every_slot_can_be_at_its_longest_the_cache_fills_the_share(tmp_path: Path) -> None:
+    found = fitted(options(model(tmp_path, LARGE, 5 * GIB)), 141 * GIB)
+    share = found.settings.memory_share
+    assert found.kv_bytes == int(share * 141 * GIB) - 10 * GIB - BESIDE_BYTES
+    assert share == pytest.approx(options("m").settings.memory_share)
+
+
 @pytest.mark.parametrize(
     ("shape", "weights"),
-    [(LARGE, 1000), (None, 1000), (SMALL, 0), ({**SMALL, "mamba_d_state": 16}, 1000), ({"hidden_size": 1}, 1000)],
+    [(LARGE, 12 * GIB), (None, 1000), (SMALL, 0), ({**SMALL, "mamba_d_state": 16}, 1000), ({"hidden_size": 1}, 1000)],
     ids=["too much for its share", "no config", "no weights", "with states", "of another kind"],
 )
 def test_what_does_not_follow_from_the_shape_is_measured(

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.durable import is_complete
+from kbrl_async.durable import is_complete, numbered
 from kbrl_async.errors import DiskFull, InfraError, PolicyMismatch
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.snapshot import HostCopy
@@ -180,7 +180,7 @@ def test_a_learner_that_is_killed_while_it_writes_leaves_no_version(tmp_path: Pa
     if (child := os.fork()) == 0:  # it only writes files
         msgspec.structs.replace(pending, fill=half).write()
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert [v for v, _ in versions.numbered(tmp_path, versions.PREFIX)] == [0]
+    assert [v for v, _ in numbered(tmp_path, versions.POLICY_PREFIX)] == [0]
     assert any(not is_complete(path) for path in tmp_path.iterdir() if path.is_dir()), "half of it is there"
     pending.write()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["policy-v0", "policy-v1"]

@@ -9,8 +9,7 @@ from pathlib import Path
 from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.sanitize import reports
-from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized, Sanitizes, Task
-from kbrl_async.kernels.backends.sanitize.recording import buffer_file
+from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized, Sanitizes, Task, buffer_file
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.backends.sanitize.sanitize import ENOUGH_ADDRESSES, SANITIZERS, options_of
 

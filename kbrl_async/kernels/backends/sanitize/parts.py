@@ -1,4 +1,4 @@
-"""What sanitizing is asked, what it has seen, and what it found."""
+"""What sanitizing is asked, what it has seen, and what it found: without torch, which a farm needs only in children."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from kbrl_async.kernels.backends.sanitize.reports import Finding
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.building.context import BuildContext
+
+CALLS_FILE = "calls.json"
+_MOST = 1 << 63
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -52,6 +55,35 @@ class Recording(msgspec.Struct, frozen=True):
     """Calls beyond the limits."""
     error: str = ""
     """Why the model ended early, where it did."""
+
+
+def read(data: bytes) -> Recording | None:
+    """None for what no recorder writes: the candidate ran beside it. Names and numbers become a C program's."""
+    try:
+        found = msgspec.json.decode(data, type=Recording)
+    except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
+        return None
+    return (
+        found
+        if [call.index for call in found.calls] == [*range(len(found.calls))] and all(map(_is_plain, found.calls))
+        else None
+    )
+
+
+def _is_plain(call: Call) -> bool:
+    numbers = [*call.buffers, *(argument.offset for argument in call.arguments)]
+    values = [argument.value for argument in call.arguments if isinstance(argument.value, int)]
+    return (
+        call.name.isidentifier()
+        and call.name.isascii()
+        and all(0 <= number < _MOST for number in numbers)
+        and all(-_MOST <= value < 2 * _MOST for value in values)
+        and all(-1 <= argument.buffer < len(call.buffers) for argument in call.arguments)
+    )
+
+
+def buffer_file(call: int, buffer: int) -> str:
+    return f"call-{call}-{buffer}.bin"
 
 
 class Sanitized(msgspec.Struct, frozen=True):

@@ -25,44 +25,10 @@ import torch
 
 from kbrl_async.kernels.backends.backend import prepare
 from kbrl_async.kernels.backends.c import launch as launch_c
-from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Recording, Task
+from kbrl_async.kernels.backends.sanitize.parts import CALLS_FILE, Argument, Call, Recording, Task, buffer_file
 from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
-
-CALLS_FILE = "calls.json"
-
-
-_MOST = 1 << 63
-
-
-def read(data: bytes) -> Recording | None:
-    """None for what no recorder writes: the candidate ran beside it. Names and numbers become a C program's."""
-    try:
-        found = msgspec.json.decode(data, type=Recording)
-    except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
-        return None
-    return (
-        found
-        if [call.index for call in found.calls] == [*range(len(found.calls))] and all(map(_is_plain, found.calls))
-        else None
-    )
-
-
-def _is_plain(call: Call) -> bool:
-    numbers = [*call.buffers, *(argument.offset for argument in call.arguments)]
-    values = [argument.value for argument in call.arguments if isinstance(argument.value, int)]
-    return (
-        call.name.isidentifier()
-        and call.name.isascii()
-        and all(0 <= number < _MOST for number in numbers)
-        and all(-_MOST <= value < 2 * _MOST for value in values)
-        and all(-1 <= argument.buffer < len(call.buffers) for argument in call.arguments)
-    )
-
-
-def buffer_file(call: int, buffer: int) -> str:
-    return f"call-{call}-{buffer}.bin"
 
 
 def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:

@@ -27,9 +27,8 @@ import protocols
 from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.building.context import BuildContext, isolation_of
 from kbrl_async.kernels.backends.building.store import ArtifactStore
-from kbrl_async.kernels.backends.sanitize import recording, reports
-from kbrl_async.kernels.backends.sanitize.parts import Recording, Sanitized, Task
-from kbrl_async.kernels.backends.sanitize.recording import CALLS_FILE
+from kbrl_async.kernels.backends.sanitize import reports
+from kbrl_async.kernels.backends.sanitize.parts import CALLS_FILE, Recording, Sanitized, Task, read
 from kbrl_async.kernels.backends.sanitize.reports import Finding
 from kbrl_async.kernels.sandbox import Access, BadOutput, Limits, Zygote, read_output
 from kbrl_async.kernels.settings import CompileFarm
@@ -105,7 +104,7 @@ class Sanitizer:
             data = read_output(folder, CALLS_FILE, _MAX_RECORDING)
         except BadOutput:
             return Recording([], error="the model ended before its first kernel call")
-        return recording.read(data) or Recording([], error="what was recorded of its calls can't be read")
+        return read(data) or Recording([], error="what was recorded of its calls can't be read")
 
 
 def options_of(memory_mb: int) -> list[str]:

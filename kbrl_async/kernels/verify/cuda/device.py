@@ -24,8 +24,9 @@ from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
-from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
+from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.device import Device
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.reservations import Reservations
@@ -48,7 +49,10 @@ _SCRATCH_BYTES = 256 << 20
 """For compiled kernels: of one that is tuned over a hundred configurations, each leaves some 300 kB."""
 _KEPT_BESIDE_OTHERS = 1 / 16
 """Of a GPU, what references may keep from one candidate to the next where other verifiers are on it."""
-_UNPLANNED_S = 60.0
+_DIVIDED = 0.5
+"""A bench that may plan with no more than this is one of several, whose shares come to no more than all: what it keeps
+within its own is in nobody's way."""
+_UNPLANNED_S = 10.0
 """To wait for others where nobody knows how much is missing."""
 
 
@@ -79,6 +83,9 @@ class CudaDevice(Device):
         self._replays: Replays | None = None
         self._reservations: Reservations | None = None
         """None where the system's temporary folder can't tell of other verifiers."""
+        self._kept_share = _KEPT_BESIDE_OTHERS
+        self._has_given_way = False
+        """For the candidate that is being judged."""
 
     @property
     def health(self) -> GpuHealth:
@@ -107,6 +114,8 @@ class CudaDevice(Device):
         where = torch.device("cuda", where.index or 0)
         torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
         self._health = GpuHealth(where)
+        if memory_share <= _DIVIDED:
+            self._kept_share = memory_share
         with contextlib.suppress(OSError):
             self._reservations = reservations_on(where)
         with contextlib.suppress(MissingTool):
@@ -146,8 +155,14 @@ class CudaDevice(Device):
             self._give_back()
             self._wait_for(wanted, tick)
             claim = self._claim_beside(0)
-            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
-        self._homes.refill()  # for the next problem
+            try:
+                made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
+            except DoesNotFit as error:
+                if self._has_given_way or self._reservations is None or not self._reservations.others:
+                    raise
+                raise NoMemory(error.cause, error.cure) from error
+        if len(kept) < options.references:  # else the one that makes room for this one leaves its process to the next
+            self._homes.refill()
         return made
 
     def _claim_beside(self, kept: int) -> Callable[[int], None]:
@@ -158,7 +173,20 @@ class CudaDevice(Device):
         return claim
 
     def may_use(self, size: int) -> bool:
-        return self._reservations is None or self._reservations.take(size)
+        return self._reservations is None or self._reservations.take(size + self._arenas)
+
+    def _may_grow(self, size: int) -> bool:
+        return self._reservations is None or self._reservations.take(self._reservations.held + size)
+
+    @property
+    def _arenas(self) -> int:
+        """Bytes in which candidates are recorded and replayed."""
+        return 0 if self._replays is None else self._replays.device_bytes
+
+    def give_way(self, tick: Tick) -> None:
+        self._give_back()
+        self._wait_for(0, tick)
+        self._has_given_way = True
 
     def _wait_for(self, size: int, tick: Tick) -> None:
         """Until other verifiers leave so much of the GPU. 0: memory ran out before anything was planned; then until
@@ -176,22 +204,24 @@ class CudaDevice(Device):
             reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
 
     def rest(self, kept: int) -> bool:
-        reservations = self._reservations
+        reservations, self._has_given_way = self._reservations, False
         if reservations is None:
             return True
-        if reservations.is_concern(max(kept, reservations.held)) and (others := reservations.others):
-            is_large = max(kept, reservations.held) > _KEPT_BESIDE_OTHERS * reservations.total
-            if kept and (is_large or any(other.wanted for other in others)):
+        held = max(kept, reservations.held - self._arenas)
+        if reservations.is_concern(held + self._arenas) and (others := reservations.others):
+            is_asked = held > self._kept_share * reservations.total or any(other.wanted for other in others)
+            if kept and is_asked:
                 return False
-            if is_large:
+            if is_asked:
                 self._give_back()
-        reservations.hold(kept)
+        reservations.hold(kept + self._arenas)
         return True
 
     def _give_back(self) -> None:
         """All memory that can be had again."""
         if self._replays is not None:
             self._replays.give_back()
+            self._replays.give_back_players()
         for spares in (self._homes, self._spares):
             if spares is not None:
                 spares.settle()
@@ -214,6 +244,8 @@ class CudaDevice(Device):
         try:
             return replays.open(reference, code, options.deadline_s, rng, is_alone, options.outputs == "kept")
         except Unreplayable as refusal:
+            if isinstance(refusal, ShortOfMemory) and not self._has_given_way:
+                raise NoMemory(str(refusal)) from refusal
             watched = super().judged(reference, zygote, code, options, rng, is_alone)
             watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
             return watched
@@ -234,7 +266,7 @@ class CudaDevice(Device):
 
     def _replays_for(self, zygote: Zygote, options: BenchOptions) -> Replays:
         if self._replays is None:
-            self._replays = Replays(zygote, options.limits, options.device, options.memory_share)
+            self._replays = Replays(zygote, options.limits, options.device, options.memory_share, self._may_grow)
         return self._replays
 
     def room(self, options: BenchOptions) -> float:

@@ -39,6 +39,11 @@ from protocols.records import Problem
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.family import Family
 
+ARENA_BYTES = 64 << 20
+"""At least, of a reference's arena: what fits is mapped once, and not three times."""
+MOST_INSIDE = 256 << 20
+"""Weights up to this many bytes lie in a recorder's arena; larger ones are mapped beside it."""
+_PAGE = 2 << 20
 BATCH_NS = 600_000
 """A timed batch lasts at least about this long: below it, the events' own noise and the wall clock's would show."""
 MAX_BATCH = 16
@@ -154,13 +159,18 @@ class CudaReference(Reference):
         `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets.
         """
 
+        place = (recorders.arena.size - self.inside_bytes) // _PAGE * _PAGE if self.inside_bytes else 0
+
         def fill(arena: DeviceArena) -> None:
+            if place and self._weights is not None:
+                arena.raw[place : place + self._weights.size].copy_(self._weights.raw)
             for places in slots:
                 for meta, example in zip(places, self.examples, strict=True):
                     arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
-        with self._copied_weights() as fds:
-            return recorders.record(wire.Record(self.setup(code), self.tree, slots, start), fds, deadline_s, fill)
+        order = wire.Record(self.setup(code), self.tree, slots, start, place)
+        with contextlib.nullcontext(()) if place else self._copied_weights() as fds:
+            return recorders.record(order, fds, deadline_s, fill)
 
     @contextlib.contextmanager
     def _copied_weights(self) -> Iterator[tuple[int, ...]]:
@@ -225,6 +235,18 @@ class CudaReference(Reference):
         arena.close()
         return copies
 
+    def _more_draws(self, seeds: list[int]) -> Draws:
+        """All at once: memory that two processes share costs each of them milliseconds, however little it is."""
+        if not self.examples:
+            return super()._more_draws(seeds)
+        assert isinstance(self.session, CudaSession)
+        self.tick()
+        deadline = self._options.reference_deadline_s
+        _, tensors, arena = self.session.drawn(seeds[0], deadline, tuple(seeds[1:]))
+        self._drawn.append(arena)
+        flat, count = [values.flat(tensor) for tensor in tensors], len(self.examples)
+        return [flat[begin : begin + count] for begin in range(0, len(seeds) * count, count)]
+
     def _memory(self) -> int:
         return memory_of(self._options)
 
@@ -244,7 +266,8 @@ class CudaReference(Reference):
         if not self.keeps_sets:
             self._close_drawn()
         first = draws[0]
-        session.attach(self.tree, self.examples, 1)
+        least = ARENA_BYTES
+        session.attach(self.tree, self.examples, 1, least_bytes=least)
         for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
@@ -252,14 +275,14 @@ class CudaReference(Reference):
             [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
         )
         session.is_widened = self.widens
-        session.attach(self.tree, self.examples, 1, outs=self._outs)
+        session.attach(self.tree, self.examples, 1, outs=self._outs, least_bytes=least)
         for place, block in zip(session.slots[0], first, strict=True):
             place.copy_(block)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         self.forward_ns = elapsed
         if self.keeps_sets:
             self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
-            self.attach(session)
+            session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs, least_bytes=least)
         else:
             self.plan = Plan(1, 1)  # it is attached so
 
@@ -271,6 +294,11 @@ class CudaReference(Reference):
     @property
     def weights_bytes(self) -> int:
         return self._weights.size if self._weights else 0
+
+    @property
+    def inside_bytes(self) -> int:
+        """Of the weights, what lies in a recorder's arena."""
+        return self.weights_bytes if self.weights_bytes <= MOST_INSIDE else 0
 
     @property
     def device_bytes(self) -> int:

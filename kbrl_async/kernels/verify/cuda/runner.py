@@ -210,9 +210,12 @@ class CudaRunner(runner.Runner):
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
-            contract.seed(order.seed)
             tensors: list[torch.Tensor] = []
-            tree = values.flatten(list(self._inputs()), tensors)
+            made = []
+            for seed in (order.seed, *order.more):
+                contract.seed(seed)
+                made.append(list(self._inputs()))
+            tree = values.flatten(made if order.more else made[0], tensors)
             self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))
         elif isinstance(order, wire.Export):
             self._export(DeviceArena.received(fds[0], order.size, self._where))
@@ -221,7 +224,7 @@ class CudaRunner(runner.Runner):
         elif isinstance(order, wire.Rest):
             self.is_over = True
         else:
-            self._attach(order, fds[0])
+            self._attach(order, fds[0] if fds else None)
 
     def _inputs(self) -> Any:
         try:
@@ -239,12 +242,14 @@ class CudaRunner(runner.Runner):
         torch.cuda.empty_cache()
         self.channel.send(wire.encode(wire.Ready()))
 
-    def _attach(self, order: wire.Attach, fd: int) -> None:
+    def _attach(self, order: wire.Attach, fd: int | None) -> None:
         self._end_batch()
         self.slots, self.last, self.held = [], None, [None, None]
-        if self._shared is not None:
-            self._shared.close()
-        self._shared = DeviceArena.received(fd, order.size, self._where)
+        if fd is not None:
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = DeviceArena.received(fd, order.size, self._where)
+        assert self._shared is not None, "the first arena comes with its descriptor"
         self.copy_to, self._outs = order.copy_to, order.outs
         for metas in order.slots:
             self.slots.append(values.restore(order.tree, [self._shared.view(meta) for meta in metas]))

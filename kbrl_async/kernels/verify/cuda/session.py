@@ -185,8 +185,11 @@ class CudaSession(Session):
         slots: int,
         copies: bool = True,
         outs: list[wire.TensorMeta] | None = None,
+        least_bytes: int = 0,
     ) -> None:
-        """A new arena. `outs` describes the outputs of one call; without it they are described but not copied."""
+        """A new arena, or the one that is there where it has `least_bytes`, above 0, and room. `outs` describes the
+        outputs of one call; without it they are described but not copied.
+        """
         self.thaw()
         self.slots, self.captured = [], None
         metas, end = [], 0
@@ -195,12 +198,19 @@ class CudaSession(Session):
             metas.append(placed)
         self._outputs_at = end
         self._outs, end = _place_outputs(outs or [], slots, end, self.is_widened)
-        if self.shared is not None:
-            self.shared.close()
-        self.shared = DeviceArena.new(end, self._where)
+        fds: tuple[int, ...] = ()
+        if self.shared is None or not least_bytes or max(end, least_bytes) > self.shared.size:
+            if self.shared is not None:
+                self.shared.close()
+            self.shared = DeviceArena.new(max(end, least_bytes), self._where)
+            fds = (self.shared.export(),)
         targets = [[_moved(meta, slot * step) for meta, step in self._outs] for slot in range(slots)]
         order = wire.Attach(self.shared.size, tree, metas, self._outputs_at if outs is not None else -1, targets)
-        self._send_arena(order, self.shared)
+        try:
+            self._send(wire.encode(order), *fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
         shared = self.shared
         self.slots = [[values.flat(shared.view(meta)) for meta in placed] for placed in metas]
         self._expect(wire.Ready, 30.0)
@@ -224,10 +234,14 @@ class CudaSession(Session):
             raise
         return arena
 
-    def drawn(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena]:
-        """Inputs that the problem's own `get_inputs` makes after `seed`, and the memory they lie in."""
+    def drawn(
+        self, seed: int, deadline_s: float, more: tuple[int, ...] = ()
+    ) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena]:
+        """Inputs that the problem's own `get_inputs` makes after `seed`, and after `more` one after the other, and the
+        memory they lie in.
+        """
         self.thaw()
-        self._child.channel.send(wire.encode(wire.Draw(seed)))
+        self._child.channel.send(wire.encode(wire.Draw(seed, more=more)))
         drawn = self._expect(wire.Drawn, deadline_s)
         arena = self.fetch(drawn.tensors, deadline_s)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
@@ -236,6 +250,8 @@ class CudaSession(Session):
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
         if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
+        if op == wire.OP_FREE:
+            self.captured = None  # the child gives its graphs back, too
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c.sanitize import driver
-from kbrl_async.kernels.backends.sanitize import recording
+from kbrl_async.kernels.backends.sanitize import parts
 from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import GPU_EXIT, asan, compute_sanitizer, ubsan
 from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer, gpu_command
@@ -304,10 +304,10 @@ PLAIN = {
 )
 def test_a_recording_that_no_recorder_wrote_is_none(change: dict[str, object]) -> None:
     """The candidate ran beside it; its names and numbers become a program of ours."""
-    assert recording.read(json.dumps({"calls": [PLAIN]}).encode()) is not None
-    assert recording.read(json.dumps({"calls": [PLAIN | change]}).encode()) is None
+    assert parts.read(json.dumps({"calls": [PLAIN]}).encode()) is not None
+    assert parts.read(json.dumps({"calls": [PLAIN | change]}).encode()) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b'{"calls": ' + b"[" * 100_000, b'{"calls": ' + b"1" * 4400 + b"}"])
 def test_noise_is_no_recording(data: bytes) -> None:
-    assert recording.read(data) is None
+    assert parts.read(data) is None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError, ProblemError
@@ -16,7 +17,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.inputs import KINDS
-from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Verdict
+from protocols.records import DISTURBED, BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 Evaluate = Callable[..., BenchReport]
 WEIGHTS = """
@@ -230,3 +231,59 @@ def test_what_passes_with_wider_tolerances_only_is_near_and_still_wrong(bench: B
     assert (strict.fault, wide.fault) == (Fault.INCORRECT, Fault.INCORRECT)
     assert strict.near == 0 < wide.near
     assert strict.passed == wide.passed
+
+
+@pytest.fixture
+def timings() -> list[Timing]:
+    """What the next measurements find; the host decides nothing here."""
+    return [Timing(8, 1.0 + n, 0.9 + n, 1.1 + n, 1.0, 1.0, spent_s=0.1) for n in range(9, 0, -1)]
+
+
+@pytest.fixture
+def of_group(
+    zygote: Zygote, timings: list[Timing], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., BenchReport]]:
+    """A timed evaluation of a source that is right, or is given, in a group."""
+    monkeypatch.setattr(Bench, "_measure", lambda *_: timings.pop())
+    with contextlib.closing(Bench(zygote, patient(replay=False, reuse=5))) as bench:
+        problem = Problem("L1/01_test", 1, "test", WEIGHTS)
+
+        def run(group: str, source: str = NEW) -> BenchReport:
+            return bench.evaluate(problem, Candidate(source, "torch"), {}, timing=True, group=group)
+
+        yield run
+
+
+def test_equal_sources_of_a_group_share_a_timing(of_group: Callable[..., BenchReport]) -> None:
+    reports = [of_group("g1") for _ in range(3)]
+    assert [(report.timing.speedup, report.timing.spent_s) for report in reports if report.timing] == [
+        (2.0, 0.1),
+        (2.0, 0.0),
+        (2.0, 0.0),
+    ]
+    assert [stage.detail for stage in reports[1].stages if stage.name == "timing"] == [
+        "of an equal kernel of its group"
+    ]
+
+
+def test_another_source_another_group_and_new_secrets_are_timed(of_group: Callable[..., BenchReport]) -> None:
+    """With the sixth kernel come new secrets."""
+    asked = [("g1", NEW), ("g1", NEW + "\n"), ("g2", NEW), ("", NEW), ("", NEW), ("g1", NEW)]
+    found = [of_group(*one).timing for one in asked]
+    assert [timing.speedup for timing in found if timing] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_what_others_disturbed_is_timed_again(of_group: Callable[..., BenchReport], timings: list[Timing]) -> None:
+    timings.append(msgspec.structs.replace(timings[-1], stopped=DISTURBED))
+    found = [of_group("g1").timing for _ in range(3)]
+    assert [timing.stopped for timing in found if timing] == [DISTURBED, "", ""]
+
+
+def test_a_shared_timing_is_no_shared_verdict(of_group: Callable[..., BenchReport]) -> None:
+    """The source is right in every second process or so."""
+    fickle = NEW.replace("self.linear(x)", "self.linear(x) + self.odd").replace(
+        "super().__init__()", "super().__init__(); import os; self.odd = os.urandom(1)[0] % 2"
+    )
+    reports = [of_group("g1", fickle) for _ in range(14)]
+    assert {report.verdict.fault for report in reports} == {Fault.OK, Fault.INCORRECT}
+    assert all((report.timing is None) == (report.verdict.fault is not Fault.OK) for report in reports)

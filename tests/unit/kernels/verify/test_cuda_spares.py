@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.verify.cuda import device
 from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.options import bench_options, no_tick
 
 
 class Waiting:
@@ -143,3 +148,15 @@ def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
     waiting.refill()
     waiting.close()
     assert zygote.children[0].is_closed
+
+
+@pytest.mark.parametrize(("kept", "started"), [(1, 2), (2, 1)])
+def test_no_home_is_started_where_one_comes_free(monkeypatch: pytest.MonkeyPatch, kept: int, started: int) -> None:
+    options = bench_options(sections.TimingBench(), "cuda:0", references=2)
+    families = OrderedDict[str, Any]((str(number), Mock(device_bytes=0)) for number in range(kept))
+    for name in ("CudaReference", "make_room"):
+        monkeypatch.setattr(device, name, Mock())
+    made = device.CudaDevice("cuda:0")
+    made._homes, made._spares, made._replays = (cast(Any, Mock()) for _ in range(3))
+    made.reference(cast(Any, None), cast(Any, None), options, cast(Any, None), families, no_tick)
+    assert cast(Any, made._homes).refill.call_count == started

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.verify import Bench, sets
 from kbrl_async.kernels.verify.compare import difference
-from kbrl_async.kernels.verify.inputs import KINDS, moved, vary
+from kbrl_async.kernels.verify.inputs import KINDS, Kind, moved, vary
 from kbrl_async.kernels.verify.tolerance import is_noise, tolerance
 from protocols.records import Candidate, Fault
 
@@ -32,6 +34,16 @@ def test_what_has_one_side_keeps_it(name: str, kind: object) -> None:
 def test_what_never_comes_near_zero_never_becomes_zero() -> None:
     for kind in KINDS:
         assert bool((vary([SIDES["variances"]], kind, random.Random(1))[0] != 0).all()), kind.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_distributions_and_their_logarithms_are_left_as_they_were_drawn(kind: Kind) -> None:
+    given = [torch.randn(64, 8).softmax(-1), torch.randn(64, 8).log_softmax(-1)]
+    made = vary(given, kind, random.Random(1))
+    assert all(map(torch.equal, made, given))
+    assert kind.name in ("nominal", "mixed", "repeated") or not torch.equal(
+        vary([-given[0]], kind, random.Random(1))[0], -given[0]
+    )
 
 
 def test_a_declared_domain_is_kept_and_a_fixed_input_stays() -> None:
@@ -88,6 +100,52 @@ def test_attention_that_rounds_scaled_queries_is_right(bench: Bench) -> None:
         found = difference(by_blocks(*given), one.expected[0], one.tolerances[0])
         assert found.wrong == 0, (one.name, found)
         assert one.tolerances[0].honest <= 0.05 * float(one.expected[0].abs().max())
+
+
+def by_rows_of_integers(x: torch.Tensor) -> torch.Tensor:
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
+    return (x / step).round() * step
+
+
+GELU = (
+    ATTENTION.replace("q, k, v):", "x):")
+    .replace("return F.scaled_dot_product_attention(q, k, v, is_causal=True)", "return F.gelu(x)")
+    .replace("torch.randn(1, 8, 96, 64).half() for _ in range(3)", "torch.randn(64, 512).bfloat16()")
+)
+
+
+def test_an_element_gets_no_room_for_what_others_of_its_size_move_by(bench: Bench) -> None:
+    """Large elements move by more than small ones, each within what its own size allows: then int8 does not pass."""
+    reference = bench._references.get(parse_problem(GELU, "L0/gelu")).references[0]
+    wrong = set()
+    for one in reference.sets:
+        answer = F.gelu(one.blocks[0].view(64, 512).float())
+        step = answer.abs().max() / 127
+        if difference(((answer / step).round() * step).bfloat16(), one.expected[0], one.tolerances[0]).wrong:
+            wrong.add(one.name)
+    assert {"large", "graded"} <= wrong
+
+
+LOWERED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "queries in bfloat16": (lambda x: x.bfloat16().float(), 0),
+    "keys in bfloat16": (lambda x: x.bfloat16().float(), 1),
+    "queries in int8": (by_rows_of_integers, 0),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_attention_whose_inputs_lose_bits_is_wrong(bench: Bench, name: str) -> None:
+    """What an honest kernel rounds in between does not let inputs pass that are rounded further than they were."""
+    lower, which = LOWERED[name]
+    reference = bench._references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
+    wrong = set()
+    for one in reference.sets:
+        given = [block.view(like.shape).float() for block, like in zip(one.blocks, reference.examples, strict=True)]
+        given[which] = lower(given[which])
+        found = F.scaled_dot_product_attention(*given, is_causal=True).half()
+        if difference(found, one.expected[0], one.tolerances[0]).wrong:
+            wrong.add(one.name)
+    assert len(wrong & {"large", "spikes", "graded"}) >= 2, wrong
 
 
 # Chunked linear attention with decay, as far as it matters: a sum of decays inside of exp, cast to float inside.

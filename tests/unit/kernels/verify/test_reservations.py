@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -168,6 +170,28 @@ def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
     assert not device.rest(20 * GIB), "they are to be closed"
     assert device.rest(0)
     assert other.take(70 * GIB)
+
+
+def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make: Make) -> None:
+    make()
+    device._kept_share = 0.25
+    assert device.may_use(15 * GIB)
+    assert device.rest(12 * GIB)
+    assert device.may_use(30 * GIB)
+    assert not device.rest(12 * GIB)
+
+
+def test_arenas_are_a_part_of_what_is_held(device: CudaDevice, make: Make) -> None:
+    device._replays, device._kept_share = cast(Any, SimpleNamespace(device_bytes=8 * GIB)), 0.5
+    assert make().take(40 * GIB)
+    assert device.rest(2 * GIB)
+    assert device._reservations is not None
+    assert device._reservations.held == 0, "what nobody took is not held"
+    assert device.may_use(10 * GIB)
+    assert device.rest(2 * GIB)
+    assert device._reservations.held == 10 * GIB
+    assert not device.may_use(40 * GIB)
+    assert not device._may_grow(30 * GIB)
 
 
 def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice, make: Make) -> None:

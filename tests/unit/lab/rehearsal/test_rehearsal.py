@@ -170,3 +170,13 @@ def test_figures_are_those_of_the_run() -> None:
     sampler = next(p for p in it.processes if p.name == "sampler.1")
     assert (sampler.busy, sampler.tokens_per_s) == (pytest.approx(0.5), pytest.approx(100))
     assert it.hours == pytest.approx(it.between_s * 1000 / 3600)
+
+
+def test_a_run_that_ended_before_its_first_update_still_says_who_did_what() -> None:
+    samples = [line(second, 0, {"sampler.1": 0.5}) for second in range(5)]
+    it = find(Config(), samples, [], [], [])
+    assert (it.updates, it.bottleneck, it.changes, it.first_update_s) == (0, "", [], -1)
+    assert it.first_answer_s == 1
+    assert next(p for p in it.processes if p.name == "sampler.1").busy == pytest.approx(0.5)
+    with pytest.raises(UserError, match="before its processes had begun"):
+        find(Config(), [], [], [], [])

@@ -28,7 +28,12 @@ def test_without_a_placement_nothing_is_changed() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "learner", "sampler", "first", "second"),
-    [("one_gpu", "0", "0", "0", "0"), ("two_gpus", "0", "0", "1", "1"), ("split", "0", "1", "2", "3")],
+    [
+        ("one_gpu", "0", "0", "0", "0"),
+        ("two_gpus", "0", "0", "1", "1"),
+        ("learner_apart", "0", "1", "1", "1"),
+        ("split", "0", "1", "2", "3"),
+    ],
 )
 def test_each_process_gets_the_gpu_of_its_preset_and_the_others_none(
     placement: str, learner: str, sampler: str, first: str, second: str
@@ -46,7 +51,9 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     assert sorted(ids) == [str(i) for i in range(8)]
 
 
-@pytest.mark.parametrize(("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("split", "4")])
+@pytest.mark.parametrize(
+    ("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("learner_apart", "1"), ("split", "4")]
+)
 def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placement: str, gpu: str) -> None:
     config = load(
         overrides=[f"placement={placement}", "processes.verifier=3", "timing_bench.shares_with=[timing_bench]"]
@@ -54,7 +61,7 @@ def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placemen
     at = {visible_to(config, f"verifier.{number}", H100)["CUDA_VISIBLE_DEVICES"] for number in (1, 2, 3)}
     bench = visible_to(config, "timing_bench.1", H100)["CUDA_VISIBLE_DEVICES"]
     assert at == {gpu}
-    assert (bench == gpu) is (placement == "one_gpu")
+    assert (bench == gpu) is (placement in ("one_gpu", "learner_apart"))
     assert misfit(config, H100) == ""
     if placement == "split":
         assert misfit(config, H100[:4]).endswith("+ 1 for verifiers), and this machine has 4")
@@ -174,6 +181,7 @@ def test_what_contradicts_is_refused_by_name(words: list[str], reason: str) -> N
         ([], False),
         (["weights.transport=direct"], True),
         (["placement=split"], True),
+        (["placement=learner_apart"], True),
         (["placement=split", "weights.transport=files"], False),
         (["placement=split", "device=cpu"], False),
         (["placement=split", "lora_rank=8"], False),

@@ -151,13 +151,16 @@ class Recorder:
 
     def _of(self, order: wire.Record, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
-        self._heap.begin(BASE + order.start, BASE + self._arena.size)
+        end = order.weights or self._arena.size
+        self._heap.begin(BASE + order.start, BASE + end)
         self._fill(self._heap.empty, _POISON)  # what was there before is no part of what lasts: padding does
         weights = len(fds) - len(order.setup.artifacts)
         paths = dict(zip(order.setup.artifacts, map(self._path, fds[weights:]), strict=True))
         setup = msgspec.structs.replace(order.setup, artifacts=paths)
-        candidate = _Candidate(self._channel, setup, fds[:weights], self._device)
         arena = self._arena
+        given = arena.raw[end:] if order.weights else None
+        candidate = _Candidate(self._channel, setup, fds[:weights], self._device, given)
+        self._fill([(BASE + end, BASE + arena.size)], _POISON)
         candidate.slots = [values.restore(order.tree, [arena.view(meta) for meta in slot]) for slot in order.slots]
         code = MachineCode(self._driver, list(paths.values()))
         return self._written(candidate, Scribe(Graphs(self._driver), self._heap, BASE, arena.size, code), order.start)
@@ -251,6 +254,17 @@ class Recorder:
 
 class _Candidate(CudaRunner):
     """Built as the runner of a single candidate builds it; the recorder takes no orders for it."""
+
+    def __init__(
+        self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device, weights: Any
+    ) -> None:
+        """`weights`: the bytes that they lie in; None: they come by descriptor."""
+        self._weights = weights
+        super().__init__(channel, setup, fds, where)
+        self._weights = None
+
+    def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
+        return super()._read(metas) if self._weights is None else [values.view(self._weights, meta) for meta in metas]
 
     def _tell_ready(self, setup: wire.Setup, init: Any) -> None:
         """Nobody waits for that."""

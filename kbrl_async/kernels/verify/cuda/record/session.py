@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.memory import as_message, memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
 _CONFINED_S, _MAP_S = 30.0, 10.0
-MAX_SERVED = 64
+MAX_SERVED = 256
 _MAX_LEFT = 256 << 20
 _MAX_BYTES = 16 << 20
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from kbrl_async.kernels.stages import span, tally
 from kbrl_async.kernels.verify import validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
-from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
+from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.recording import Recording, decode
@@ -34,10 +34,12 @@ _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
-_SECONDS = 32
-"""Candidates that the second recorder serves: only those with something against them come to it."""
-_READY = 2
-"""Recorders that wait: a candidate that is recorded alone needs one, and what is in doubt another."""
+_SECONDS = 128
+"""Candidates that the second recorder serves at most: only those with something against them come to it, and each that
+is drawn to be recorded alone (`BenchOptions.alone_share`) ends it sooner."""
+_READY = 1
+"""Recorders that wait. Whoever makes or ends a context holds the driver's locks, for all processes of a GPU, for some
+tenths of a second."""
 _LEAST_TIMES, _TIMES = 2, 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs: without
 which nothing can be recorded, and enough for most."""
@@ -78,8 +80,16 @@ def outline(content: bytes) -> list[list[str]] | None:
 class Replays:
     """Recorders and players of one bench on its GPU."""
 
-    def __init__(self, zygote: Zygote, limits: Limits, device: str, memory_share: float) -> None:
-        self._zygote, self._device = zygote, device
+    def __init__(
+        self,
+        zygote: Zygote,
+        limits: Limits,
+        device: str,
+        memory_share: float,
+        may_grow: Callable[[int], bool] = lambda size: True,
+    ) -> None:
+        """`may_grow`: whether other verifiers leave so many bytes more, asked before they are taken."""
+        self._zygote, self._device, self._may_grow = zygote, device, may_grow
         self._memory_share = memory_share
         self._host = ReplayHost(zygote, limits, device)
         self._spares = spares_for(zygote, limits, device, _READY)
@@ -115,7 +125,8 @@ class Replays:
         placed, start = place_inputs(reference.examples, slots, rng)
         once = reference.slot_bytes * slots
         recorders = self._recorders_for(
-            start + reference.weights_bytes + _LEAST_TIMES * once, (_TIMES - _LEAST_TIMES) * once
+            start + reference.weights_bytes + reference.inside_bytes + _LEAST_TIMES * once,
+            (_TIMES - _LEAST_TIMES) * once,
         )
         if is_alone:
             recorders.forget()
@@ -125,7 +136,7 @@ class Replays:
                 content = reference.record(recorders, code, placed, start, deadline_s)
         except CudaError as error:
             self.give_back()
-            raise Unreplayable(f"there is no memory to record it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
         try:
             recording = validation.read(content, bounds)
@@ -139,7 +150,7 @@ class Replays:
                 given = self._host, recording, built, placed, recorders.arena, rng
                 session = ReplaySession(*given, self.is_shared, may_keep)
         except CudaError as error:
-            raise Unreplayable(f"there is no memory to replay it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to replay it in ({error})") from error
         self._last = msgspec.structs.replace(self._last, image=session.image)
         try:
             with span("tried"):
@@ -158,16 +169,14 @@ class Replays:
         """Whether a second process, which has served other candidates than the first, or nobody else where `is_alone`,
         writes down of the last one what the first wrote, and keeps the same in memory that lasts. Then what was found
         of its replay holds: the same work on the same inputs has the same results. Of what is right only the kind of
-        its steps is compared: a tuned kernel is launched in several ways.
+        its steps is compared: a tuned kernel is launched in several ways. The process that served nobody else is the
+        second one for those that follow.
         """
         last, first = self._last, self._recorders
-        if last is None or first is None:
+        if last is None or first is None or (asked := self._second(first.arena.size)) is None:
             return False
         if is_alone:
-            first.forget()
-        asked = first if is_alone else self._second(first.arena.size)
-        if asked is None:
-            return False
+            asked.forget()
         try:
             with span("recorded alone" if is_alone else "recorded by a second"):
                 content = reference.record(asked, code, last.placed, last.start, deadline_s)
@@ -238,6 +247,9 @@ class Replays:
         known = self._recorders
         if known is not None and self._generation == self._zygote.generation and wanted <= known.arena.size:
             return known
+        has = 0 if known is None else known.arena.size
+        if wanted > least > has and not self._may_grow(wanted - has):
+            wanted = least
         try:
             if known is None or self._generation != self._zygote.generation:
                 self.give_back()
@@ -246,7 +258,7 @@ class Replays:
                 known.grow(wanted)
         except CudaError as error:
             self.give_back()
-            raise Unreplayable(f"there is no memory to record it in ({error})") from error
+            raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
         self._generation, self._recorders = self._zygote.generation, known
         return known
 
@@ -271,6 +283,15 @@ class Replays:
         if self._recorders is not None:
             self._recorders.close()
             self._recorders = None
+
+    def give_back_players(self) -> None:
+        """Between two candidates, what they were replayed in."""
+        self._host.give_back()
+
+    @property
+    def device_bytes(self) -> int:
+        recorders = [one for one in (self._recorders, self._seconds) if one is not None]
+        return self._host.device_bytes + sum(one.arena.size for one in recorders)
 
     def close(self) -> None:
         self._host.close()

@@ -38,7 +38,7 @@ _CPU_S = 1 << 20
 _SLOW, _SLOW_NS = 5.0, 2_000_000.0
 """A known kernel that takes so many times what it took at first, and so much more."""
 _MOST_HELD = 4 << 30
-_MOST_SERVED = 64
+_MOST_SERVED = 256
 """What kernels of one candidate leave in a player shows in the known kernel; if not, it is gone after so many."""
 _SPARE_FACTOR = 4
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
@@ -47,6 +47,10 @@ _Expected = TypeVar("_Expected", bound=orders.Answer)
 
 class Unreplayable(Exception):  # noqa: N818 - an answer, not an error
     """Why a recording can't be done again, in words; nobody's fault."""
+
+
+class ShortOfMemory(Unreplayable):
+    """There is no memory to do it in, now."""
 
 
 class Player:
@@ -180,6 +184,18 @@ class ReplayHost:
         arena = self.reserve(self.arena.size, is_new=True)
         self.load(*self._loaded)
         return arena
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.size
+
+    def give_back(self) -> None:
+        """Between two candidates: the memory that the last one was replayed in, which a player holds, too."""
+        if self._arena is not None:
+            self._drop()
+            self._dying.close()
+            self._arena.close()
+            self._arena = None
 
     def unload(self) -> None:
         """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""

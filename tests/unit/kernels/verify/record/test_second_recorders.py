@@ -97,10 +97,13 @@ def test_who_was_contradicted_serves_one_candidate_a_process(
 
 @pytest.mark.parametrize(("kept", "is_same"), [(1, True), (2, False)])
 def test_a_fresh_process_says_the_same_or_does_not(monkeypatch: pytest.MonkeyPatch, kept: int, is_same: bool) -> None:
-    found = replays(monkeypatch, written(KERNEL), Recorders(fill=3))
-    found._recorders = fresh = cast(Any, Recorders(fill=kept))
+    fresh = Recorders(fill=kept)
+    found = replays(monkeypatch, written(KERNEL), fresh)
     assert is_repeated(found, written(KERNEL), is_alone=True) == is_same
     assert fresh.forgot == 1, "who has served others is not asked"
+    assert cast(Any, found._recorders).forgot == 0, "the first goes on: each process that ends costs all others time"
+    assert is_repeated(found, written(KERNEL)) == is_same
+    assert fresh.forgot == 1, "who was alone is the second for those that follow"
 
 
 def test_whoever_judges_by_the_second_process_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,13 @@
+from kbrl_async.kernels.funnel.build import Builder as Builder
+from kbrl_async.kernels.funnel.build import artifact_paths as artifact_paths
+from kbrl_async.kernels.funnel.careful import Careful as Careful
+from kbrl_async.kernels.funnel.careful import bench as bench
+from kbrl_async.kernels.funnel.concurrent import AsyncVerifier as AsyncVerifier
+from kbrl_async.kernels.funnel.judge import Judge as Judge
+from kbrl_async.kernels.funnel.judge import SpotChecks as SpotChecks
+from kbrl_async.kernels.funnel.reading import Reading as Reading
+from kbrl_async.kernels.funnel.reading import read_candidate as read_candidate
+from kbrl_async.kernels.funnel.result import Result as Result
+from kbrl_async.kernels.funnel.verifier import Verifier as Verifier
+from kbrl_async.kernels.funnel.verifier import VerifyOptions as VerifyOptions
+from kbrl_async.kernels.funnel.verifier import verify as verify

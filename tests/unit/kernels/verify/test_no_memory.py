@@ -1,0 +1,97 @@
+"""A GPU that has no memory left: who lacks it gives back, waits, and judges the candidate once more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from kbrl_async.kernels import settings as sections
+from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.verify.bench import Bench
+from kbrl_async.kernels.verify.cuda.device import CudaDevice
+from kbrl_async.kernels.verify.cuda.replay import candidates
+from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
+from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory
+from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.options import bench_options, no_tick
+from protocols.records import Candidate, Fault, Problem, Verdict
+
+PROBLEM = Problem("L1/01_add", 1, "add", "")
+
+
+def judged(short: int) -> tuple[Verdict, Mock]:
+    """The verdict where memory is short so many times, and what was asked of the references."""
+    bench, references = cast(Any, Bench.__new__(Bench)), Mock()
+    options = bench_options(sections.TimingBench(), "cpu")
+    bench._options, bench._device, bench._references, bench._surplus = options, Mock(), references, Mock()
+    bench._zygote, bench._generation = SimpleNamespace(start=lambda: None, generation=1), 1
+    answers = [NoMemory("no memory on cuda:0")] * short + [Verdict(Fault.OK)]
+
+    def on_all(*_: Any) -> tuple[Verdict, None]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, None
+
+    bench._on_all, bench._plan = on_all, ""
+    references.get.return_value.cases = [Mock()]
+    return bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict, references
+
+
+def test_whoever_lacks_memory_gives_way_and_tries_again() -> None:
+    verdict, references = judged(2)
+    assert verdict.fault is Fault.OK
+    assert references.give_way.call_count == 2
+    assert references.get.call_count == 3, "the reference is made anew"
+
+
+def test_it_is_told_in_the_end() -> None:
+    with pytest.raises(NoMemory, match="no memory"):
+        judged(3)
+
+
+def replays(monkeypatch: pytest.MonkeyPatch, may_grow: bool) -> tuple[Replays, list[int]]:
+    """With 8 GiB in all; the sizes of the arenas that are made."""
+    sizes: list[int] = []
+
+    def recorders(spares: object, device: str, size: int, most: int) -> Any:
+        sizes.append(size)
+        return SimpleNamespace(arena=SimpleNamespace(size=size), grow=sizes.append)
+
+    monkeypatch.setattr(candidates, "Recorders", recorders)
+    properties = SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(candidates.torch.cuda, "get_device_properties", lambda _: properties)
+    zygote = cast(Any, SimpleNamespace(generation=1))
+    return Replays(zygote, Limits(), "cuda:0", 1.0, lambda size: may_grow), sizes
+
+
+@pytest.mark.parametrize(("may_grow", "gib"), [(True, 2), (False, 1)])
+def test_more_than_is_needed_is_taken_only_where_others_leave_it(
+    monkeypatch: pytest.MonkeyPatch, may_grow: bool, gib: int
+) -> None:
+    found, sizes = replays(monkeypatch, may_grow)
+    found._recorders_for(256 << 20, 1 << 30)
+    assert sizes == [gib << 30]
+    assert found.device_bytes == gib << 30
+
+
+def test_a_candidate_is_not_watched_for_want_of_memory_before_it_was_waited_for() -> None:
+    device = CudaDevice("cuda:0")
+    found = Mock()
+    found.open.side_effect = ShortOfMemory("there is no memory to record it in")
+    device._replays = found
+    reference, options = Mock(spec_set=["open"]), bench_options(sections.TimingBench(), "cuda:0")
+    given = cast(Any, (reference, None, None, options, None, False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
+        with pytest.raises(NoMemory):
+            device.judged(*given)
+        patch.setattr(device, "_give_back", lambda: None)
+        device.give_way(no_tick)
+        assert device.judged(*given).trust_reason == "there is no memory to record it in"
+        device.rest(0)
+        with pytest.raises(NoMemory):
+            device.judged(*given)

@@ -1,0 +1,199 @@
+"""A GPU's reference and its child over shared arenas, on pretended device memory: what is mapped, and is it right."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kbrl_async.kernels import settings as sections
+from kbrl_async.kernels.verify import bench_options, values, wire
+from kbrl_async.kernels.verify.cuda import reference, runner, session
+from kbrl_async.kernels.verify.cuda.record import child
+from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.session import Submission
+from protocols.records import Problem
+
+SOURCE = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear = torch.nn.Linear(size, size)
+    def forward(self, x, y):
+        return torch.relu(self.linear(x)) + y
+def get_inputs():
+    return [torch.randn(16, 8), torch.randn(16, 8)]
+def get_init_inputs():
+    return [8]
+"""
+
+
+class Arena:
+    """A file in memory that two threads map."""
+
+    made = 0
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size, self._fd, self.raw = size, fd, cast(Any, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
+
+    @classmethod
+    def new(cls, size: int, where: torch.device) -> Arena:
+        cls.made += 1
+        size = -(-max(1, size) // 4096) * 4096
+        fd = os.memfd_create("arena")
+        os.ftruncate(fd, size)
+        return cls(fd, size)
+
+    @classmethod
+    def received(cls, fd: int, size: int, where: torch.device, *_: Any) -> Arena:
+        return cls(fd, size)
+
+    def export(self) -> int:
+        return os.dup(self._fd)
+
+    def view(self, meta: wire.TensorMeta) -> torch.Tensor:
+        return values.view(self.raw, meta)
+
+    def close(self) -> None:
+        if self.raw is not None:
+            self.raw = None
+            os.close(self._fd)
+
+
+class Child:
+    """A reference's process that is a thread."""
+
+    host_pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        self._theirs.send(wire.encode(wire.Confined("full", ())))
+        setup, fds = runner._await_orders(self._theirs)
+        runner.CudaRunner(self._theirs, setup, fds, torch.device("cpu")).serve()
+
+    def freeze(self) -> bool:
+        return False
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        return False
+
+
+class Homes:
+    dying = SimpleNamespace(add=lambda child: None)
+
+    def take(self) -> Child:
+        return Child()
+
+
+class Driver:
+    """Nothing is timed."""
+
+    def event(self) -> int:
+        return 1
+
+    def call(self, *_: Any) -> None:
+        """It is done already."""
+
+    def record_everywhere(self, *_: Any) -> None:
+        """There is no stream."""
+
+    def elapsed_ns(self, *_: Any) -> float:
+        return 1e5
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (reference, runner, session):
+        monkeypatch.setattr(module, "DeviceArena", Arena)
+    monkeypatch.setattr(runner, "driver", Driver)
+    monkeypatch.setattr(runner, "Flush", lambda *_: SimpleNamespace(now=lambda stream: None))
+    monkeypatch.setattr(reference, "memory_of", lambda options: 8 << 30)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    Arena.made = 0
+    with torch.no_grad():
+        yield
+
+
+def made(source: str = SOURCE) -> CudaReference:
+    options = bench_options(sections.TimingBench(), "cpu")
+    problem = Problem("one", 1, "one", source)
+    homes = cast(Any, Homes())
+    return CudaReference(cast(Any, None), problem, options, random.Random(1), homes, homes)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_reference_is_made_over_few_arenas() -> None:
+    found = made()
+    assert Arena.made == 4, "weights, the first draw, the others, inputs and outputs of all calls"
+    assert len(found.sets) == 10
+    draws = cast(Any, found.pool)._draws
+    assert len(draws) == 4
+    assert all(len(draw) == 2 for draw in draws)
+    assert len({float(draw[number][0]) for draw in draws for number in (0, 1)}) == 8
+    module: dict[str, Any] = {}
+    exec(SOURCE, module)
+    model = module["Model"](8)
+    assert found._weights is not None
+    own = [found._weights.view(meta) for _, meta in found.ready.weights]
+    model.load_state_dict(dict(zip(model.state_dict(), own, strict=True)))
+    for one in found.sets:
+        x, y = (block.view(16, 8) for block in one.blocks)
+        assert torch.allclose(model(x, y), one.expected[0], atol=1e-5)
+    found.close()
+
+
+class Recorders:
+    """A recorder that builds its candidate on what lies in its arena."""
+
+    def __init__(self, size: int) -> None:
+        self.arena, self.weights = Arena.new(size, torch.device("cpu")), list[torch.Tensor]()
+        self.descriptors: list[int] = []
+
+    def record(self, order: wire.Record, fds: tuple[int, ...], deadline_s: float, fill: Any) -> bytes:
+        fill(self.arena)
+        given = self.arena.raw[order.weights :] if order.weights else None
+        candidate = child._Candidate(cast(Any, None), order.setup, list(map(os.dup, fds)), torch.device("cpu"), given)
+        self.weights, self.descriptors = [tensor.clone() for tensor in candidate.model.parameters()], list(fds)
+        self.arena.raw[order.weights :].fill_(0)
+        assert all(map(torch.equal, self.weights, candidate.model.parameters())), "they are copies"
+        return b""
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("most", [256 << 20, 0])
+def test_a_recorder_finds_the_weights_in_its_arena_or_beside_it(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(reference, "MOST_INSIDE", most)
+    found, recorders = made(), Recorders(8 << 20)
+    assert found._weights is not None
+    code = Submission(SOURCE.replace("class Model", "class ModelNew"), "cuda-nvrtc")
+    found.record(cast(Any, recorders), code, [], 0, 1.0)
+    wanted = [found._weights.view(meta) for _, meta in found.ready.weights]
+    assert all(map(torch.equal, recorders.weights, wanted))
+    assert len(wanted) == 2
+    assert len(recorders.descriptors) == (not most)
+    assert found.inside_bytes == (found.weights_bytes if most else 0)
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_an_arena_that_is_too_small_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ARENA_BYTES", 4096)
+    found = made()
+    assert Arena.made > 4
+    assert len(found.sets) == 10
+    found.close()
